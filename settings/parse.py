@@ -1,0 +1,151 @@
+"""Filling the settings from Flower's run config, a TOML file or the command line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tomli_w
+
+from settings.schema import Scalar, Settings, SettingsError, fields_by_key
+
+
+def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settings:
+    """Build settings from a flat mapping of hyphenated keys, such as Flower's run config.
+
+    Parameters
+    ----------
+    config : mapping
+        Key → value; what is missing keeps its default.
+    ignore : iterable of str
+        Keys that belong to somebody else (e.g. `server-round` in a message).
+
+    Raises
+    ------
+    SettingsError
+        A key is unknown, or a value is of the wrong type or impossible.
+    """
+    known, skip = fields_by_key(), set(ignore)
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in skip:
+            continue
+        if key not in known:
+            raise SettingsError(_unknown(key, known))
+        values[known[key].name] = value
+    return Settings(**values)
+
+
+def from_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file of flat hyphenated keys and return it as a mapping for `from_config`.
+
+    Raises
+    ------
+    SettingsError
+        The file is missing or not TOML; the message names it.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            return flatten_toml(tomllib.load(file), path)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"settings file {path}: {error}") from error
+
+
+def flatten_toml(content: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """Refuse tables in a settings file: every key stands at the top level."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            raise SettingsError(f"settings file {path}: table [{key}]; allowed are keys at the top level only")
+    return dict(content)
+
+
+def to_toml(settings: Settings) -> str:
+    """Return the settings as TOML text that `from_toml` reads back."""
+    return tomli_w.dumps(settings.flat())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--settings FILE` and one `--key VALUE` for every setting."""
+    parser.add_argument("--settings", metavar="FILE", help="TOML file of settings; the command line wins over it")
+    group = parser.add_argument_group("settings")
+    for key, field in fields_by_key().items():
+        text = field.metadata["help"].replace("%", "%%")
+        group.add_argument(f"--{key}", metavar="VALUE", help=f"{text} (default: {field.default!r})")
+
+
+def from_arguments(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> Settings:
+    """Build settings from `defaults`, then `--settings FILE`, then the command line; the later wins.
+
+    Raises
+    ------
+    SettingsError
+        As `from_config`; a word that is no value of the setting's type is refused, naming the key.
+    """
+    config: dict[str, Any] = dict(defaults or {})
+    if arguments.settings:
+        config.update(from_toml(arguments.settings))
+    for key in fields_by_key():
+        word = getattr(arguments, key.replace("-", "_"))
+        if word is not None:
+            config[key] = convert(key, word)
+    return from_config(config)
+
+
+def convert(key: str, word: str) -> Scalar:
+    """Turn a word from the command line into a value of the setting `key`."""
+    known = fields_by_key()
+    if key not in known:
+        raise SettingsError(_unknown(key, known))
+    kind = get_type_hints(Settings)[known[key].name]
+    if kind is bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if word.lower() not in words:
+            raise SettingsError(f"{key} = {word!r}: allowed are true and false")
+        return words[word.lower()]
+    try:
+        return kind(word)
+    except ValueError as error:
+        raise SettingsError(f"{key} = {word!r}: allowed is a value of type {kind.__name__}") from error
+
+
+def assignments(text: str, key: str) -> dict[str, Scalar]:
+    """Parse options such as 'width=4;norm=batch;bias=false' that the setting `key` holds.
+
+    Whole numbers, decimal numbers, true and false become such values; everything else stays a string.
+
+    Raises
+    ------
+    SettingsError
+        A part is not of the form name=value, or a name occurs twice.
+    """
+    values: dict[str, Scalar] = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, equals, word = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and word):
+            raise SettingsError(f"{key}: {part!r} is not of the form name=value")
+        if name in values:
+            raise SettingsError(f"{key}: {name} is given twice")
+        values[name] = _literal(word)
+    return values
+
+
+def _literal(word: str) -> Scalar:
+    if word in ("true", "false"):
+        return word == "true"
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _unknown(key: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return f"unknown setting {key!r}{hint}; there are: {', '.join(sorted(known))}"

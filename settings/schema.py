@@ -1,0 +1,153 @@
+"""Every setting with its type, default, range and meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+Scalar = bool | int | float | str
+
+
+class SettingsError(ValueError):
+    """A setting is unknown, of the wrong type or impossible.
+
+    The message names the key, the value and what is allowed.
+    """
+
+
+def _setting(
+    default: Scalar,
+    help: str,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """Declare a field: `low <= value <= high`, or `value > above`, or one of `choices`."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of a run, validated on construction; a key is the field's name with hyphens.
+
+    Raises
+    ------
+    SettingsError
+        A value has the wrong type or lies outside what is allowed.
+    """
+
+    # What is run
+    seed: int = _setting(1, "one seed, one result", low=0, high=2**31 - 1)
+    methods: str = _setting(
+        "fedavg,personal,fixed_mix,fedthe,fedthe_plus,btfl",
+        "rows of the table, e.g. 'fedavg,btfl,fedthe[beta=1;objective=em],btfl[training=balanced_softmax]'",
+    )
+    shifts: str = _setting("brfl", "test distributions: brfl, btgfl, or names separated by commas")
+    severity: int = _setting(5, "severity of the corruptions", low=1, high=5)
+    tune_samples: int = _setting(
+        0, "methods that take gradients per sample see the first n of each stream (0: all)", low=0
+    )
+    init: str = _setting("", "model file to start from instead of a random network")
+
+    # Data
+    dataset: str = _setting("digits", "name of the data set")
+    dataset_options: str = _setting("", "options of the data set, e.g. 'path=pictures;domain=webcam'")
+    data_dir: str = _setting("", "folder of data sets; empty: the environment variable FEDTTA_DATA")
+    download: bool = _setting(False, "allow the data set to be downloaded")
+    fraction: float = _setting(1.0, "class-balanced part of the data set to use", above=0, high=1)
+    image_size: int = _setting(32, "images are resized to this edge", low=8, high=1024)
+    clients: int = _setting(10, "number of clients", low=1, high=100_000)
+    partition: str = _setting("equal", "how the data are dealt out", choices=("equal", "dirichlet", "iid"))
+    alpha: float = _setting(0.1, "Dirichlet concentration", above=0)
+
+    # Model
+    model: str = _setting("cnn", "backbone")
+    model_options: str = _setting("", "options of the backbone, e.g. 'width=4;groups=2'")
+
+    # Local training
+    local_epochs: int = _setting(5, "epochs of local training a round", low=1)
+    personal_epochs: int = _setting(1, "epochs of the personal head a round", low=0)
+    batch_size: int = _setting(32, "training batch", low=1)
+    optimizer: str = _setting("sgd", "local optimiser", choices=("sgd", "adam"))
+    learning_rate: float = _setting(0.01, "learning rate", above=0)
+    momentum: float = _setting(0.0, "momentum of SGD", low=0, high=0.9999)
+    weight_decay: float = _setting(5e-4, "weight decay", low=0)
+    augment: bool = _setting(True, "random crop, and flip where the data set allows it")
+
+    # Federation
+    rounds: int = _setting(10, "training rounds", low=0)
+    fraction_train: float = _setting(1.0, "fraction of clients sampled a round", above=0, high=1)
+    statistics_weighting: str = _setting(
+        "uniform", "how client statistics are averaged", choices=("uniform", "examples")
+    )
+    leave_one_out: bool = _setting(False, "BTFL: take the client's own share out of the global DLE")
+    node_timeout: float = _setting(300.0, "seconds to wait until all expected clients are there", above=0)
+    round_timeout: float = _setting(3600.0, "seconds a round may take", above=0)
+
+    # Where it runs
+    device: str = _setting("auto", "auto, cpu, cuda or cuda:<index>")
+    autocast: bool = _setting(False, "bfloat16 autocast in local training")
+    workers: int = _setting(2, "simulated clients that run at the same time", low=1)
+    num_gpus: float = _setting(0.0, "share of a GPU for each simulated client", low=0)
+    eval_batch_size: int = _setting(256, "batch of statistics and test streams", low=1)
+    state_dir: str = _setting("", "folder for clients' private state; empty: Flower's context")
+    results: str = _setting("results", "folder of run folders")
+    run_name: str = _setting("", "name of the run folder; empty: data set, seed and time")
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            value = check(field, hints[field.name], getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+        if self.device not in ("auto", "cpu", "cuda") and not (
+            self.device.startswith("cuda:") and self.device[5:].isdigit()
+        ):
+            raise SettingsError(f"device = {self.device!r}: allowed are auto, cpu, cuda, cuda:<index>")
+        if self.momentum and self.optimizer != "sgd":
+            raise SettingsError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
+        if "/" in self.run_name or self.run_name in (".", ".."):
+            raise SettingsError(f"run-name = {self.run_name!r}: allowed is a plain folder name")
+
+    def replace(self, **changes: Any) -> Settings:
+        """Return a validated copy with some fields changed (Python names)."""
+        return dataclasses.replace(self, **changes)
+
+    def flat(self) -> dict[str, Scalar]:
+        """Return key → value with hyphens, as Flower's configs and TOML files carry it."""
+        return {key_of(field.name): getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def key_of(name: str) -> str:
+    """Return the key of a field name."""
+    return name.replace("_", "-")
+
+
+def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
+    """Return key → dataclass field of every setting."""
+    return {key_of(field.name): field for field in dataclasses.fields(Settings)}
+
+
+def check(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
+    """Return `value` as `kind` if it is allowed for `field`; raise SettingsError otherwise."""
+    key = key_of(field.name)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        raise SettingsError(f"{key} = {value!r}: allowed is a value of type {kind.__name__}")
+    rule = field.metadata
+    if rule["choices"] is not None and value not in rule["choices"]:
+        raise SettingsError(f"{key} = {value!r}: allowed are {', '.join(rule['choices'])}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{key} = {value!r}: allowed is a finite number")
+    if rule["low"] is not None and value < rule["low"]:
+        raise SettingsError(f"{key} = {value!r}: allowed is {rule['low']} or more")
+    if rule["above"] is not None and value <= rule["above"]:
+        raise SettingsError(f"{key} = {value!r}: allowed is more than {rule['above']}")
+    if rule["high"] is not None and value > rule["high"]:
+        raise SettingsError(f"{key} = {value!r}: allowed is at most {rule['high']}")
+    return value
