@@ -1,0 +1,77 @@
+"""One encoder, two linear heads: what is shared and what stays on the device (FedTHE 4.2; BTFL 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+#: Names of this prefix never leave the device.
+PERSONAL_PREFIX = "personal_head."
+
+
+class TwoHead(nn.Module):
+    """An encoder with a global and a personal classifier.
+
+    Parameters
+    ----------
+    encoder : nn.Module
+        Maps x [B, ...] to non-negative features z [B, d]; `nn.Identity()` makes z = x.
+    feature_dim : int
+        d.
+    num_classes : int
+        K.
+    personal_bias : bool
+        Give the personal head a bias (the published code has none).
+    """
+
+    def __init__(self, encoder: nn.Module, feature_dim: int, num_classes: int, personal_bias: bool = False) -> None:
+        super().__init__()
+        if feature_dim < 1 or num_classes < 1:
+            raise ValueError(f"feature_dim={feature_dim} and num_classes={num_classes} must be at least 1")
+        self.feature_dim = feature_dim
+        self.num_classes = num_classes
+        self.encoder = encoder
+        self.head = nn.Linear(feature_dim, num_classes)
+        self.personal_head = nn.Linear(feature_dim, num_classes, bias=personal_bias)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return z [B, d], the input of both heads."""
+        return self.encoder(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the global head's logits [B, K]."""
+        return self.head(self.features(x))
+
+    def global_state(self) -> dict[str, Tensor]:
+        """Return what travels: encoder and global head by `state_dict` name, floating-point entries only.
+
+        The personal head stays; so do counters such as BatchNorm's `num_batches_tracked`.
+        """
+        return {
+            name: value
+            for name, value in self.state_dict().items()
+            if not name.startswith(PERSONAL_PREFIX) and value.is_floating_point()
+        }
+
+    def load_global_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy a `global_state()` into this network.
+
+        Raises
+        ------
+        ValueError
+            Names or shapes differ (all are listed), or a value is not finite; nothing is loaded then.
+        """
+        mine = self.global_state()
+        missing, unknown = sorted(set(mine) - set(state)), sorted(set(state) - set(mine))
+        if missing or unknown:
+            raise ValueError(f"global state does not fit: missing {missing}, unknown {unknown}")
+        for name, value in state.items():
+            if value.shape != mine[name].shape:
+                raise ValueError(f"{name}: shape {tuple(value.shape)} does not fit {tuple(mine[name].shape)}")
+            if not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{name} holds values that are not finite")
+        with torch.no_grad():
+            for name, value in state.items():
+                mine[name].copy_(value)

@@ -1,0 +1,196 @@
+"""What every model promises: shapes, non-negative features, options, seeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import models
+
+FEATURES = {"cnn": 64, "resnet20-gn": 64, "cct-4/3x2": 128, "resnet18": 512, "shallow-cnn": 64}
+SMALL = {"cnn": 16, "resnet20-gn": 4, "cct-4/3x2": 5, "resnet18": 32, "shallow-cnn": 18}
+NORMS = {
+    "batch": nn.modules.batchnorm._BatchNorm,
+    "group": nn.GroupNorm,
+    "layer": nn.LayerNorm,
+}
+
+
+def test_the_table_names_the_five_models() -> None:
+    assert set(models.MODELS) == set(FEATURES)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("in_channels", [1, 3])
+def test_shapes_and_sign(name: str, in_channels: int) -> None:
+    for size in sorted({SMALL[name], 23 if SMALL[name] < 23 else 33}):
+        model = models.build(name, 7, in_channels, size, seed=1).eval()
+        x = torch.rand(3, in_channels, size, size, generator=torch.Generator().manual_seed(0))
+        z = model.features(x)
+        assert z.shape == (3, FEATURES[name])
+        assert model.feature_dim == FEATURES[name]
+        assert bool((z >= 0).all())
+        assert model(x).shape == (3, 7)
+        assert torch.equal(model(x), model.head(z))
+        assert model.personal_head(z).shape == (3, 7)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_one_pixel_below_the_minimum(name: str) -> None:
+    size = SMALL[name] - 1
+    with pytest.raises(ValueError, match=f"image_size={size} is too small; the minimum is {SMALL[name]}"):
+        models.build(name, 10, image_size=size)
+
+
+def test_small_stem_takes_smaller_images() -> None:
+    model = models.build("resnet18", 4, image_size=8, small_stem=True, seed=0).eval()
+    assert model(torch.rand(2, 3, 8, 8)).shape == (2, 4)
+    with pytest.raises(ValueError, match="the minimum is 8"):
+        models.build("resnet18", 4, image_size=7, small_stem=True)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_normalisation_layers_are_as_the_table_says(name: str) -> None:
+    found = {
+        kind
+        for kind, cls in NORMS.items()
+        if any(isinstance(module, cls) for module in models.build(name, 10, seed=0).modules())
+    }
+    stated = models.MODELS[name].normalisation
+    assert found == ({stated} if stated else set())
+    assert models.MODELS[name].normalisation_with({}) == stated
+
+
+def test_cnn_with_batch_norm_says_so() -> None:
+    assert models.MODELS["cnn"].normalisation is None
+    assert models.MODELS["cnn"].normalisation_with({"norm": "batch"}) == "batch"
+    model = models.build("cnn", 10, norm="batch", seed=0)
+    assert [m.num_features for m in model.modules() if isinstance(m, nn.BatchNorm2d)] == [32, 64]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_normalisation_of_the_input_comes_first(name: str) -> None:
+    model = models.build(name, 10, mean=[0.1, 0.2, 0.3], std=(0.5, 1.0, 2.0), seed=0)
+    assert isinstance(model.encoder, nn.Sequential)
+    first = model.encoder[0]
+    assert isinstance(first, models.Normalise)
+    assert torch.allclose(first.mean.flatten(), torch.tensor([0.1, 0.2, 0.3]))
+    assert torch.allclose(first.std.flatten(), torch.tensor([0.5, 1.0, 2.0]))
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_only_weights_and_running_statistics_travel(name: str) -> None:
+    model = models.build(name, 10, personal_bias=True, seed=0)
+    state = model.global_state()
+    forbidden = ("personal_head", "num_batches_tracked", "normalise", ".mean", ".std")
+    assert not [key for key in state if any(word in key for word in forbidden)]
+    shared = {key for key, _ in model.named_parameters() if not key.startswith("personal_head.")}
+    running = {key for key, _ in model.named_buffers() if key.endswith(("running_mean", "running_var"))}
+    assert set(state) == shared | running
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_seed_is_reproducible_and_leaves_the_global_generator_alone(name: str) -> None:
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    first = models.build(name, 10, seed=5).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(3)  # another global state
+    second = models.build(name, 10, seed=5).state_dict()
+    other = models.build(name, 10, seed=6).state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_without_seed_the_callers_generator_decides() -> None:
+    states = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        states.append(models.build("cnn", 10).state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    models.build("cnn", 10)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_personal_bias_does_not_change_the_global_weights() -> None:
+    plain = models.build("cnn", 10, seed=2).global_state()
+    biased = models.build("cnn", 10, seed=2, personal_bias=True).global_state()
+    assert all(torch.equal(plain[key], biased[key]) for key in plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"name": "vgg"},
+            ["unknown model 'vgg'", "cnn", "resnet20-gn", "cct-4/3x2", "resnet18", "shallow-cnn"],
+        ),
+        ({"widht": 2}, ["'cnn'", "no option 'widht'", "bias", "hidden_layers", "mean", "norm", "seed"]),
+        ({"bias": 1}, ["bias=1", "true or false"]),
+        ({"norm": "group"}, ["norm='group'", "None, 'batch'"]),
+        ({"hidden_layers": True}, ["hidden_layers=True", "1, 2"]),
+        ({"mean": "0.5"}, ["mean='0.5'", "number"]),
+        ({"mean": [0.5, 0.5]}, ["mean", "3 channels"]),
+        ({"mean": float("nan")}, ["mean=nan"]),
+        ({"std": 0.0}, ["std=0.0", "positive"]),
+        ({"std": []}, ["std=[]"]),
+        ({"personal_bias": "yes"}, ["personal_bias='yes'"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"seed": 1.0}, ["seed=1.0"]),
+        ({"num_classes": 0}, ["num_classes=0", "at least 1"]),
+        ({"num_classes": 10.0}, ["num_classes=10.0"]),
+        ({"in_channels": True}, ["in_channels=True"]),
+        ({"image_size": "32"}, ["image_size='32'"]),
+        ({"name": "resnet20-gn", "width": 0}, ["width=0", "at least 1"]),
+        ({"name": "resnet20-gn", "width": 1.5}, ["width=1.5"]),
+        ({"name": "resnet20-gn", "groups": 3}, ["groups=3", "16"]),
+        ({"name": "cct-4/3x2", "stochastic_depth": 1.0}, ["stochastic_depth=1.0", "[0, 1)"]),
+        ({"name": "resnet18", "pretrained": 3}, ["pretrained=3"]),
+        ({"name": "resnet18", "small_stem": None}, ["small_stem=None"]),
+        ({"name": "shallow-cnn", "bias": True}, ["'shallow-cnn'", "no option 'bias'"]),
+    ],
+)
+def test_refusals_name_the_option_and_what_is_allowed(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        models.build(**{"name": "cnn", "num_classes": 10, **arguments})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_failed_build_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="too small"):
+        models.build("cnn", 10, image_size=8, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@settings(max_examples=12, deadline=None)
+@given(size=st.integers(16, 40), channels=st.integers(1, 4), classes=st.integers(1, 12))
+def test_cnn_takes_any_size_from_16(size: int, channels: int, classes: int) -> None:
+    model = models.build("cnn", classes, channels, size, seed=0)
+    z = model.features(torch.rand(2, channels, size, size))
+    assert z.shape == (2, 64)
+    assert bool((z >= 0).all())
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet20-gn", "cct-4/3x2", "shallow-cnn"])
+def test_per_sample_gradients_can_be_batched(name: str) -> None:
+    model = models.build(name, 5, image_size=18, seed=0).double().eval()
+    weights = dict(model.named_parameters())
+    fixed = dict(model.named_buffers())
+    x = torch.rand(2, 3, 18, 18, dtype=torch.float64)
+
+    def loss(weights: dict[str, torch.Tensor], image: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, {**weights, **fixed}, (image[None],)).logsumexp(1).sum()
+
+    batched = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+    for index in range(2):
+        single = torch.func.grad(loss)(weights, x[index])
+        for key, value in single.items():
+            assert torch.allclose(batched[key][index], value, atol=1e-9), key

@@ -1,0 +1,262 @@
+"""Files: bit-exact round trips, and a clear refusal of everything damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.numpy import save_file
+
+import models
+from models import checkpoint
+
+SPEC = {"name": "cnn", "num_classes": 4, "image_size": 16, "mean": [0.4, 0.5, 0.6], "norm": "batch"}
+SPECS: list[dict[str, Any]] = [
+    SPEC,
+    {"name": "resnet20-gn", "num_classes": 10, "width": 1, "personal_bias": True},
+    {"name": "cct-4/3x2", "num_classes": 10, "image_size": 16, "seed": 3},
+    {"name": "resnet18", "num_classes": 10, "small_stem": True},
+    {"name": "shallow-cnn", "num_classes": 10, "in_channels": 1},
+]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    models.save_model(path, models.build(**SPEC, seed=1), SPEC)
+    return path
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["name"])
+@pytest.mark.parametrize("personal", [False, True])
+def test_round_trip_is_bit_exact(spec: dict[str, Any], personal: bool, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = models.build(**spec)
+    torch.nn.init.normal_(model.personal_head.weight)  # trained, so to say
+    path = tmp_path / "sub" / "model.safetensors"  # the folder is made
+    models.save_model(path, model, spec, personal=personal)
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    loaded, read = models.load_model(path)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert read == spec
+    assert not loaded.training
+    for name, value in model.global_state().items():
+        assert torch.equal(loaded.global_state()[name], value), name
+    assert torch.equal(loaded.personal_head.weight, model.personal_head.weight) == personal
+    x = torch.rand(2, spec.get("in_channels", 3), spec.get("image_size", 32), spec.get("image_size", 32))
+    assert torch.equal(loaded(x), model.eval()(x))
+    assert [p.name for p in path.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_a_file_without_personal_head_gives_the_same_one_each_time(saved: Path) -> None:
+    first, second = models.load_model(saved)[0], models.load_model(saved)[0]
+    assert torch.equal(first.personal_head.weight, second.personal_head.weight)
+
+
+def test_the_personal_head_is_written_only_when_asked(saved: Path) -> None:
+    assert not [name for name in models.load_arrays(saved)[0] if name.startswith("personal_head")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_the_type_survives(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = models.build(**SPEC, seed=1).to(dtype)
+    models.save_model(tmp_path / "m", model, SPEC, personal=True)
+    loaded, _ = models.load_model(tmp_path / "m")
+    assert {value.dtype for value in loaded.global_state().values()} == {dtype}
+    assert torch.equal(loaded.personal_head.weight, model.personal_head.weight)
+
+
+def test_pretrained_weights_are_not_needed_again(tmp_path: Path) -> None:
+    model = models.build("resnet18", 3, seed=0)
+    spec = {"name": "resnet18", "num_classes": 3, "pretrained": "/nowhere/resnet18.pth"}
+    models.save_model(tmp_path / "m", model, spec)
+    loaded, read = models.load_model(tmp_path / "m")
+    assert read == spec
+    assert torch.equal(loaded.head.weight, model.head.weight)
+
+
+def test_every_truncation_is_refused_by_name(saved: Path) -> None:
+    content = saved.read_bytes()
+    for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 1):
+        saved.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"model\.safetensors: corrupt"):
+            models.load_model(saved)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="absent"):
+        models.load_model(tmp_path / "absent")
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        models.load_arrays(tmp_path)
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    models.save_arrays(path, {"a": np.arange(2.0), "b": np.array([True])}, {"round": "3"})
+    content = path.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"a\.safetensors"):
+            models.load_arrays(path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_non_finite_weights_are_refused_on_both_sides(value: float, saved: Path) -> None:
+    before = saved.read_bytes()
+    arrays, metadata = models.load_arrays(saved)
+    arrays["head.bias"][1] = value
+    model = models.build(**SPEC, seed=1)
+    with torch.no_grad():
+        model.head.bias[1] = value
+    with pytest.raises(ValueError, match=r"model\.safetensors: head\.bias holds values that are not finite"):
+        models.save_model(saved, model, SPEC)
+    assert saved.read_bytes() == before
+    models.save_arrays(saved, arrays, metadata, finite=False)
+    with pytest.raises(ValueError, match=r"model\.safetensors: head\.bias holds values that are not finite"):
+        models.load_model(saved)
+
+
+@pytest.mark.parametrize("fault", ["missing", "unknown", "shape", "types", "personal name", "personal shape"])
+def test_arrays_that_do_not_fit_are_refused(fault: str, saved: Path) -> None:
+    arrays, metadata = models.load_arrays(saved)
+    if fault == "missing":
+        del arrays["head.bias"]
+    elif fault == "unknown":
+        arrays["head.bia"] = np.zeros(4, np.float32)
+    elif fault == "shape":
+        arrays["head.bias"] = np.zeros(5, np.float32)
+    elif fault == "types":
+        arrays["head.bias"] = np.zeros(4, np.float64)
+    elif fault == "personal name":
+        arrays["personal_head.bias"] = np.zeros(4, np.float32)
+    else:
+        arrays["personal_head.weight"] = np.zeros((5, 64), np.float32)
+    models.save_arrays(saved, arrays, metadata)
+    with pytest.raises(ValueError, match=r"model\.safetensors: .*(head\.bia|personal head|type)"):
+        models.load_model(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "other"}, "format 'other'"),
+        ({"version": "2"}, "version '2'.*reads 1"),
+        ({"spec": "{"}, "spec cannot be read"),
+        ({"spec": "[]"}, "spec must be a mapping"),
+        ({"spec": '{"name": "vgg", "num_classes": 4}'}, "unknown model 'vgg'"),
+        ({"spec": '{"name": "cnn", "num_classes": 4, "widht": 1}'}, "no option 'widht'"),
+        ({"spec": '{"name": "cnn", "num_classes": 4, "image_size": 8}'}, "too small"),
+        ({"spec": '{"name": "cnn", "num_classes": 4, "image_size": 16}'}, "unknown.*norm1"),
+    ],
+)
+def test_other_formats_and_specs_are_refused(change: dict[str, str], words: str, saved: Path) -> None:
+    arrays, metadata = models.load_arrays(saved)
+    models.save_arrays(saved, arrays, {**metadata, **change})
+    with pytest.raises(ValueError, match=rf"model\.safetensors: .*{words}"):
+        models.load_model(saved)
+
+
+def test_a_foreign_safetensors_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "foreign.safetensors"
+    save_file({"a": np.zeros(2)}, path)
+    with pytest.raises(ValueError, match=r"foreign\.safetensors: .*checksum"):
+        models.load_model(path)
+    models.save_arrays(path, {"a": np.zeros(2)})
+    with pytest.raises(ValueError, match="format None is not 'fedtta-model'"):
+        models.load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"name": "cnn"}, "'num_classes'"),
+        ({"name": "cnn", "num_classes": 5, "image_size": 16}, "num_classes=5, the model has 4"),
+        ({"name": "cnn", "num_classes": 4, "colour": True}, "no option 'colour'"),
+    ],
+)
+def test_a_wrong_spec_is_refused_when_saving(spec: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        models.save_model(tmp_path / "m", models.build(**SPEC, seed=1), spec)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bfloat16_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="bfloat16; there are: float16, float32, float64"):
+        models.save_model(tmp_path / "m", models.build(**SPEC, seed=1).bfloat16(), SPEC)
+
+
+def test_the_file_says_what_it_is(saved: Path) -> None:
+    _, metadata = models.load_arrays(saved)
+    assert metadata["format"] == checkpoint.FORMAT == "fedtta-model"
+    assert metadata["version"] == "1"
+
+
+def test_a_failed_write_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("models.arrays.os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        models.save_arrays(saved, {"a": np.zeros(3)})
+    assert saved.read_bytes() == before
+    assert [p.name for p in saved.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_bad_arrays_and_metadata_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for value, kind in ((np.array(["x"]), "<U1"), (np.array([1j]), "complex128"), ([None], "object")):
+        with pytest.raises(ValueError, match=f"v has type {kind}"):
+            models.save_arrays(path, {"v": value})
+    for metadata in ({"round": 3}, {"checksum": "0"}):
+        with pytest.raises(ValueError, match="metadata"):
+            models.save_arrays(path, {}, metadata)  # type: ignore[arg-type]
+    assert not path.exists()
+
+
+def test_layout_and_byte_order_do_not_matter(tmp_path: Path) -> None:
+    base = np.arange(12.0).reshape(3, 4)
+    given_arrays = {"t": base.T, "s": base[::2, ::-1], "big": base.astype(">f4"), "zero": np.float64(2.5)}
+    models.save_arrays(tmp_path / "a", given_arrays)
+    read, metadata = models.load_arrays(tmp_path / "a")
+    assert metadata == {}
+    for name, value in given_arrays.items():
+        assert np.array_equal(read[name], value)
+        assert read[name].shape == np.shape(value)
+
+
+DTYPES = st.sampled_from(["bool", "int8", "int64", "uint8", "uint32", "float16", "float32", "float64"])
+ARRAYS = st.dictionaries(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
+        lambda name: name != "__metadata__"
+    ),
+    DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=4))),
+    max_size=4,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrays=ARRAYS, metadata=st.dictionaries(st.text("abcä€ \n", max_size=5), st.text("xyz\"'{", max_size=9)))
+def test_any_arrays_come_back_bit_by_bit(
+    arrays: dict[str, np.ndarray[Any, Any]], metadata: dict[str, str], tmp_path: Path
+) -> None:
+    models.save_arrays(tmp_path / "a", arrays, metadata, finite=False)
+    read, notes = models.load_arrays(tmp_path / "a", finite=False)
+    assert notes == metadata
+    assert set(read) == set(arrays)
+    for name, value in arrays.items():
+        assert (read[name].dtype, read[name].shape) == (value.dtype, value.shape)
+        assert read[name].tobytes() == value.tobytes()
