@@ -1,0 +1,48 @@
+"""Training augmentation: random crop and mirror, for a whole batch at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def crop_flip(x: Tensor, generator: torch.Generator, padding: int = 4, flip: bool = True) -> Tensor:
+    """Shift each picture by up to `padding` pixels (zeros move in) and mirror it with probability 1/2.
+
+    The draws come from the CPU generator, four a sample and always the same number, so a batch is augmented
+    alike on every device and whether or not it is mirrored.
+
+    Parameters
+    ----------
+    x : Tensor [B, C, H, W]
+        Pictures in [0, 1], on any device.
+    generator : torch.Generator
+        On the CPU.
+    padding : int
+        Zeros added on each side before cropping back to [H, W]; black in [0, 1], before the network
+        normalises.
+    flip : bool
+        Mirror left to right; False for pictures that change their meaning (digits).
+
+    Returns
+    -------
+    Tensor [B, C, H, W]
+        A new tensor; `x` is unchanged.
+
+    Raises
+    ------
+    ValueError
+        `x` is not [B, C, H, W], `padding` is negative, or the generator is not on the CPU.
+    """
+    if x.ndim != 4 or padding < 0:
+        raise ValueError(f"x must be [B, C, H, W], got {tuple(x.shape)}, and padding={padding} at least 0")
+    if generator.device.type != "cpu":
+        raise ValueError(f"the generator must be on the CPU, not on {generator.device}")
+    count, _, height, width = x.shape
+    offsets = torch.randint(2 * padding + 1, (2, count), generator=generator).to(x.device)
+    mirrored = (torch.rand(count, generator=generator) < 0.5).to(x.device)
+    # Every crop as a view [B, C, 2p+1, 2p+1, H, W], of which one per sample is copied.
+    windows = functional.pad(x, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+    out = windows[torch.arange(count, device=x.device), :, offsets[0], offsets[1]]
+    return torch.where(mirrored[:, None, None, None], out.flip(3), out) if flip else out

@@ -1,0 +1,92 @@
+"""Pictures of your own in one .npz file: `x` and `y`, and `classes` where the classes have names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from .raw import Raw, Request, as_labels, read_arrays
+
+LAYOUTS = ("auto", "nchw", "nhwc")
+
+
+def load_npz(request: Request, *, path: str = "data.npz", layout: str = "auto") -> Raw:
+    """Return the pictures of an .npz file.
+
+    Parameters
+    ----------
+    request : Request
+        Its root is the file itself, or the folder that holds it.
+    path : str
+        The file's name below the root, where the root is a folder.
+    layout : str
+        "nchw", "nhwc", or "auto": decided by which side is 1 or 3. `x` may also be [N, H, W], grey.
+
+    Notes
+    -----
+    `x` is uint8 (0 to 255) or floating point in [0, 1]; `y` [N] holds integers from 0; `classes` [K] holds
+    names (without it: "0" to the largest label).
+
+    Raises
+    ------
+    ValueError
+        No root, an unknown layout, an array missing, pixels that are not finite or out of range, labels
+        missing or out of range, or a damaged file; the message names the file.
+    FileNotFoundError
+        The file is not there.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; there are: {', '.join(LAYOUTS)}")
+    if request.root is None:
+        raise ValueError("an npz data set needs root (or FEDTTA_DATA)")
+    file = request.root / path if request.root.is_dir() else request.root
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    stored = read_arrays(file)
+    absent = [name for name in ("x", "y") if name not in stored]
+    if absent:
+        raise ValueError(f"{file}: no array {absent[0]!r}; there are: {', '.join(sorted(stored))}")
+    pixels = _channels_first(_in_bytes(stored["x"], file), layout, file)
+    classes = _classes(stored, file)
+    return Raw(pixels, as_labels(stored["y"], len(pixels), len(classes), file), classes)
+
+
+def _classes(stored: dict[str, np.ndarray], file: Path) -> tuple[str, ...]:
+    """Return the class names, by default the numbers from 0 to the largest label."""
+    if "classes" in stored:
+        return tuple(str(name) for name in stored["classes"])
+    y = stored["y"]
+    numeric = y.size > 0 and np.issubdtype(y.dtype, np.number) and bool(np.isfinite(y).all())
+    top = float(y.real.max()) if numeric else 0.0
+    if top >= 100_000:  # a label such as an id would ask for as many outputs of the network
+        raise ValueError(f"{file}: label {top:g} is too large to be a class number")
+    return tuple(str(label) for label in range(max(0, int(top)) + 1))
+
+
+def _in_bytes(x: np.ndarray, file: Path) -> np.ndarray:
+    """Check the pixels' range and return them in 0..255 (floats stay floats until they are resized)."""
+    if x.dtype == np.uint8:
+        return x
+    if not np.issubdtype(x.dtype, np.floating):
+        raise ValueError(f"{file}: x must be uint8 or floating point, got {x.dtype}")
+    bad = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))
+    if len(bad):
+        raise ValueError(f"{file}: picture {bad[0]} holds values that are not finite")
+    if x.size and (x.min() < 0 or x.max() > 1):
+        raise ValueError(f"{file}: floating-point x must lie in [0, 1], got {x.min()} to {x.max()}")
+    return x.astype(np.float32) * np.float32(255.0)
+
+
+def _channels_first(x: np.ndarray, layout: str, file: Path) -> np.ndarray:
+    """Return x as [N, C, H, W]."""
+    if x.ndim == 3:
+        return x[:, None]
+    if x.ndim != 4:
+        raise ValueError(f"{file}: x must be [N, H, W], [N, H, W, C] or [N, C, H, W], got {x.shape}")
+    first, last = x.shape[1] in (1, 3), x.shape[3] in (1, 3)
+    if layout == "auto" and first == last:
+        raise ValueError(f"{file}: cannot tell where the channels of x {x.shape} are; give layout nchw or nhwc")
+    if layout == "nhwc" or (layout == "auto" and last):
+        return np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+    return x

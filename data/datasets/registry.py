@@ -1,0 +1,166 @@
+"""The data sets by name: what they are, how they are normalised, and one function that loads any of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..images import Images
+from .cifar import load_cifar10, load_cifar100
+from .cifar10_1 import is_present, load_cifar10_1
+from .digits import load_digits
+from .folder import load_folder
+from .npz import load_npz
+from .raw import Loader, Request, finish
+
+#: Where data is looked for when no root is given.
+ROOT_VARIABLE = "FEDTTA_DATA"
+
+RGB = tuple[float, float, float]
+_CIFAR10_MEAN, _CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+_CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+_HALF: RGB = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What is known of a data set before it is loaded.
+
+    `mean` and `std` are per channel, of pixels in [0, 1]; `classes` is None where the files decide; `flip`
+    says whether a mirrored picture still belongs to its class; `options` are the names that its loader takes;
+    `natural` names the data set that is its natural shift.
+    """
+
+    description: str
+    loader: Loader
+    mean: RGB
+    std: RGB
+    classes: int | None
+    flip: bool
+    options: tuple[str, ...] = ()
+    natural: str | None = None
+
+    def normalisation(self, channels: int = 3) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return (mean, std) for 3 channels, or their averages for grey pictures."""
+        if channels == 3:
+            return self.mean, self.std
+        return (sum(self.mean) / 3,), (sum(self.std) / 3,)
+
+
+DATASETS: dict[str, Dataset] = {
+    "digits": Dataset(
+        "scikit-learn's 1,797 handwritten digits, 8 x 8 grey, embedded: no download",
+        load_digits, (0.3053, 0.3053, 0.3053), (0.3236, 0.3236, 0.3236), 10, flip=False,
+    ),
+    "cifar10": Dataset(
+        "CIFAR-10, 60,000 pictures (train and test merged)",
+        load_cifar10, _CIFAR10_MEAN, _CIFAR10_STD, 10, flip=True,
+        options=("source", "part"), natural="cifar10.1",
+    ),
+    "cifar100": Dataset(
+        "CIFAR-100 with its 100 fine classes, 60,000 pictures (train and test merged)",
+        load_cifar100, _CIFAR100_MEAN, _CIFAR100_STD, 100, flip=True, options=("source", "part"),
+    ),
+    "cifar10.1": Dataset(
+        "CIFAR-10.1, 2,000 new test pictures for CIFAR-10 (a natural shift)",
+        load_cifar10_1, _CIFAR10_MEAN, _CIFAR10_STD, 10, flip=True, options=("version",),
+    ),
+    "folder": Dataset(
+        "pictures of your own: root/<class>/*.png, or root/<domain>/<class>/*.png",
+        load_folder, _HALF, _HALF, None, flip=True, options=("path", "domain"),
+    ),
+    "npz": Dataset(
+        "pictures of your own: an .npz file with x and y (never mirrored: what they show is not known)",
+        load_npz, _HALF, _HALF, None, flip=False, options=("path", "layout"),
+    ),
+}  # fmt: skip
+
+
+def load(
+    name: str,
+    root: str | os.PathLike[str] | None = None,
+    image_size: int = 32,
+    channels: int = 3,
+    download: bool = False,
+    fraction: float = 1.0,
+    seed: int = 0,
+    **options: Hashable,
+) -> Images:
+    """Load a data set; what was loaded last is kept, so clients in one process share one (read-only) copy.
+
+    Parameters
+    ----------
+    name : str
+        A name in `DATASETS`.
+    root : path, optional
+        Where to look; None means the environment variable FEDTTA_DATA, and nowhere if that is not set.
+    image_size, channels : int
+        Pictures come out as `channels` (1 or 3) x `image_size` x `image_size`.
+    download : bool
+        Allow a download where the source has one.
+    fraction : float
+        Keep this share of every class, in (0, 1], drawn from `seed`.
+    seed : int
+        Decides which pictures `fraction` keeps, nothing else.
+    options
+        What this data set's loader takes besides (`DATASETS[name].options`).
+
+    Raises
+    ------
+    ValueError
+        An unknown data set or option (lists what there is), a bad value, or a damaged file (named).
+    FileNotFoundError
+        The data is not there; the message says where it looked.
+    """
+    described = _described(name)
+    unknown = sorted(set(options) - set(described.options))
+    if unknown:
+        there = ", ".join(described.options) or "none"
+        raise ValueError(f"unknown option {unknown[0]!r} of data set {name!r}; there are: {there}")
+    found = _root(root)
+    # A seed that decides nothing must not make a second copy.
+    used_seed = 0 if fraction == 1.0 else seed
+    return _load(name, found, image_size, channels, download, fraction, used_seed, tuple(sorted(options.items())))
+
+
+def load_natural(
+    name: str, root: str | os.PathLike[str] | None = None, image_size: int = 32, channels: int = 3
+) -> Images | None:
+    """Load the natural shift of data set `name` (CIFAR-10.1 for CIFAR-10); None if there is none at hand.
+
+    Files that are there but damaged raise as in `load`.
+    """
+    companion = _described(name).natural
+    if companion is None or not is_present(_root(root)):
+        return None
+    return load(companion, root, image_size, channels)
+
+
+def _described(name: str) -> Dataset:
+    if name not in DATASETS:
+        raise ValueError(f"unknown data set {name!r}; there are: {', '.join(DATASETS)}")
+    return DATASETS[name]
+
+
+def _root(root: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder to look in: what was given, else the environment's, else None."""
+    given = os.environ.get(ROOT_VARIABLE) if root is None else root
+    return Path(given).expanduser() if given else None
+
+
+@lru_cache(maxsize=4)
+def _load(
+    name: str,
+    root: Path | None,
+    image_size: int,
+    channels: int,
+    download: bool,
+    fraction: float,
+    seed: int,
+    options: tuple[tuple[str, Hashable], ...],
+) -> Images:
+    raw = DATASETS[name].loader(Request(root, image_size, download), **dict(options))
+    return finish(raw, name, image_size, channels).stratified(fraction, seed)

@@ -1,0 +1,62 @@
+"""Crop and mirror against a loop over samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from data import crop_flip
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("flip", [True, False])
+def test_each_sample_is_a_crop_of_its_padded_self(flip):
+    x = torch.rand(64, 3, 9, 7, generator=seeded(5))
+    before = x.clone()
+    out = crop_flip(x, seeded(), padding=2, flip=flip)
+    padded = functional.pad(x, (2, 2, 2, 2))
+    found = set()
+    for sample in range(64):
+        for dy in range(5):
+            for dx in range(5):
+                crop = padded[sample, :, dy : dy + 9, dx : dx + 7]
+                for mirrored in (False, True):
+                    if torch.equal(out[sample], crop.flip(2) if mirrored else crop):
+                        found.add((sample, dy, dx, mirrored))
+    assert {sample for sample, *_ in found} == set(range(64))
+    assert {dy for _, dy, _, _ in found} == {dx for _, _, dx, _ in found} == set(range(5))
+    assert {mirrored for *_, mirrored in found} == ({True, False} if flip else {False})
+    assert torch.equal(x, before)
+
+
+def test_nothing_to_do_is_the_identity():
+    x = torch.rand(4, 1, 8, 8)
+    assert torch.equal(crop_flip(x, seeded(), padding=0, flip=False), x)
+
+
+def test_flip_leaves_the_other_draws_alone():
+    x = torch.rand(16, 3, 8, 8)
+    plain, mirrored = crop_flip(x, seeded(1), flip=False), crop_flip(x, seeded(1), flip=True)
+    same = (plain == mirrored).flatten(1).all(1)
+    assert torch.equal(mirrored[~same], plain[~same].flip(3))
+    assert 0 < int(same.sum()) < 16
+    one, other = seeded(2), seeded(2)
+    crop_flip(x, one, flip=False)
+    crop_flip(x, other, flip=True)
+    assert torch.equal(torch.rand(3, generator=one), torch.rand(3, generator=other))
+
+
+def test_an_empty_batch_and_other_dtypes():
+    assert crop_flip(torch.empty(0, 3, 8, 8), seeded()).shape == (0, 3, 8, 8)
+    assert crop_flip(torch.rand(2, 3, 8, 8, dtype=torch.float64), seeded()).dtype == torch.float64
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="B, C, H, W"):
+        crop_flip(torch.rand(3, 8, 8), seeded())
+    with pytest.raises(ValueError, match="padding=-1"):
+        crop_flip(torch.rand(1, 3, 8, 8), seeded(), padding=-1)

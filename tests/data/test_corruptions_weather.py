@@ -1,0 +1,186 @@
+"""Snow, frost, fog and spatter against pixel-by-pixel implementations, and the parts they are made of."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scipy import ndimage
+from sklearn.datasets import load_sample_image
+
+from data.corruptions import _frost, _liquid, corrupt
+from data.corruptions._common import make_streams
+
+SEVERITIES = range(1, 6)
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    """Real photographs: 3 crops [3, 3, 32, 32] in float64."""
+    photo = np.asarray(Image.fromarray(load_sample_image("flower.jpg")).resize((160, 106)))
+    crops = [photo[y : y + 32, x : x + 32] for y, x in ((20, 40), (50, 60), (60, 90))]
+    return np.stack(crops).transpose(0, 3, 1, 2) / 255.0
+
+
+def fog_map(noise: np.ndarray, decay: float) -> np.ndarray:
+    """Diamond-square on a 32 x 32 torus, point by point."""
+    heights, step, roughness, values = np.zeros((32, 32)), 32, 100.0, iter(noise)
+    while step > 1:
+        half = step // 2
+        for offsets, neighbours in (
+            ((half, half), [(-half, -half), (-half, half), (half, -half), (half, half)]),
+            ((0, half), [(-half, 0), (half, 0), (0, -half), (0, half)]),
+            ((half, 0), [(-half, 0), (half, 0), (0, -half), (0, half)]),
+        ):
+            for y in range(offsets[0], 32, step):
+                for x in range(offsets[1], 32, step):
+                    mean = sum(heights[(y + dy) % 32, (x + dx) % 32] for dy, dx in neighbours) / 4
+                    heights[y, x] = mean + roughness**2 * next(values)
+        step, roughness = half, roughness / decay
+    heights -= heights.min()
+    return heights / heights.max()
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_fog(images, severity):
+    thickness, decay = [(0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)][severity - 1]
+    result = corrupt(images, "fog", severity, 2)
+    for image, stream, got in zip(images, make_streams(2, 3), result, strict=True):
+        haze = fog_map(stream.uniform(-1, 1, 1023), decay)
+        want = (image + thickness * haze) * image.max() / (image.max() + thickness)
+        np.testing.assert_allclose(got, np.clip(want, 0, 1), atol=1e-12)
+
+
+def test_fog_of_a_large_image_uses_a_larger_map():
+    result = corrupt(torch.full((1, 3, 40, 70), 0.5), "fog", 1, 0)
+    # The map spans 0 to 1 over 128 x 128 and is not repeated inside the image.
+    assert not torch.allclose(result[..., :32], result[..., 32:64])
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_snow(images, severity):
+    mean, deviation, zoom, threshold, radius, sigma, weight = [
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95), (0.1, 0.2, 1, 0.5, 10, 4, 0.9), (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85), (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+    ][severity - 1]  # fmt: skip
+    result = corrupt(images, "snow", severity, 5)
+    for image, stream, got in zip(images, make_streams(5, 3), result, strict=True):
+        flakes = stream.normal(mean, deviation, (32, 32))
+        crop = math.ceil(32 / zoom)
+        top = (32 - crop) // 2
+        flakes = ndimage.zoom(flakes[top : top + crop, top : top + crop], zoom, order=1)
+        trim = (len(flakes) - 32) // 2
+        flakes = flakes[trim : trim + 32, trim : trim + 32]
+        flakes = np.clip(np.where(flakes < threshold, 0, flakes), 0, 1)
+        angle = math.radians(stream.uniform(-135, -45))
+        weights = np.exp(-(np.arange(2 * radius + 1) ** 2) / (2 * sigma**2))
+        fallen = np.zeros((32, 32))
+        for i, share in enumerate(weights / weights.sum()):
+            down, right = math.ceil(i * math.sin(angle) - 0.5), math.ceil(i * math.cos(angle) - 0.5)
+            rows, columns = (np.clip(np.arange(32) + move, 0, 31) for move in (down, right))
+            fallen += share * flakes[np.ix_(rows, columns)]
+        grey = np.tensordot([0.299, 0.587, 0.114], image, 1)
+        white = weight * image + (1 - weight) * np.maximum(image, 1.5 * grey + 0.5)
+        np.testing.assert_allclose(got, np.clip(white + fallen + np.rot90(fallen, 2), 0, 1), atol=1e-12)
+
+
+@pytest.mark.parametrize("severity", SEVERITIES)
+def test_frost_adds_a_crop_of_a_texture(images, severity):
+    image_weight, ice_weight = [(1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)][severity - 1]
+    result = corrupt(images, "frost", severity, 4)
+    for image, stream, got in zip(images, make_streams(4, 3), result, strict=True):
+        number, y, x = stream.integers((5, 192, 192))
+        ice = np.tile(_frost.textures()[number], (2, 2, 1))[y : y + 32, x : x + 32].transpose(2, 0, 1)
+        np.testing.assert_allclose(got, np.clip(image_weight * image + ice_weight * ice, 0, 1), atol=1e-12)
+
+
+def test_frost_textures_look_like_frost():
+    textures = _frost.textures()
+    assert textures.shape == (5, 192, 192, 3)
+    assert textures.min() >= 0
+    assert textures.max() <= 1
+    red, _, blue = textures.mean(axis=(0, 1, 2))
+    assert 0.35 < red < blue < 0.6  # bluish, of middling brightness
+    assert textures.std(axis=(1, 2)).min() > 0.1
+    seam = np.abs(textures[:, 0] - textures[:, -1]).mean()  # tiles: the seam is no rougher than the inside
+    assert seam < 1.5 * np.abs(np.diff(textures, axis=1)).mean()
+    assert not np.allclose(textures[0], textures[1])
+
+
+@pytest.mark.parametrize("severity", [4, 5])
+def test_mud(images, severity):
+    smooth, threshold = [(0.7, 0.69), (0.5, 0.68)][severity - 4]
+    result = corrupt(images, "spatter", severity, 9)
+    for image, stream, got in zip(images, make_streams(9, 3), result, strict=True):
+        liquid = ndimage.gaussian_filter(stream.normal(0.65, 0.1, (32, 32)), smooth, mode="nearest")
+        dense = ndimage.gaussian_filter((liquid > threshold).astype(float), 0.6, mode="nearest")
+        dense[dense < 0.8] = 0
+        brown = np.array([63, 42, 20])[:, None, None] / 255
+        np.testing.assert_allclose(got, image * (1 - dense) + brown * dense, atol=1e-12)
+
+
+@pytest.mark.parametrize("severity", [1, 2, 3])
+def test_water_brightens_towards_turquoise_where_there_is_liquid(images, severity):
+    (mean, deviation), smooth, threshold = [
+        ((0.62, 0.1), 0.7, 0.7), ((0.65, 0.1), 0.8, 0.7), ((0.65, 0.3), 1.0, 0.69),
+    ][severity - 1]  # fmt: skip
+    dark = np.zeros_like(images)
+    result = corrupt(dark, "spatter", severity, 9)
+    for stream, got in zip(make_streams(9, 3), result, strict=True):
+        liquid = ndimage.gaussian_filter(stream.normal(mean, deviation, (32, 32)), smooth, mode="nearest")
+        assert (got[:, liquid < threshold] == 0).all()
+        # The brightest drop reaches half of (175, 238, 238) / 255, all others the same colour, darker.
+        np.testing.assert_allclose(got.max(axis=(1, 2)), np.array([175, 238, 238]) / 510, atol=1e-12)
+        np.testing.assert_allclose(got[0] * 238, got[1] * 175, atol=1e-9)
+
+
+def test_no_drop_no_change():
+    assert (_liquid.glare(torch.zeros(2, 1, 16, 16)) == 0).all()
+
+
+def test_chamfer_distance_from_one_point():
+    marked = torch.zeros(1, 1, 32, 32, dtype=torch.bool)
+    marked[..., 5, 7] = True
+    got = _liquid.chamfer_distance(marked)[0, 0].numpy()
+    for y, x in np.ndindex(32, 32):
+        short, long = sorted((abs(y - 5), abs(x - 7)))
+        # The cheapest path: knight's moves, filled up with straight or with diagonal steps.
+        knight = (long - 2 * short) + 2.1969 * short if long >= 2 * short else None
+        want = knight if knight is not None else 2.1969 * (long - short) + 1.4 * (2 * short - long)
+        if want <= 20:
+            assert got[y, x] == pytest.approx(want, rel=1e-5)
+        else:
+            assert got[y, x] > 20
+
+
+def test_canny_outlines_a_square_and_follows_faint_ends():
+    picture = np.zeros((1, 1, 20, 20))
+    picture[..., 5:15, 5:15] = 200
+    edges = _liquid.canny(torch.tensor(picture))[0, 0].numpy()
+    # A step has equal gradients on both sides; the tie goes to the earlier pixel across the edge (> before, >= after).
+    assert edges[7:13, 4].all()
+    assert edges[7:13, 14].all()
+    assert edges[4, 7:13].all()
+    assert edges[14, 7:13].all()
+    assert not edges[7:13, 7:13].any()
+    assert not edges[:3].any()
+    faint = np.zeros((1, 1, 20, 20))
+    faint[..., :, 10:] = 20  # |dx| = 80: between the thresholds
+    assert not _liquid.canny(torch.tensor(faint)).any()
+    faint[..., :4, 10:] = 120  # a strong piece (480) that the faint rest is attached to
+    assert _liquid.canny(torch.tensor(faint))[0, 0, 8:, 9].all()
+
+
+def test_equalise_spreads_the_levels():
+    images = torch.randint(3, 21, (4, 1, 6, 6), generator=torch.Generator().manual_seed(1)).double()
+    images[3] = 7  # a flat image stays
+    got = _liquid.equalise(images)
+    assert (got[3] == 7).all()
+    for image, result in zip(images[:3, 0].numpy(), got[:3, 0].numpy(), strict=True):
+        above = (image > image.min()).sum()
+        for y, x in np.ndindex(6, 6):
+            below = ((image > image.min()) & (image <= image[y, x])).sum()
+            assert result[y, x] == round(255 * below / above)
