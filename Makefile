@@ -1,0 +1,45 @@
+# `make run` and `make test` do all the set-up themselves.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+export FLWR_TELEMETRY_ENABLED := 0
+export OMP_NUM_THREADS := 1
+
+.PHONY: run test lint flower sheet requirements clean help
+
+help:          ## show this
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS=, ARGS="--rounds 20 ..."
+	$(BIN)/python -m simulation $(if $(DATASET),--dataset $(DATASET)) $(if $(METHODS),--methods '$(METHODS)') $(ARGS)
+
+test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/ready  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+flower: $(VENV)/ready  ## the same app through Flower's own CLI, on a SuperLink of its own
+	$(BIN)/python -m simulation.flower_cli $(ARGS)
+
+sheet: $(VENV)/ready  ## a picture of every corruption at every severity
+	$(BIN)/python -m data.contact_sheet corruptions.png
+
+requirements: $(VENV)/ready  ## resolve the pinned versions anew
+	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --custom-compile-command 'make requirements' --upgrade --quiet -o requirements.txt
+
+# uv installs everything; where the machine has none, it comes into the environment by pip first.
+$(VENV)/ready: requirements.txt
+	@command -v uv >/dev/null || test -x .cache/uv/bin/uv || \
+	  { $(PYTHON) -m venv .cache/uv && .cache/uv/bin/pip install --quiet uv; }
+	PATH="$$PATH:$(CURDIR)/.cache/uv/bin"; \
+	uv venv --quiet --clear --python '>=3.11,<3.13' $(VENV) && \
+	uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.txt
+	@touch $@
+
+clean:         ## remove environment, caches and built files; results stay
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.fab

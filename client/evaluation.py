@@ -1,0 +1,69 @@
+"""Running one adapter over one test stream; the only place where test labels meet predictions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from data import Stream
+from models import TwoHead
+from settings import Settings
+from tta import Statistics
+from tta.registry import ADAPTERS, create
+
+BINS = 20  # of the histogram of e over [0, 1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table: a label, an adapter by name, its options."""
+
+    label: str
+    adapter: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def evaluate_row(
+    row: Row, model: TwoHead, statistics: Statistics, samples: Stream, settings: Settings
+) -> dict[str, Any]:
+    """Predict a stream in order with a fresh adapter and count what is right.
+
+    Returns
+    -------
+    dict
+        `method`, `shift`, `correct`, `total`, `seconds`; for adapters that choose a weight for each sample also
+        `weight_histogram` (BINS counts of e over [0, 1]) and `weight_mean`.
+    """
+    options = dict(row.options)
+    needs = ADAPTERS[row.adapter].needs
+    total = len(samples.y)
+    if "gradients" in needs and settings.tune_samples:
+        total = min(total, settings.tune_samples)
+    if settings.leave_one_out and row.adapter == "btfl":
+        options.setdefault("leave_one_out", settings.clients)
+    adapter = create(row.adapter, model, statistics, **options)
+    adapter.reset()
+    start = time.perf_counter()
+    correct = 0
+    for begin in range(0, total, settings.eval_batch_size):
+        stop = min(begin + settings.eval_batch_size, total)
+        probabilities = adapter.predict(samples.x[begin:stop])
+        right = probabilities.argmax(1).cpu() == samples.y[begin:stop].cpu()
+        correct += int(right.sum())
+    result = {
+        "method": row.label,
+        "shift": samples.name,
+        "correct": correct,
+        "total": total,
+        "seconds": time.perf_counter() - start,
+    }
+    weight = adapter.report().get("weight")
+    if isinstance(weight, torch.Tensor) and len(weight) and needs & {"descriptor", "dle"}:
+        counts, _ = np.histogram(weight.numpy(), bins=BINS, range=(0.0, 1.0))
+        result |= {"weight_histogram": counts.tolist(), "weight_mean": float(weight.mean())}
+    return result

@@ -1,0 +1,87 @@
+"""Building a `Device` for a message, and what one process keeps between messages."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from client.compute import resolve_device
+from client.device import Device
+from client.state import PrivateState
+from data import Federation, load, load_natural
+from data.datasets import DATASETS
+from models import TwoHead, build
+from settings import Settings, assignments
+
+#: Fields that do not change which images a client has.
+_DATA_FIELDS = (
+    "dataset", "dataset_options", "data_dir", "download", "fraction", "image_size",
+    "clients", "partition", "alpha", "seed",
+)  # fmt: skip
+_MODEL_FIELDS = ("model", "model_options", "dataset", "image_size", "device")
+
+
+def make_device(settings: Settings, partition: int, state: PrivateState) -> Device:
+    """Return the device of one client; data and network are shared by all clients of this process.
+
+    One torch thread: equal results on 1 and 2 workers need it, since Ray sets the number from a client's CPUs.
+
+    Raises
+    ------
+    ValueError
+        An unknown name, data that cannot be read, or a partition that does not exist.
+    """
+    torch.set_num_threads(1)
+    federation = federation_of(settings)
+    if not 0 <= partition < federation.num_clients:
+        raise ValueError(f"partition-id = {partition}: allowed are 0 to {federation.num_clients - 1}")
+    device = resolve_device(settings.device)
+    model = _network(federation, *(getattr(settings, name) for name in _MODEL_FIELDS))
+    natural = load_natural(settings.dataset, settings.data_dir or None, settings.image_size)
+    return Device(federation, partition, model, state, settings, device, natural)
+
+
+def federation_of(settings: Settings) -> Federation:
+    """Return who has what; the same settings give the same splits in every process."""
+    return _deal(*(getattr(settings, name) for name in _DATA_FIELDS))
+
+
+@lru_cache(maxsize=2)
+def _deal(
+    dataset: str,
+    dataset_options: str,
+    data_dir: str,
+    download: bool,
+    fraction: float,
+    image_size: int,
+    clients: int,
+    partition: str,
+    alpha: float,
+    seed: int,
+) -> Federation:
+    """Load the images and deal them out."""
+    options: dict[str, Any] = dict(assignments(dataset_options, "dataset-options"))
+    images = load(
+        dataset,
+        root=data_dir or None,
+        image_size=image_size,
+        download=download,
+        fraction=fraction,
+        seed=seed,
+        **options,
+    )
+    return Federation.create(images, clients, scheme=partition, alpha=alpha, seed=seed)
+
+
+@lru_cache(maxsize=2)
+def _network(federation: Federation, model: str, options: str, dataset: str, image_size: int, device: str) -> TwoHead:
+    """Build the network that this process uses for all clients; its weights are loaded for each call."""
+    channels = federation.images.pixels.shape[1]
+    mean, std = DATASETS[dataset].normalisation(channels)
+    chosen = {"mean": mean, "std": std, **assignments(options, "model-options")}
+    classes = len(federation.images.classes)
+    network = build(model, classes, in_channels=channels, image_size=image_size, seed=0, **chosen)
+    # convolutions run faster in this memory format, on CPUs as on GPUs; values are the same
+    return network.to(resolve_device(device), memory_format=torch.channels_last)

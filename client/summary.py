@@ -1,0 +1,57 @@
+"""A client's statistics under the received encoder (FedTHE, section 4.2; BTFL, section 4.1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from models import TwoHead
+from tta.btfl import discretise
+
+
+@torch.no_grad()
+def summarise(model: TwoHead, pixels: Tensor, batch_size: int) -> dict[str, NDArray[np.float64]]:
+    """Compute the statistics in evaluation mode, without augmentation, over the training split.
+
+    Parameters
+    ----------
+    model : TwoHead
+        The received network with the client's personal head.
+    pixels : Tensor uint8 [n, C, H, W]
+        The training split, n at least 1.
+
+    Returns
+    -------
+    dict, float64
+        `descriptor` [d]: mean feature z. `dle` [d]: fraction of samples with ẑ_i = 0, ẑ = round(tanh z), raw.
+        `entropy_local`, `entropy_global` [1]: mean entropy in nats of the personal and the global head.
+
+    Raises
+    ------
+    ValueError
+        There is no sample, or a feature is negative (the discretisation needs a ReLU before the heads).
+    """
+    if len(pixels) == 0:
+        raise ValueError("statistics need at least one training sample")
+    model.eval()
+    sums: dict[str, Tensor] = {}
+    for batch in pixels.split(batch_size):
+        z = model.features(batch.float() / 255)  # (B, d)
+        if bool((z < 0).any()):
+            raise ValueError("a feature is negative: statistics need a ReLU before the heads")
+        parts = {
+            "descriptor": z.double().sum(0),
+            "dle": (discretise(z) == 0).double().sum(0),
+            "entropy_local": _entropy(model.personal_head(z)).sum(0, keepdim=True),
+            "entropy_global": _entropy(model.head(z)).sum(0, keepdim=True),
+        }
+        sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+    return {name: (value / len(pixels)).cpu().numpy() for name, value in sums.items()}
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """Return the entropy in nats of softmax(logits) [B, K] → [B], in float64."""
+    log_p = logits.double().log_softmax(1)
+    return -(log_p.exp() * log_p).sum(1)

@@ -1,0 +1,140 @@
+"""Local training on one device: the two phases of a round (FedTHE, Algorithm 1, lines 6 to 9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from client.compute import autocast
+from client.objectives import Objective
+from models import TwoHead
+from settings import Settings
+
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+AUGMENTED_AT_ONCE = 64  # batches augmented in one call: enough to hide its fixed cost, little memory
+
+
+@dataclass(frozen=True)
+class TrainingSet:
+    """A client's training split on its device.
+
+    Parameters
+    ----------
+    index : ndarray int64 [n]
+        Which images of the federation these are.
+    pixels : Tensor uint8 [n, C, H, W]
+    labels : Tensor int64 [n]
+    counts : Tensor int64 [K]
+        Samples of each class; they never leave the device.
+    augment : callable or None
+        `(x [B, C, H, W] in [0, 1], generator) → x`.
+    """
+
+    index: NDArray[np.int64]
+    pixels: Tensor
+    labels: Tensor
+    counts: Tensor
+    augment: Augment | None = None
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.labels)
+
+
+def epoch(
+    data: TrainingSet, batch_size: int, generator: torch.Generator, smallest: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield one shuffled, augmented epoch as (x [B, C, H, W] in [0, 1], labels [B]).
+
+    A last short batch is kept unless it has fewer than `smallest` samples (2 for networks with BatchNorm, whose batch
+    statistics need two values).
+    """
+    order = torch.randperm(len(data), generator=generator).to(data.labels.device)
+    for chosen in order.split(batch_size * AUGMENTED_AT_ONCE):
+        x = data.pixels[chosen].float() / 255
+        if data.augment is not None:
+            x = data.augment(x, generator)
+        x = x.contiguous(memory_format=torch.channels_last)
+        for batch, labels in zip(x.split(batch_size), data.labels[chosen].split(batch_size), strict=True):
+            if len(labels) >= smallest:
+                yield batch, labels
+
+
+def optimizer(parameters: list[nn.Parameter], settings: Settings) -> torch.optim.Optimizer:
+    """Return a fresh local optimiser; its state starts anew in every round."""
+    if settings.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay)
+    return torch.optim.SGD(
+        parameters,
+        lr=settings.learning_rate,
+        momentum=settings.momentum,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def train_network(
+    model: TwoHead, data: TrainingSet, objective: Objective, settings: Settings, generator: torch.Generator
+) -> float:
+    """Train encoder and global head for `local_epochs`; return the mean loss of the last epoch.
+
+    Raises
+    ------
+    FloatingPointError
+        The loss is not finite.
+    """
+    model.train()
+    smallest = 2 if has_batchnorm(model) else 1
+    shared = [*model.encoder.parameters(), *model.head.parameters()]
+    step = optimizer(shared, settings)
+    loss = float("nan")
+    for _ in range(settings.local_epochs):
+        total = torch.zeros((), device=data.labels.device)
+        seen = 0
+        for x, labels in epoch(data, settings.batch_size, generator, smallest):
+            with autocast(x.device, settings.autocast):
+                value = objective(model(x), labels, data.counts)
+            step.zero_grad(set_to_none=True)
+            value.backward()
+            step.step()
+            total += value.detach() * len(labels)
+            seen += len(labels)
+        loss = float(total) / max(seen, 1)
+        if not torch.isfinite(total):
+            raise FloatingPointError(f"local training diverged: mean loss {loss}")
+    model.eval()
+    return loss
+
+
+def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, generator: torch.Generator) -> float:
+    """Train the personal head on the frozen encoder with plain cross-entropy for `personal_epochs`.
+
+    Returns the mean loss of the last epoch; raises FloatingPointError when it is not finite.
+    """
+    model.eval()
+    step = optimizer(list(model.personal_head.parameters()), settings)
+    loss = float("nan")
+    for _ in range(settings.personal_epochs):
+        total = torch.zeros((), device=data.labels.device)
+        for x, labels in epoch(data, settings.batch_size, generator):
+            with torch.no_grad(), autocast(x.device, settings.autocast):
+                z = model.features(x)
+            value = functional.cross_entropy(model.personal_head(z.float()), labels)
+            step.zero_grad(set_to_none=True)
+            value.backward()
+            step.step()
+            total += value.detach() * len(labels)
+        loss = float(total) / max(len(data), 1)
+        if not torch.isfinite(total):
+            raise FloatingPointError(f"training of the personal head diverged: mean loss {loss}")
+    return loss
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Tell whether a network normalises with batch statistics in training."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

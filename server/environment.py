@@ -1,0 +1,73 @@
+"""What a result was made with: settings, commit, versions, hardware."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from settings import Settings
+
+PACKAGES = ("flwr", "ray", "torch", "torchvision", "numpy", "scipy")
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """Return start time (UTC), settings, commit, versions and hardware, as JSON values."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "settings": settings.flat(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "commit": commit(),
+        "hardware": hardware(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    return {name: installed[name] for name in PACKAGES if name in installed}
+
+
+def commit() -> str | None:
+    """Return the commit of the working copy, with '+changes' when it has any; None outside one."""
+    here = Path(__file__).parent
+    try:
+        run = subprocess.run(
+            [
+                "git",
+                "-C",
+                str(here),
+                "describe",
+                "--always",
+                "--dirty=+changes",
+                "--abbrev=12",
+                "--exclude=*",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None  # an app bundle or an installed copy has no history
+    return run.stdout.strip() or None
+
+
+def hardware() -> str:
+    """Return processor, cores and GPUs in one line."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return ", ".join([f"{_processor()}, {os.cpu_count()} cores", *(gpus or ["no GPU"])])
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

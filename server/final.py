@@ -1,0 +1,130 @@
+"""After training: the statistics round and the evaluation round, both over all clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.serverapp.strategy import Strategy
+
+from server.errors import Leak, RunError
+from server.methods import Training
+from server.rounds import Federation, metrics_of
+from server.validation import Expected
+from strategies import StatisticsFedAvg
+
+EVALUATE = "evaluate"
+#: An evaluation reply holds no arrays.
+NO_ARRAYS = Expected("", {})
+
+
+def statistics_round(
+    federation: Federation, strategy: Strategy, training: Training, arrays: ArrayRecord, dimension: int
+) -> ArrayRecord:
+    """Let every client personalise on the final model and average the clients' statistics under it.
+
+    Every client takes part, whatever the sampled fraction, so that nothing is evaluated on another encoder.
+
+    Parameters
+    ----------
+    dimension : int
+        d, the feature dimension.
+    """
+    name, round = training.objective, federation.settings.rounds + 1
+    everyone = federation.view(sorted(federation.nodes))
+    averaging = _statistics_strategy(strategy, federation)
+    config = federation.config(name, training.objective)
+    messages = averaging.configure_statistics(round, arrays, config, everyone)
+    vector, scalar = ((dimension,), "float64"), ((1,), "float64")
+    shapes = {"descriptor": vector, "dle": vector, "entropy_local": scalar, "entropy_global": scalar}
+    expected = Expected("statistics", shapes)
+    replies = federation.collect(messages, expected, name, round, f"statistics {name}")
+    means = averaging.aggregate_statistics(round, [reply for _, reply in replies])
+    if means is None:
+        raise RunError(f"statistics {name}: no means")
+    federation.events(
+        "statistics",
+        training=name,
+        round=round,
+        replied=[partition for partition, _ in replies],
+        seconds=[float(metrics_of(reply)["seconds"]) for _, reply in replies],
+    )
+    return means
+
+
+def _statistics_strategy(strategy: Strategy, federation: Federation) -> StatisticsFedAvg:
+    """Return the strategy that averages statistics; any other strategy leaves that to a plain one."""
+    if isinstance(strategy, StatisticsFedAvg):
+        return strategy
+    weighting: Any = federation.settings.statistics_weighting
+    return StatisticsFedAvg(weighting=weighting)
+
+
+def evaluation_round(
+    federation: Federation,
+    training: Training,
+    arrays: ArrayRecord,
+    statistics: ArrayRecord,
+    shifts: Sequence[str],
+) -> None:
+    """Run every adapter of a training on every test distribution at every client; results are events.
+
+    Raises
+    ------
+    Leak
+        A test stream held a sample that had been trained on.
+    """
+    name, round = training.objective, federation.settings.rounds + 1
+    config = federation.config(
+        name,
+        training.objective,
+        labels=[row.label for row in training.rows],
+        adapters=[row.method.adapter for row in training.rows],
+        options=[json.dumps(row.options) for row in training.rows],
+    )
+    config["shifts-resolved"] = list(shifts)
+    config["server-round"] = round
+    content = RecordDict({"arrays": arrays, "statistics": statistics, "config": config})
+    messages = [
+        Message(content, dst_node_id=node, message_type=EVALUATE) for _, node in sorted(federation.nodes.items())
+    ]
+    replies = federation.collect(messages, NO_ARRAYS, name, round, f"evaluate {name}")
+    checked = leaked = 0
+    for partition, reply in replies:
+        metrics = metrics_of(reply)
+        checked, leaked = checked + int(metrics["checked"]), leaked + int(metrics["leaked"])
+        _report(federation, name, partition, metrics)
+    federation.events("leak_check", training=name, checked=checked, leaked=leaked)
+    if leaked:
+        raise Leak(f"{leaked} of {checked} test samples had been trained on")
+
+
+def _report(federation: Federation, training: str, partition: int, metrics: dict[str, Any]) -> None:
+    """Send one event for each method and shift of a client's reply."""
+    keys = dict.fromkeys(tuple(key.split("|")[:2]) for key in metrics if key.count("|") == 2)
+    for method, shift in keys:
+        values = {key.split("|")[2]: value for key, value in metrics.items() if key.startswith(f"{method}|{shift}|")}
+        total, correct = int(values["total"]), int(values["correct"])
+        histogram = values.get("weight_histogram")
+        federation.events(
+            "evaluation",
+            training=training,
+            method=method,
+            shift=shift,
+            partition=partition,
+            correct=correct,
+            total=total,
+            accuracy=correct / total if total else None,
+            weight_histogram=[int(n) for n in histogram] if histogram is not None else None,
+            weight_mean=values.get("weight_mean"),
+            seconds=float(values["seconds"]),
+        )
+
+
+def accuracy(correct: Sequence[int], total: Sequence[int]) -> float:
+    """Return the mean over clients of their accuracies; clients without samples are left out."""
+    shares = [c / t for c, t in zip(correct, total, strict=True) if t]
+    return float(np.mean(shares)) if shares else float("nan")

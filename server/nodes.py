@@ -1,0 +1,181 @@
+"""Who is there: nodes known by their partition, and collecting their replies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from server.errors import NodesMissing
+from server.events import Events
+
+POLL = 0.05  # seconds between two looks for replies
+IDENTIFY = "query.identify"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back from one node: a reply, or None and the reason why not."""
+
+    partition: int
+    node_id: int
+    reply: Message | None
+    reason: str = ""
+
+
+class CohortGrid(Grid):
+    """A view of a grid that shows only the nodes of a cohort.
+
+    Flower's strategies sample from the grid with the global random generator; given this view and a fraction of one,
+    they take exactly the cohort that we sampled by partition.
+    """
+
+    def __init__(self, grid: Grid, node_ids: Sequence[int]) -> None:
+        self._grid = grid
+        self._node_ids = list(node_ids)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the cohort."""
+        return list(self._node_ids)
+
+    def set_run(self, run: Any) -> None:
+        """Pass on to the grid."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Any:
+        """Return the grid's run."""
+        return self._grid.run
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Pass on to the grid."""
+        return self._grid.create_message(*args, **kwargs)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Pass on to the grid."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pass on to the grid."""
+        return self._grid.pull_messages(message_ids)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Pass on to the grid."""
+        return self._grid.send_and_receive(messages, timeout=timeout)
+
+
+def wait_for_nodes(grid: Grid, expected: int, timeout: float, poll: float = 0.2) -> list[int]:
+    """Wait until `expected` nodes are there: a ServerApp starts before all nodes are registered.
+
+    Raises
+    ------
+    NodesMissing
+        Fewer are there after `timeout` seconds.
+    """
+    end = time.monotonic() + timeout
+    while len(nodes := list(grid.get_node_ids())) < expected:
+        if time.monotonic() > end:
+            raise NodesMissing(f"{len(nodes)} of {expected} nodes are there after {timeout:g} s")
+        time.sleep(poll)
+    return nodes
+
+
+def identify(
+    grid: Grid, node_ids: Sequence[int], config: ConfigRecord, timeout: float, events: Events
+) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
+    """Ask the nodes which partition they hold.
+
+    Returns
+    -------
+    nodes, identities
+        partition → node id, and partition → what the node said of itself.
+
+    Raises
+    ------
+    NodesMissing
+        A node did not answer or failed, or two hold the same partition; all are named.
+    """
+    content = RecordDict({"config": config})
+    messages = [Message(content, dst_node_id=node, message_type=IDENTIFY) for node in node_ids]
+    answers = gather(grid, messages, dict.fromkeys(node_ids, -1), timeout, events, "identify")
+    nodes: dict[int, int] = {}
+    identities: dict[int, dict[str, Any]] = {}
+    identity: dict[str, Any]
+    problems = []
+    for answer in answers:
+        if answer.reply is None:
+            problems.append(f"node {answer.node_id}: {answer.reason}")
+            continue
+        identity = dict(answer.reply.content.config_records["identity"])
+        partition = int(identity["partition-id"])
+        if partition in nodes:
+            problems.append(f"nodes {nodes[partition]} and {answer.node_id} both hold partition {partition}")
+            continue
+        nodes[partition], identities[partition] = answer.node_id, identity
+    if problems:
+        raise NodesMissing("; ".join(problems))
+    return nodes, identities
+
+
+def gather(
+    grid: Grid,
+    messages: Iterable[Message],
+    partitions: Mapping[int, int],
+    deadline: float,
+    events: Events,
+    phase: str,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Answer]:
+    """Send messages and collect the replies until all are there or `deadline` seconds have passed.
+
+    Parameters
+    ----------
+    partitions : mapping
+        node id → partition.
+    phase : str
+        What the progress calls it.
+
+    Returns
+    -------
+    list of Answer
+        One for each message, sorted by partition: floating-point sums must not depend on the order of arrival. An error
+        that the SuperLink makes carries the SuperLink's id; the node is found by the message it answers.
+    """
+    waiting: dict[str, int] = {}
+    answers: list[Answer] = []
+    for message in messages:
+        node = message.metadata.dst_node_id
+        ids = [message_id for message_id in grid.push_messages([message]) if message_id]
+        waiting.update(dict.fromkeys(ids, node))
+        if not ids:
+            answers.append(Answer(partitions[node], node, None, "the message was not accepted for sending"))
+    events("phase", name=phase, total=len(waiting) + len(answers))
+    end = clock() + deadline
+    while waiting:
+        for reply in grid.pull_messages(list(waiting)):
+            node = waiting.pop(reply.metadata.reply_to_message_id)
+            failed = reply.has_error()
+            reason = f"error {reply.error.code}: {reply.error.reason}" if failed else ""
+            answers.append(Answer(partitions[node], node, None if failed else reply, reason))
+            events("answered", phase=phase, partition=partitions[node])
+        if not waiting or clock() > end:
+            break
+        time.sleep(POLL)
+    late = f"no reply within {deadline:g} s"
+    answers += [Answer(partitions[node], node, None, late) for node in waiting.values()]
+    return sorted(answers, key=lambda answer: (answer.partition, answer.node_id))
+
+
+def sample(partitions: Sequence[int], fraction: float, seed: int, round: int) -> list[int]:
+    """Sample a fraction of the partitions, at least one, from (seed, round) alone; sorted."""
+    ordered = sorted(partitions)
+    size = max(1, int(len(ordered) * fraction))
+    if size == len(ordered):
+        return ordered
+    draw = np.random.default_rng([seed, round])
+    return sorted(int(i) for i in draw.choice(ordered, size, replace=False))

@@ -1,0 +1,102 @@
+"""Progress of a run in the terminal: a listener on its events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from server.events import Event
+
+
+class TerminalProgress:
+    """Shows rounds, the clients of the current phase, images/s and the time left.
+
+    Parameters
+    ----------
+    console : Console
+    rounds : int
+        Training rounds of each training.
+    trainings : int
+        How many trainings the run has.
+    """
+
+    def __init__(self, console: Console, rounds: int, trainings: int) -> None:
+        self.progress = Progress(
+            TextColumn("{task.description:<32}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            refresh_per_second=4,
+        )
+        steps = trainings * (rounds + 2)  # a statistics and an evaluation round each
+        self.whole = self.progress.add_task("run", total=steps, note="")
+        self.phase = self.progress.add_task("starting", total=None, note="")
+        self.sizes: list[int] = []
+        self.epochs = 1
+
+    def __enter__(self) -> TerminalProgress:
+        """Start drawing."""
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop drawing."""
+        self.progress.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Show one event."""
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    def _on_run(self, event: Event) -> None:
+        self.epochs = int(event["settings"]["local-epochs"])
+
+    def _on_clients(self, event: Event) -> None:
+        self.sizes = [sizes[0] for sizes in event["sizes"]]
+
+    def _on_phase(self, event: Event) -> None:
+        self.progress.update(self.phase, description=event["name"], total=event["total"], completed=0, note="clients")
+
+    def _on_answered(self, event: Event) -> None:
+        self.progress.advance(self.phase)
+
+    def _on_round(self, event: Event) -> None:
+        images = sum(self.sizes[p] for p in event["replied"]) * self.epochs
+        note = f"loss {event['train_loss']:.3f}  {images / event['wall_seconds']:,.0f} images/s"
+        if event["validation_accuracy"] is not None:
+            note += f"  val {100 * event['validation_accuracy']:.1f} %"
+        self.progress.update(self.whole, description=f"{event['training']} round {event['round']}", note=note)
+        self.progress.advance(self.whole)
+
+    def _on_statistics(self, event: Event) -> None:
+        self.progress.advance(self.whole)
+
+    def _on_leak_check(self, event: Event) -> None:
+        self.progress.advance(self.whole)
+
+    def _on_failed(self, event: Event) -> None:
+        self._warn(event)
+
+    def _on_refused(self, event: Event) -> None:
+        self._warn(event)
+
+    def _on_note(self, event: Event) -> None:
+        self.progress.console.print(f"[yellow]note:[/] {event['text']}")
+
+    def _warn(self, event: dict[str, Any]) -> None:
+        where = f"{event['phase']}, round {event['round']}, client {event['partition']}"
+        self.progress.console.print(f"[red]{event['event']}[/] {where}: {event['reason']}", highlight=False)

@@ -1,0 +1,171 @@
+"""The round loop: strategies configure and aggregate, everything around it is here.
+
+Flower's `Strategy.start` always begins at round 1 and has no statistics round and no per-node result; this loop calls
+the same `configure_train` and `aggregate_train`, so Flower's strategies run in it unchanged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from numpy.typing import NDArray
+
+from server.errors import NoReplies
+from server.events import Events
+from server.nodes import CohortGrid, gather, sample
+from server.validation import Expected, why_refused
+from settings import Settings
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The nodes of a run and how to reach them.
+
+    Parameters
+    ----------
+    grid : Grid
+    nodes : mapping
+        partition → node id.
+    settings : Settings
+    run : str
+        Identity of the run, for clients' private state.
+    events : Events
+    """
+
+    grid: Grid
+    nodes: Mapping[int, int]
+    settings: Settings
+    run: str
+    events: Events
+
+    def config(self, training: str, objective: str, **values: Any) -> ConfigRecord:
+        """Return the config of a message: all settings, and what this message is about."""
+        envelope = {"run": self.run, "training": training, "objective": objective, **values}
+        return ConfigRecord({**self.settings.flat(), **envelope})
+
+    def view(self, partitions: Sequence[int]) -> CohortGrid:
+        """Return the grid as if only these partitions were there."""
+        return CohortGrid(self.grid, [self.nodes[partition] for partition in partitions])
+
+    def collect(
+        self, messages: Iterable[Message], expected: Expected, training: str, round: int, phase: str
+    ) -> list[tuple[int, Message]]:
+        """Send messages and return (partition, reply) of the good replies, by partition.
+
+        Failed, late and refused nodes are reported as events and left out.
+
+        Raises
+        ------
+        NoReplies
+            Not one reply is good.
+        """
+        partitions = {node: partition for partition, node in self.nodes.items()}
+        ordered = sorted(messages, key=lambda message: partitions[message.metadata.dst_node_id])
+        answers = gather(self.grid, ordered, partitions, self.settings.round_timeout, self.events, phase)
+        good = []
+        reasons = []
+        for answer in answers:
+            kind, reason = "failed", answer.reason
+            if answer.reply is not None:
+                kind, reason = "refused", why_refused(answer.reply, expected) or ""
+            if answer.reply is not None and not reason:
+                good.append((answer.partition, answer.reply))
+                continue
+            reasons.append(f"client {answer.partition}: {reason}")
+            where = {"training": training, "round": round, "phase": phase}
+            self.events(kind, **where, partition=answer.partition, node_id=answer.node_id, reason=reason)
+        if not good:
+            raise NoReplies(f"{phase}, round {round}: no usable reply; " + "; ".join(reasons))
+        return good
+
+
+def train(
+    federation: Federation, strategy: Strategy, objective: str, arrays: ArrayRecord, training: str
+) -> ArrayRecord:
+    """Run all training rounds and return the final model.
+
+    Raises
+    ------
+    NoReplies
+        A round brought no usable reply.
+    """
+    for round in range(1, federation.settings.rounds + 1):
+        arrays = train_round(federation, strategy, objective, arrays, training, round)
+    return arrays
+
+
+def train_round(
+    federation: Federation,
+    strategy: Strategy,
+    objective: str,
+    arrays: ArrayRecord,
+    training: str,
+    round: int,
+) -> ArrayRecord:
+    """Run one training round and return the new model; dtypes are those of the old one."""
+    start = time.perf_counter()
+    settings = federation.settings
+    cohort = sample(list(federation.nodes), settings.fraction_train, settings.seed, round)
+    config = federation.config(training, objective)
+    messages = list(strategy.configure_train(round, arrays, config, federation.view(cohort)))
+    sent = to_numpy(arrays)
+    replies = federation.collect(messages, Expected.like("arrays", sent), training, round, f"train {training}")
+    aggregated, _ = strategy.aggregate_train(round, [reply for _, reply in replies])
+    if aggregated is None:
+        raise NoReplies(f"train {training}, round {round}: the strategy returned no model")
+    new = {name: value.astype(sent[name].dtype, copy=False) for name, value in to_numpy(aggregated).items()}
+    size = sum(value.nbytes for value in sent.values())
+    federation.events(
+        "round",
+        training=training,
+        round=round,
+        sampled=cohort,
+        replied=[partition for partition, _ in replies],
+        **summarise([metrics_of(reply) for _, reply in replies]),
+        wall_seconds=time.perf_counter() - start,
+        bytes_down=size * len(cohort),
+        bytes_up=size * len(replies),
+    )
+    return to_record(new)
+
+
+def summarise(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the metrics of a round's replies: losses by examples, accuracies as means over clients."""
+    examples = np.array([m["num-examples"] for m in metrics], dtype=np.float64)
+    losses = np.array([m["train-loss"] for m in metrics], dtype=np.float64)
+    return {
+        "train_loss": float((losses * examples).sum() / examples.sum()),
+        "validation_accuracy": _mean_accuracy(metrics, "validation-correct"),
+        "personal_validation_accuracy": _mean_accuracy(metrics, "personal-validation-correct"),
+        "train_seconds": [float(m["seconds"]) for m in metrics],
+    }
+
+
+def _mean_accuracy(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Return the mean accuracy over the clients that have validation samples, None without any."""
+    accuracies = [m[key] / m["validation-total"] for m in metrics if m["validation-total"]]
+    return float(np.mean(accuracies)) if accuracies else None
+
+
+def metrics_of(reply: Message) -> dict[str, Any]:
+    """Return the one metric record of a validated reply."""
+    return dict(next(iter(reply.content.metric_records.values())))
+
+
+def to_numpy(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """Return an array record as numpy arrays."""
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def to_record(arrays: Arrays) -> ArrayRecord:
+    """Return numpy arrays as an array record."""
+    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})

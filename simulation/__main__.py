@@ -1,0 +1,38 @@
+"""`python -m simulation`: one run from settings on the command line, results and a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rich.console import Console
+
+from server.errors import RunError
+from server.report import METRICS_FILE, read_results, render_table
+from settings import SettingsError, add_arguments, from_arguments
+
+
+def main() -> int:
+    """Parse, run, print the table; exit status 0 on success, 1 when the run failed, 2 for bad settings."""
+    parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    console = Console()
+    try:
+        settings = from_arguments(arguments)
+        from simulation.ray import simulate
+
+        folder = simulate(settings)
+    except (SettingsError, FileExistsError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"run failed: {error}", file=sys.stderr)
+        return 1
+    console.print(render_table(read_results(folder / METRICS_FILE)))
+    console.print(f"Results: {folder}/ (open {folder}/report.html)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

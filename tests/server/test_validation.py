@@ -1,0 +1,78 @@
+"""Every way in which a reply can be bad, each refused with a reason, and good ones let through."""
+
+import math
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from server.validation import Expected, why_refused
+from tests.flower import record, reply, request
+
+EXPECTED = Expected.like("arrays", {"w": np.zeros((2, 3), np.float32), "bn.running_var": np.ones(3, np.float32)})
+GOOD = {"w": np.zeros((2, 3), np.float32), "bn.running_var": np.ones(3, np.float32)}
+
+
+def test_a_good_reply() -> None:
+    assert why_refused(reply(record(**GOOD), 3, loss=0.5, seconds=[1.0, 2.0]), EXPECTED) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"w": np.zeros((3,), np.float32)}, r"w: float32\[3\], expected float32\[2, 3\]"),
+        ({"w": np.zeros((1, 3), np.float32)}, r"w: float32\[1, 3\]"),
+        ({"w": np.zeros((2, 3), np.float64)}, "w: float64"),
+        ({"w": np.full((2, 3), np.nan, np.float32)}, "w: values that are not finite"),
+        ({"w": np.full((2, 3), np.inf, np.float32)}, "not finite"),
+        ({"bn.running_var": np.array([1, -1e-3, 1], np.float32)}, "bn.running_var: values from -0.001"),
+        ({"extra": np.zeros(1)}, r"unknown arrays \['extra'\]"),
+    ],
+)
+def test_bad_arrays(change: dict[str, np.ndarray], part: str) -> None:
+    import re
+
+    assert re.search(part, why_refused(reply(record(**(GOOD | change))), EXPECTED) or "")
+
+
+def test_missing_array_and_damaged_bytes() -> None:
+    assert "missing arrays ['bn.running_var']" in (why_refused(reply(record(w=GOOD["w"])), EXPECTED) or "")
+    broken = record(**GOOD)
+    broken["w"] = Array("float32", (2, 3), "numpy.ndarray", b"\x93NUMPY")
+    assert "cannot be read" in (why_refused(reply(broken), EXPECTED) or "")
+
+
+@pytest.mark.parametrize("examples", [0, -3, math.nan, math.inf, 10**9])
+def test_claimed_examples_are_positive_and_bounded(examples: float) -> None:
+    assert "num-examples" in (why_refused(reply(record(**GOOD), examples), EXPECTED) or "")
+
+
+def test_metrics_must_be_there_once_and_finite() -> None:
+    assert "metric loss" in (why_refused(reply(record(**GOOD), loss=math.nan), EXPECTED) or "")
+    assert "metric seconds" in (why_refused(reply(record(**GOOD), seconds=[1.0, math.inf]), EXPECTED) or "")
+    bare = Message(RecordDict({"arrays": record(**GOOD)}), reply_to=request())
+    assert "metric records []" in (why_refused(bare, EXPECTED) or "")
+    without = Message(
+        RecordDict({"arrays": record(**GOOD), "metrics": MetricRecord({"loss": 1.0})}), reply_to=request()
+    )
+    assert "num-examples = None" in (why_refused(without, EXPECTED) or "")
+
+
+def test_two_array_records_or_another_name_are_refused() -> None:
+    message = reply(record(**GOOD))
+    message.content["more"] = record(w=np.zeros(1))
+    assert "array records" in (why_refused(message, EXPECTED) or "")
+    assert "array records" in (why_refused(reply(record(**GOOD), name="weights"), EXPECTED) or "")
+
+
+@pytest.mark.parametrize(("dle", "good"), [(0.0, True), (1.0, True), (-1e-9, False), (1.0001, False)])
+def test_a_dle_is_a_fraction(dle: float, good: bool) -> None:
+    expected = Expected("statistics", {"dle": ((1,), "float64")})
+    message = reply(record(dle=np.array([dle])), name="statistics")
+    assert (why_refused(message, expected) is None) is good
+
+
+def test_a_reply_without_arrays_where_none_are_expected() -> None:
+    content = RecordDict({"metrics": MetricRecord({"num-examples": 1}), "c": ConfigRecord({})})
+    assert why_refused(Message(content, reply_to=request()), Expected("", {})) is None
+    assert why_refused(Message(RecordDict({"a": ArrayRecord()}), reply_to=request()), Expected("", {})) is not None

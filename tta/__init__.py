@@ -1,0 +1,65 @@
+"""Test-time adaptation: methods that adapt while they predict, one file a method, each an `Adapter`.
+
+An adapter takes samples in stream order and returns probabilities: `predict`, `reset`, `state_dict`, `load_state_dict`,
+`report`. Nothing here knows of federated learning: `tta.BTFL` works in a plain PyTorch program. Names are imported when
+they are first used, so that `tta.registry`, the table of the methods, can be read without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tta.registry import ADAPTERS, AdapterInfo, create, parse_options
+
+if TYPE_CHECKING:
+    from tta.base import Adapter
+    from tta.btfl import BTFL
+    from tta.fedthe import FedTHE
+    from tta.fedthe_plus import FedTHEPlus
+    from tta.fixed_mix import FixedMix
+    from tta.memo import MEMO
+    from tta.none import NoAdaptation
+    from tta.personal import Personal
+    from tta.statistics import Statistics
+
+__all__ = [
+    "ADAPTERS",
+    "BTFL",
+    "MEMO",
+    "Adapter",
+    "AdapterInfo",
+    "FedTHE",
+    "FedTHEPlus",
+    "FixedMix",
+    "NoAdaptation",
+    "Personal",
+    "Statistics",
+    "create",
+    "parse_options",
+]
+
+#: Public name → "module:name"; the methods come from the table.
+_LAZY = {
+    "Adapter": "tta.base:Adapter",
+    "Statistics": "tta.statistics:Statistics",
+    **{row.class_name: row.path for row in ADAPTERS.values()},
+}
+
+_MODULES = {path.partition(":")[0] for path in _LAZY.values()}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name or a method's module when it is first asked for."""
+    if name in _LAZY:
+        module, _, member = _LAZY[name].partition(":")
+        value = getattr(importlib.import_module(module), member)
+        globals()[name] = value
+        return value
+    if f"tta.{name}" in _MODULES:
+        return importlib.import_module(f"tta.{name}")
+    raise AttributeError(f"module 'tta' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_LAZY) | {module.partition(".")[2] for module in _MODULES})

@@ -1,0 +1,116 @@
+"""E[m / (m + (1-m) τ)] for m ~ Beta(a, b): the mixing weight of BTFL (section 4, eq. 16 to 21), to about 1e-14.
+
+In x = logit m the density is a·ln m + b·ln(1-m) in the logarithm, smooth and with exponential tails, where the
+trapezoid rule converges geometrically; the other factor is 1 / (1 + τ e^-x), which needs no exponential per sample.
+The closed form with ₂F₁ fails in scipy where a or b is exactly 1 and for |ln τ| beyond about 30.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import betaln
+
+from tta.arrays import Array, Constants, largest, namespace
+
+#: Smaller shape parameters have tails longer than the nodes are worth.
+SMALLEST_SHAPE = 1e-4
+
+#: Exponents stay within this; e^600 · e^100 is still finite.
+LARGEST_LOG = 600.0
+
+#: Number of values of one block: three of these fit a core's cache.
+BLOCK = 32768
+
+
+class BetaRule:
+    """Nodes in x = logit m, the same for a set of Beta distributions.
+
+    Parameters
+    ----------
+    shapes : np.ndarray [n, 2]
+        The pairs (a, b) with the heaviest tails and with the largest sum among those the rule has to serve.
+    """
+
+    def __init__(self, shapes: np.ndarray) -> None:
+        # P(m < m_0) <= m_0^a / (a B(a, b)), and likewise above: both tails left out weigh less than e^-39.
+        reach = ((39 - betaln(shapes[:, :1], shapes[:, 1:]) - np.log(shapes)) / shapes).max()
+        # The standard deviation of x is at least 2/sqrt(a+b); half of it a step leaves an error of about e^-79.
+        step = min(0.25, 1 / np.sqrt(shapes.sum(1).max()))
+        half = np.ceil(reach / step)
+        x = step * np.arange(-half, half + 1)
+        self._wide = bool(reach > 100)
+        self._arrays = Constants(
+            density=np.stack((-np.logaddexp(0, -x), -np.logaddexp(0, x))),  # ln m, ln(1-m), (2, M)
+            odds=np.exp(np.clip(-x, -LARGEST_LOG, LARGEST_LOG)),  # (1-m)/m, (M,)
+            logit=x,
+        )
+
+    def mean(self, shapes: Array, log_tau: Array) -> Array:
+        """Return e [n] for the priors (a, b) `shapes` [n, 2] and ln τ [n] in ± LARGEST_LOG."""
+        arrays = self._arrays.on(shapes)
+        rows = max(1, BLOCK // len(arrays["odds"]))
+        if len(log_tau) <= rows:
+            return self._block(arrays, shapes, log_tau)
+        starts = range(0, len(log_tau), rows)
+        parts = [self._block(arrays, shapes[i : i + rows], log_tau[i : i + rows]) for i in starts]
+        return namespace(shapes).concat(parts, axis=0)
+
+    def _block(self, arrays: dict[str, Array], shapes: Array, log_tau: Array) -> Array:
+        xp = namespace(shapes)
+        density = shapes @ arrays["density"]  # (n, M)
+        density -= largest(density, 1)[:, None]
+        density = xp.exp(density)
+        if self._wide:  # e^-x alone would overflow
+            odds = xp.exp(xp.clip(log_tau[:, None] - arrays["logit"], min=-LARGEST_LOG, max=LARGEST_LOG))
+        else:
+            odds = xp.exp(log_tau)[:, None] * arrays["odds"]
+        odds += 1
+        return (density / odds).sum(1) / density.sum(1)
+
+
+def mixing_weight(a: Any, b: Any, tau: Any) -> Any:
+    """Return e = E[m / (m + (1-m) τ)], m ~ Beta(a, b): the weight of the global head (eq. 21).
+
+    e(a,b,1) = a/(a+b); e(a,b,τ) + e(b,a,1/τ) = 1; e falls with τ from 1 at τ = 0 to 0 at τ = ∞.
+
+    Parameters
+    ----------
+    a, b : float, array or Tensor
+        Shape parameters, at least 1e-4; a counts external events, b internal ones.
+    tau : float, array or Tensor
+        Likelihood ratio in [0, ∞], both ends included. The three broadcast.
+
+    Returns
+    -------
+    float, np.ndarray or Tensor
+        Float64; a tensor (on its device) if one of the arguments is one, a float if all are plain numbers.
+
+    Raises
+    ------
+    ValueError
+        A shape parameter is not finite or below 1e-4, or τ is negative or not a number.
+    """
+    tensors = [value for value in (a, b, tau) if isinstance(value, torch.Tensor)]
+    host = [v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for v in (a, b, tau)]
+    first, second, ratio = np.broadcast_arrays(*(np.asarray(value, dtype=np.float64) for value in host))
+    shapes = np.stack((first.ravel(), second.ravel()), 1)  # (n, 2)
+    if not (np.isfinite(shapes) & (shapes >= SMALLEST_SHAPE)).all():
+        raise ValueError(f"a and b must be finite and at least {SMALLEST_SHAPE}, got a={a}, b={b}")
+    if not (ratio >= 0).all():
+        raise ValueError(f"tau must be at least 0, got {tau}")
+    weight = _mean_of(shapes, ratio.ravel()).reshape(ratio.shape)
+    if tensors:
+        return torch.from_numpy(weight).to(tensors[0].device)
+    return weight if any(isinstance(value, np.ndarray) for value in host) else weight[()]
+
+
+def _mean_of(shapes: np.ndarray, tau: np.ndarray) -> np.ndarray:
+    if len(tau) == 0:
+        return np.zeros(0)
+    with np.errstate(divide="ignore"):
+        log_tau = np.log(tau)
+    weight = BetaRule(shapes).mean(shapes, np.clip(log_tau, -LARGEST_LOG, LARGEST_LOG))
+    return np.where(np.isposinf(tau), 0.0, weight)
