@@ -18,7 +18,6 @@ the published code takes 100 points on [0.01, 0.99], up to 0.14 off.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -29,9 +28,10 @@ from tta.arrays import Array, Constants, class_major, from_tensor, namespace, pl
 from tta.base import Adapter
 from tta.heads import check_choice, check_number, check_two_heads, statistic_vector, two_heads
 from tta.posterior import BetaRule, mixing_weight
+from tta.prior import detect_event, prior_path
 from tta.statistics import Statistics
 
-__all__ = ["BTFL", "discretise", "mixing_weight", "prior_path"]
+__all__ = ["BTFL", "discretise", "mixing_weight"]
 
 RECTIFICATIONS = ("power", "product", "none")
 
@@ -213,46 +213,6 @@ def likelihood_table(local: np.ndarray, global_: np.ndarray) -> tuple[np.ndarray
     slope, offset = active - silent, silent.sum(0)
     ratio = slope[:, 0] - slope[:, 1]
     return np.column_stack((slope, ratio)), np.append(offset, (silent[:, 0] - silent[:, 1]).sum())
-
-
-def detect_event(log_tau: float, entropy: Sequence[float], mean_entropy: tuple[float, float]) -> int:
-    """Return 1 for an external event, -1 for an internal one, 0 for none (eq. 10, 11; all inequalities strict).
-
-    Parameters
-    ----------
-    log_tau : float
-        ln τ, raw, not rectified.
-    entropy, mean_entropy : (float, float)
-        Of the personal and the global head.
-    """
-    (personal, global_), (mean_personal, mean_global) = entropy, mean_entropy
-    if log_tau > 0 and personal < mean_personal and global_ > mean_global:
-        return -1
-    if log_tau < 0 and personal > mean_personal and global_ < mean_global:
-        return 1
-    return 0
-
-
-def prior_path(
-    events: list[int], prior: tuple[float, float], strength: float
-) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-    """Return the prior (a, b) before each event, and after the last one (eq. 11, Algorithm 1).
-
-    An external event (1) raises a, an internal one (-1) raises b; a sum above `strength` is then pruned to 3, in the
-    proportion of the counts, both with the old sum.
-    """
-    a, b = prior
-    path = []
-    for event in events:
-        path.append((a, b))
-        if event > 0:
-            a += 1
-        elif event < 0:
-            b += 1
-        total = a + b
-        if total > strength:
-            a, b = 1 + a / total, 1 + b / total
-    return path, (a, b)
 
 
 def _frequency(name: str, value: Tensor | None, features: int) -> np.ndarray:

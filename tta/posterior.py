@@ -21,6 +21,9 @@ SMALLEST_SHAPE = 1e-4
 #: Exponents stay within this; e^600 · e^100 is still finite.
 LARGEST_LOG = 600.0
 
+#: Every ln τ of a float64 τ but 0 and ∞ stays within this.
+ANY_LOG = 750.0
+
 #: Number of values of one block: three of these fit a core's cache.
 BLOCK = 32768
 
@@ -42,6 +45,7 @@ class BetaRule:
         half = np.ceil(reach / step)
         x = step * np.arange(-half, half + 1)
         self._wide = bool(reach > 100)
+        self.largest_log = ANY_LOG if self._wide else LARGEST_LOG
         self._arrays = Constants(
             density=np.stack((-np.logaddexp(0, -x), -np.logaddexp(0, x))),  # ln m, ln(1-m), (2, M)
             odds=np.exp(np.clip(-x, -LARGEST_LOG, LARGEST_LOG)),  # (1-m)/m, (M,)
@@ -49,7 +53,7 @@ class BetaRule:
         )
 
     def mean(self, shapes: Array, log_tau: Array) -> Array:
-        """Return e [n] for the priors (a, b) `shapes` [n, 2] and ln τ [n] in ± LARGEST_LOG."""
+        """Return e [n] for the priors (a, b) `shapes` [n, 2] and ln τ [n] in ± `largest_log`."""
         arrays = self._arrays.on(shapes)
         rows = max(1, BLOCK // len(arrays["odds"]))
         if len(log_tau) <= rows:
@@ -112,5 +116,6 @@ def _mean_of(shapes: np.ndarray, tau: np.ndarray) -> np.ndarray:
         return np.zeros(0)
     with np.errstate(divide="ignore"):
         log_tau = np.log(tau)
-    weight = BetaRule(shapes).mean(shapes, np.clip(log_tau, -LARGEST_LOG, LARGEST_LOG))
-    return np.where(np.isposinf(tau), 0.0, weight)
+    rule = BetaRule(shapes)
+    weight = rule.mean(shapes, np.clip(log_tau, -rule.largest_log, rule.largest_log))
+    return np.where(tau == 0, 1.0, np.where(np.isposinf(tau), 0.0, weight))
