@@ -73,7 +73,7 @@ class Settings:
     personal_epochs: int = _setting(1, "epochs of the personal head a round", low=0)
     batch_size: int = _setting(32, "training batch", low=1)
     optimizer: str = _setting("sgd", "local optimiser", choices=("sgd", "adam"))
-    learning_rate: float = _setting(0.01, "learning rate", above=0)
+    learning_rate: float = _setting(0.05, "learning rate (the papers: 0.01 on CIFAR-10)", above=0)
     momentum: float = _setting(0.0, "momentum of SGD", low=0, high=0.9999)
     weight_decay: float = _setting(5e-4, "weight decay", low=0)
     augment: bool = _setting(True, "random crop, and flip where the data set allows it")

@@ -7,16 +7,24 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from client.app import app as client_app
+from flwr.clientapp import ClientApp
+from flwr.simulation import run_simulation
+
+from client.app import app as default_client_app
 from client.compute import resolve_device
 from client.runtime import federation_of
 from server.app import make_app, run_folder
 from server.events import Listener
 from server.methods import plan
-from settings import Settings
+from settings import Settings, SettingsError
 
 
-def simulate(settings: Settings, folder: Path | None = None, listeners: Sequence[Listener] = ()) -> Path:
+def simulate(
+    settings: Settings,
+    folder: Path | None = None,
+    listeners: Sequence[Listener] = (),
+    client_app: ClientApp = default_client_app,
+) -> Path:
     """Run server and clients on this machine and return the run folder.
 
     Parameters
@@ -27,6 +35,8 @@ def simulate(settings: Settings, folder: Path | None = None, listeners: Sequence
         Where results go; made from the settings when None.
     listeners : sequence of callable
         Called with every event, in this process.
+    client_app : ClientApp
+        What the simulated nodes run.
 
     Raises
     ------
@@ -35,11 +45,7 @@ def simulate(settings: Settings, folder: Path | None = None, listeners: Sequence
     RunError
         The run could not go on; the folder holds what there is.
     """
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    from flwr.simulation import run_simulation  # reads the variable when imported
-
-    plan(settings)  # refuse a bad combination, and data that cannot be read, before Ray starts
-    class_counts = federation_of(settings).class_counts().tolist()
+    class_counts = _check(settings)
     settings, gpus = _share_gpu(settings)
     folder = folder or run_folder(settings)
     logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -55,10 +61,22 @@ def simulate(settings: Settings, folder: Path | None = None, listeners: Sequence
     return folder
 
 
+def _check(settings: Settings) -> list[list[int]]:
+    """Refuse bad combinations and data that cannot be read before Ray starts; return who has what."""
+    plan(settings)
+    try:
+        return federation_of(settings).class_counts().tolist()
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"dataset = {settings.dataset!r}: {error}") from error
+
+
 def _share_gpu(settings: Settings) -> tuple[Settings, float]:
-    """Resolve the device once for all workers, and each worker's share of the GPU."""
+    """Return the settings for the workers, and each worker's share of the GPU (0 on a CPU)."""
     device = resolve_device(settings.device)
     if device.type == "cpu":
-        return settings.replace(device="cpu"), 0.0
-    # Ray shows each worker only its own GPU, which then has the index 0
-    return settings.replace(device="cuda"), settings.num_gpus or 1 / settings.workers
+        return settings, 0.0
+    if device.index is not None:
+        # Ray shows each worker the GPU that it was given as its first and only one
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(device.index)
+        settings = settings.replace(device="cuda")
+    return settings, settings.num_gpus or 1 / settings.workers

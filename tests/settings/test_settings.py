@@ -27,7 +27,7 @@ def parse(*words: str) -> Settings:
 
 def test_defaults_are_valid_and_flat_keys_have_hyphens() -> None:
     flat = Settings().flat()
-    assert flat["learning-rate"] == 0.01
+    assert flat["learning-rate"] == Settings().learning_rate
     assert not any("_" in key for key in flat)
     assert from_config(flat) == Settings()
 

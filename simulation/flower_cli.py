@@ -1,0 +1,167 @@
+"""`python -m simulation.flower_cli`: the app through Flower's own `flwr run`, as a simulation on a SuperLink of its own.
+
+Flower's CLI exits 0 when a run failed; this script reads the run's status and exits accordingly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+
+from server.report import METRICS_FILE, read_results, render_table
+from settings import Settings, SettingsError
+from settings.parse import convert
+from simulation.superlink import CONNECTION, POLL, PROJECT, FlowerError, environment, program, superlink
+
+PATHS = ("results", "data-dir", "init", "state-dir")  # settings that are paths on the machine of the SuperLink
+SETTLED = 30.0  # seconds within which a run whose log has ended must have its final status
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is asked of Flower.
+
+    Parameters
+    ----------
+    config : dict
+        Run config; what it lacks keeps the default in pyproject.toml.
+    clients, cpus : int
+        Simulated nodes, and how many of them work at a time.
+    timeout : float
+        Seconds the run may take.
+    """
+
+    config: dict[str, Any]
+    clients: int
+    cpus: int
+    timeout: float
+
+    @property
+    def folder(self) -> Path:
+        """Return the run folder."""
+        return Path(self.config["results"]) / self.config["run-name"]
+
+    def federation(self) -> str:
+        """Return the text for `--federation-config`; Ray's own messages stay in Ray's files."""
+        gpus = self.config.get("num-gpus", 0.0)
+        return (
+            f"num-supernodes={self.clients} client-resources-num-cpus=1 client-resources-num-gpus={gpus} "
+            f"init-args-num-cpus={self.cpus} init-args-log-to-driver=false init-args-logging-level='ERROR'"
+        )
+
+
+def parse(words: Sequence[str] | None = None) -> Submission:
+    """Parse the command line.
+
+    Keys and types are checked here, for Flower refuses an unknown key without naming it; values are the app's to check.
+
+    Raises
+    ------
+    SettingsError
+        A setting is unknown, of the wrong type or not of the form key=value.
+    """
+    defaults = Settings()
+    parser = argparse.ArgumentParser(prog="python -m simulation.flower_cli", description=__doc__)
+    parser.add_argument("--clients", type=int, default=defaults.clients, help="simulated nodes")
+    parser.add_argument("--cpus", type=int, default=defaults.workers, help="nodes that work at the same time")
+    parser.add_argument("--timeout", type=float, default=86400.0, help="seconds that the run may take")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings")
+    arguments = parser.parse_args(words)
+    config: dict[str, Any] = {"results": defaults.results, "run-name": time.strftime("flower-%Y%m%d-%H%M%S")}
+    for word in arguments.set:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {word!r}: allowed is key=value")
+        if key in ("clients", "workers"):
+            raise SettingsError(f"--set {word!r}: clients and workers are given by --clients and --cpus")
+        config[key] = convert(key, value)
+    # the working directory of the apps is Flower's affair
+    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in PATHS if config.get(key)}
+    config |= {"clients": arguments.clients, "workers": arguments.cpus}
+    return Submission(config, arguments.clients, arguments.cpus, arguments.timeout)
+
+
+def run(submission: Submission) -> None:
+    """Start a SuperLink, run the app on it, and stop all that was started, whatever happens.
+
+    Raises
+    ------
+    FlowerError
+        The run did not complete; the message has Flower's reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="fedtta-flower-", ignore_cleanup_errors=True) as folder:
+        home = Path(folder).resolve()
+        with superlink(home):
+            submit(home, submission)
+            status, details = final_status(home)
+    if status != "finished:completed":
+        raise FlowerError(f"{status}: {details}")
+
+
+def submit(home: Path, submission: Submission) -> None:
+    """Let `flwr run` bundle the project and show the run's log on this terminal until the run ends."""
+    config = home / "run.toml"  # a file, for a command line would have to quote values twice
+    config.write_text(tomli_w.dumps(submission.config), encoding="utf-8")
+    command = [
+        program("flwr"), "run", str(PROJECT), CONNECTION, "--stream",
+        "--federation-config", submission.federation(), "--run-config", str(config),
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, cwd=PROJECT, env=environment(home), timeout=submission.timeout, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise FlowerError(f"not finished after {submission.timeout:g} s") from error
+    if done.returncode:
+        raise FlowerError("Flower did not take the run; its message is above")
+
+
+def final_status(home: Path) -> tuple[str, str]:
+    """Return the status of the SuperLink's only run, such as 'finished:failed', and its details."""
+    end = time.monotonic() + SETTLED
+    command = [program("flwr"), "ls", CONNECTION, "--format", "json"]
+    while True:
+        done = subprocess.run(
+            command, cwd=PROJECT, env=environment(home), timeout=SETTLED, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise FlowerError(f"flwr ls: {done.stdout}{done.stderr}")
+        (entry,) = json.loads(done.stdout)["runs"]
+        if entry["status"].startswith("finished") or time.monotonic() > end:
+            return entry["status"], entry["status-details"]
+        time.sleep(POLL)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run and print the table; exit status 0 when the run completed, 1 when not, 2 for bad arguments."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, so that everything is stopped
+    try:
+        submission = parse(words)
+        run(submission)
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FlowerError as error:
+        print(f"run failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; all that was started has been stopped", file=sys.stderr)
+        return 130
+    console = Console()
+    console.print(render_table(read_results(submission.folder / METRICS_FILE)))
+    console.print(f"Results: {submission.folder}/ (open {submission.folder}/report.html)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

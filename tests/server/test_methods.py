@@ -1,0 +1,63 @@
+"""Rows of the methods table: parsing, grouping by training, refusals."""
+
+import pytest
+
+from client.objectives import OBJECTIVES as CLIENT_OBJECTIVES
+from server.methods import METHODS, OBJECTIVES, parse_rows, plan
+from settings import Settings, SettingsError
+from strategies import STRATEGIES
+from tta.registry import ADAPTERS
+
+
+def test_every_method_names_things_that_exist() -> None:
+    assert set(OBJECTIVES) == set(CLIENT_OBJECTIVES)
+    for method in METHODS.values():
+        assert method.adapter in ADAPTERS
+        assert method.strategy in STRATEGIES
+        assert method.objective in OBJECTIVES
+
+
+def test_rows_with_options_are_typed() -> None:
+    rows = parse_rows("fedthe, fedthe[beta=1; objective=em],btfl[strength=8;training=balanced_softmax]")
+    assert [row.label for row in rows] == [
+        "fedthe",
+        "fedthe[beta=1;objective=em]",
+        "btfl[strength=8;training=balanced_softmax]",
+    ]
+    assert rows[1].options == {"beta": 1.0, "objective": "em"}
+    assert rows[2].training == "balanced_softmax"
+    assert "training" not in rows[2].options
+
+
+def test_methods_of_one_objective_share_one_training() -> None:
+    trainings = plan(Settings(methods="fedavg,fedthe,personal,btfl,fedthe_plus"))
+    assert [(t.objective, t.strategy, [r.label for r in t.rows]) for t in trainings] == [
+        ("cross_entropy", "StatisticsFedAvg", ["fedavg", "personal", "btfl"]),
+        ("balanced_softmax", "StatisticsFedAvg", ["fedthe", "fedthe_plus"]),
+    ]
+    assert [t.strategy for t in plan(Settings(methods="fedavg,personal"))] == ["FedAvg"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "parts"),
+    [
+        ("fedavg,fedteh", ["'fedteh'", "fedthe_plus", "btfl"]),
+        ("", ["unknown method ''"]),
+        ("btfl[strenght=3]", ["strenght", "strength"]),
+        ("btfl[strength=many]", ["strength", "many"]),
+        ("fedthe[objective=mean]", ["objective", "mean"]),
+        ("fedthe[training=mse]", ["training = 'mse'", "balanced_softmax"]),
+        ("fedthe,fedthe", ["twice"]),
+        ("fedthe[beta]", ["name=value"]),
+    ],
+)
+def test_refusals(methods: str, parts: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_rows(methods)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_unknown_model_lists_what_exists() -> None:
+    with pytest.raises(SettingsError, match="resnet20-gn"):
+        plan(Settings(model="vgg"))

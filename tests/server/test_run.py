@@ -1,0 +1,242 @@
+"""A whole run, server and real devices, in one process on a grid of functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message, RecordDict
+
+from client.app import app as client_app
+from models import load_arrays, load_model
+from server.app import run_folder, serve
+from server.errors import NodesMissing, NoReplies, RunError
+from server.report import read_results, table
+from server.run import World, initial_model, model_spec
+from settings import Settings, SettingsError
+from tests.flower import LocalGrid
+
+SMALL = Settings(
+    clients=3,
+    fraction=0.15,
+    rounds=2,
+    local_epochs=1,
+    image_size=16,
+    methods="fedavg,personal,fixed_mix,fedthe,btfl",
+    learning_rate=0.1,
+    device="cpu",
+    node_timeout=5,
+    round_timeout=60,
+)
+
+
+def nodes(settings: Settings, change: Callable[[int, Message], Message | None] | None = None) -> LocalGrid:
+    """Real ClientApps, one context each; `change(partition, message)` may raise or replace the message."""
+
+    def make(partition: int) -> Callable[[Message], RecordDict]:
+        config = {"partition-id": partition, "num-partitions": settings.clients}
+        context = Context(run_id=1, node_id=partition, node_config=config, state=RecordDict(), run_config={})
+
+        def answer(message: Message) -> RecordDict:
+            if change is not None:
+                change(partition, message)
+            return client_app(message, context).content
+
+        return answer
+
+    return LocalGrid({900 - i: make(i) for i in range(settings.clients)})
+
+
+def run(folder: Path, settings: Settings = SMALL, change: Callable | None = None) -> Path:
+    serve(nodes(settings, change), settings, folder)
+    return folder
+
+
+def events(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_results(one: Path, other: Path) -> None:
+    """Models, statistics and table of two runs are equal bit for bit."""
+    files = sorted(path.name for path in one.glob("*.safetensors"))
+    assert files == sorted(path.name for path in other.glob("*.safetensors"))
+    for name in files:
+        ours, theirs = load_arrays(one / name)[0], load_arrays(other / name)[0]
+        assert {k: v.tobytes() for k, v in ours.items()} == {k: v.tobytes() for k, v in theirs.items()}, name
+    assert (one / "table.csv").read_bytes() == (other / "table.csv").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from flwr.supercore.task_identity import TaskIdentity
+
+    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    return run(tmp_path_factory.mktemp("run") / "r")
+
+
+def test_a_run_folder_is_complete(finished: Path) -> None:
+    names = {path.name for path in finished.iterdir()}
+    assert {"settings.toml", "metrics.jsonl", "table.csv", "model.safetensors", "statistics.safetensors"} <= names
+    assert {"report.html", "model-balanced_softmax.safetensors", "statistics-balanced_softmax.safetensors"} <= names
+    assert not [name for name in names if name.endswith(".tmp")]
+    results = read_results(finished / "metrics.jsonl")
+    assert results.end is not None
+    assert results.end.status == "completed"
+    assert [row.method for row in table(results)] == ["fedavg", "personal", "fixed_mix", "btfl", "fedthe"]
+
+
+def test_no_test_sample_was_trained_on(finished: Path) -> None:
+    checks = [event for event in events(finished) if event["event"] == "leak_check"]
+    assert len(checks) == 2
+    assert all(check["leaked"] == 0 and check["checked"] > 0 for check in checks)
+
+
+def test_statistics_file_is_the_mean_over_clients_of_the_saved_model(finished: Path) -> None:
+    from client.runtime import federation_of
+
+    model, spec = load_model(finished / "model.safetensors")
+    assert spec["name"] == "cnn"
+    federation = federation_of(SMALL)
+    means = []
+    for split in federation.splits:
+        z = model.features(federation.images.batch(split.train, "cpu"))
+        means.append(z.detach().double().mean(0).numpy())
+    arrays, _ = load_arrays(finished / "statistics.safetensors")
+    np.testing.assert_allclose(arrays["descriptor"], np.mean(means, axis=0), atol=1e-6)
+    assert arrays["dle"].min() >= 0
+    assert arrays["dle"].max() <= 1
+
+
+def test_fedavg_row_is_the_saved_model_on_the_test_splits(finished: Path) -> None:
+    from client.runtime import federation_of
+
+    model, _ = load_model(finished / "model.safetensors")
+    federation = federation_of(SMALL)
+    for event in events(finished):
+        if event["event"] == "evaluation" and (event["method"], event["shift"]) == ("fedavg", "original"):
+            test = federation.splits[event["partition"]].test
+            right = model(federation.images.batch(test, "cpu")).argmax(1).numpy() == federation.images.labels[test]
+            assert (int(right.sum()), len(test)) == (event["correct"], event["total"])
+
+
+def test_same_seed_same_bits_other_seed_other_bits(finished: Path, tmp_path: Path) -> None:
+    again = run(tmp_path / "again")
+    other = run(tmp_path / "other", SMALL.replace(seed=2, methods="fedavg"))
+    assert_same_results(again, finished)
+    ours, theirs = (load_arrays(folder / "model.safetensors")[0] for folder in (finished, other))
+    assert not any((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_private_state_in_a_folder_gives_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    settings = SMALL.replace(state_dir=str(tmp_path / "state"))
+    again = run(tmp_path / "again", settings)
+    assert_same_results(again, finished)
+    kept = sorted(path.stem for path in (tmp_path / "state").rglob("*.safetensors"))
+    tags = ["balanced_softmax@2", "balanced_softmax@3", "cross_entropy@2", "cross_entropy@3"]
+    assert kept == sorted(tags * 3)  # three clients, the last two tags of each training
+
+
+def test_a_client_that_raises_mid_round_is_reported_and_the_round_goes_on(tmp_path: Path) -> None:
+    def change(partition: int, message: Message) -> None:
+        config = message.content.config_records["config"]
+        if partition == 1 and message.metadata.message_type == "train" and config["server-round"] == 2:
+            raise RuntimeError("sensor unplugged")
+
+    folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,btfl"), change)
+    (failed,) = [event for event in events(folder) if event["event"] == "failed"]
+    assert (failed["partition"], failed["round"], failed["training"]) == (1, 2, "cross_entropy")
+    assert "sensor unplugged" in failed["reason"]
+    rounds = [event for event in events(folder) if event["event"] == "round"]
+    assert [event["replied"] for event in rounds] == [[0, 1, 2], [0, 2]]
+    assert "sensor unplugged" in (folder / "report.html").read_text()
+
+
+def test_a_fraction_of_clients_a_round_and_all_of_them_at_the_end(tmp_path: Path) -> None:
+    folder = run(tmp_path / "r", SMALL.replace(fraction_train=0.34, rounds=3, methods="personal,btfl"))
+    rounds = [event for event in events(folder) if event["event"] == "round"]
+    assert all(len(event["sampled"]) == 1 for event in rounds)
+    (statistics,) = [event for event in events(folder) if event["event"] == "statistics"]
+    assert statistics["replied"] == [0, 1, 2]
+    evaluated = {event["partition"] for event in events(folder) if event["event"] == "evaluation"}
+    assert evaluated == {0, 1, 2}
+
+
+def test_init_starts_from_a_file_without_training(finished: Path, tmp_path: Path) -> None:
+    init = finished / "model.safetensors"
+    folder = run(tmp_path / "r", SMALL.replace(init=str(init), rounds=0, methods="fedavg,btfl", personal_epochs=3))
+    ours, _ = load_arrays(folder / "model.safetensors")
+    theirs, _ = load_arrays(init)
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+def test_a_run_that_fails_says_so_in_its_files(tmp_path: Path) -> None:
+    def change(partition: int, message: Message) -> None:
+        if message.metadata.message_type == "train":
+            raise RuntimeError("no")
+
+    with pytest.raises(NoReplies, match="client 2"):
+        run(tmp_path / "r", change=change)
+    assert events(tmp_path / "r")[-1]["status"].startswith("failed: NoReplies")
+    assert (tmp_path / "r" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"dataset": "digit"}, "digits"),
+        ({"shifts": "brfl,nightly"}, "btgfl"),
+        ({"dataset": "cifar10", "data_dir": "/nowhere"}, "nowhere"),
+    ],
+)
+def test_unknown_names_stop_the_run_before_training_and_list_what_exists(
+    change: dict, part: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NodesMissing, match=part):
+        run(tmp_path / "r", SMALL.replace(**change))
+    assert not [event for event in events(tmp_path / "r") if event["event"] == "round"]
+
+
+def test_fewer_nodes_than_clients(tmp_path: Path) -> None:
+    with pytest.raises(NodesMissing, match="3 of 5"):
+        serve(nodes(SMALL), SMALL.replace(clients=5, node_timeout=0.05), tmp_path / "r")
+
+
+WORLD = World(["a", "b"], 3, [0.5] * 3, [0.5] * 3, ["original"], "", [[1, 1, 1]])
+
+
+def test_nodes_must_agree() -> None:
+    identity = {
+        "num-partitions": 2,
+        "classes": ["a"],
+        "channels": 3,
+        "mean": [0.5],
+        "std": [0.5],
+        "shifts": ["x"],
+        "note": "",
+    }
+    identity["sizes"] = [1, 1, 1]
+    assert World.agree({0: identity, 1: identity}).classes == ["a"]
+    with pytest.raises(RunError, match=r"client 1: classes = \['b'\]"):
+        World.agree({0: identity, 1: identity | {"classes": ["b"]}})
+
+
+def test_bad_model_options_and_init_files_are_settings_errors(tmp_path: Path) -> None:
+    settings = Settings(model_options="widht=3")
+    with pytest.raises(SettingsError, match="widht"):
+        initial_model(settings, model_spec(settings, WORLD))
+    path = tmp_path / "cut.safetensors"
+    path.write_bytes(b"half a file")
+    with pytest.raises(SettingsError, match=r"cut\.safetensors"):
+        initial_model(Settings(init=str(path)), model_spec(Settings(), WORLD))
+
+
+def test_a_run_folder_is_not_used_twice(tmp_path: Path) -> None:
+    settings = Settings(results=str(tmp_path), run_name="one")
+    folder = run_folder(settings)
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(FileExistsError, match="one"):
+        run_folder(settings)
