@@ -13,18 +13,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from client.checks import check_means, check_model
 from client.evaluation import Row, evaluate_row
 from client.objectives import objective as find_objective
 from client.randomness import generator
 from client.state import Arrays, PrivateState
 from client.summary import summarise
 from client.training import TrainingSet, train_network, train_personal_head
-from data import DATASETS, Federation, Images, check_no_leak, crop_flip, resolve, stream
+from data import DATASETS, Federation, Images, crop_flip, resolve, stream
 from models import PERSONAL_PREFIX, TwoHead
 from settings import Settings
 from tta import Statistics
 
 Metrics = dict[str, Any]
+OWN = "statistics."  # before the names of the client's own statistics in its private state
+STATISTICS_ROUND = "statistics-round"  # under which round's model they were computed
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,10 @@ class Device:
         data = self._training_set()
         self._train_head(data, "personal", round)
         metrics = self._validate()
-        self.state.save(training, round, self._private(data, training, round))
         draw = generator(self.settings.seed, "local", round, self.partition)
         loss = train_network(self.model, data, loss_function, self.settings, draw)
-        sent = {name: value.cpu().numpy() for name, value in self.model.global_state().items()}
+        self.state.save(training, round, self._private(data, training, round))  # last: a failed round leaves no trace
+        sent = {name: value.cpu().numpy().copy() for name, value in self.model.global_state().items()}
         seconds = time.perf_counter() - start
         return sent, {**metrics, "num-examples": len(data), "train-loss": loss, "seconds": seconds}
 
@@ -131,8 +134,9 @@ class Device:
         data = self._training_set()
         self._train_head(data, "final", round)
         local = summarise(self.model, data.pixels, self.settings.eval_batch_size)
-        own = {f"statistics.{name}": value for name, value in local.items()}
-        self.state.save(training, round, {**self._private(data, training, round), **own})
+        own = {f"{OWN}{name}": value for name, value in local.items()}
+        private = {**self._private(data, training, round), **own, STATISTICS_ROUND: np.array(round)}
+        self.state.save(training, round, private)
         return local, {
             **self._validate(),
             "num-examples": len(data),
@@ -168,10 +172,10 @@ class Device:
         Raises
         ------
         ValueError
-            The arrays do not fit, or the private state that `round` needs is not there.
+            The arrays do not fit, or this client has no statistics of `round`.
         """
         private = self._receive(arrays, training, round)
-        known = self._statistics(private, statistics)
+        known = self._statistics(private, statistics, round)
         results: list[Metrics] = []
         checked = leaked = 0
         for shift in shifts:
@@ -184,7 +188,7 @@ class Device:
                 device=self.device,
                 natural=self.natural,
             )
-            leaked += self._leaks(samples.index, private) + check_no_leak(samples, self.federation)
+            leaked += self._leaks(samples.index, private)
             checked += len(samples.y)
             for row in rows:
                 results.append(evaluate_row(row, self.model, known, samples, self.settings))
@@ -192,6 +196,7 @@ class Device:
 
     def _receive(self, arrays: Arrays, training: str, round: int) -> Arrays:
         """Load the shared part from `arrays` and the personal head from the private state up to `round`."""
+        check_model(arrays, self.model)
         self.model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
         private = self.state.load(training, round)
         if private is None:
@@ -251,22 +256,25 @@ class Device:
         return {**head, "trained-indices": np.union1d(earlier, data.index)}
 
     def _leaks(self, index: NDArray[np.int64], private: Arrays) -> int:
-        """Count the samples of a stream that this device has in fact trained on."""
-        return int(np.isin(index, private.get("trained-indices", np.empty(0, np.int64))).sum())
+        """Count the samples of a stream that this device has in fact trained on, or that any client trains on."""
+        trained = np.union1d(private["trained-indices"], self.federation.train_indices)
+        return int(np.isin(index, trained).sum())
 
-    def _statistics(self, private: Arrays, means: Mapping[str, NDArray[Any]]) -> Statistics:
+    def _statistics(self, private: Arrays, means: Mapping[str, NDArray[Any]], round: int) -> Statistics:
         """Join the client's own statistics with the means over clients."""
-        if "statistics.descriptor" not in private:
-            raise ValueError(f"client {self.partition} has no statistics of its own: no statistics round yet")
+        if int(private.get(STATISTICS_ROUND, np.array(-1))) != round:
+            raise ValueError(f"client {self.partition} has no statistics of round {round}")
+        own = {name.removeprefix(OWN): value for name, value in private.items() if name.startswith(OWN)}
+        check_means(means, own)
 
         def tensor(value: NDArray[Any]) -> Tensor:
             return torch.tensor(value, device=self.device)
 
         return Statistics(
-            descriptor_local=tensor(private["statistics.descriptor"]),
+            descriptor_local=tensor(own["descriptor"]),
             descriptor_global=tensor(means["descriptor"]),
-            dle_local=tensor(private["statistics.dle"]),
+            dle_local=tensor(own["dle"]),
             dle_global=tensor(means["dle"]),
-            entropy_local=float(private["statistics.entropy_local"][0]),
-            entropy_global=float(private["statistics.entropy_global"][0]),
+            entropy_local=float(own["entropy_local"][0]),
+            entropy_global=float(own["entropy_global"][0]),
         )

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from data import Stream
+from data import DATASETS, Stream
 from models import TwoHead
 from settings import Settings
 from tta import Statistics
-from tta.registry import ADAPTERS, create
+from tta.augmix import AugMix
+from tta.registry import create, info
 
 BINS = 20  # of the histogram of e over [0, 1]
 
@@ -39,14 +40,11 @@ def evaluate_row(
         `method`, `shift`, `correct`, `total`, `seconds`; for adapters that choose a weight for each sample also
         `weight_histogram` (BINS counts of e over [0, 1]) and `weight_mean`.
     """
-    options = dict(row.options)
-    needs = ADAPTERS[row.adapter].needs
+    needs = info(row.adapter).needs
     total = len(samples.y)
     if "gradients" in needs and settings.tune_samples:
         total = min(total, settings.tune_samples)
-    if settings.leave_one_out and row.adapter == "btfl":
-        options.setdefault("leave_one_out", settings.clients)
-    adapter = create(row.adapter, model, statistics, **options)
+    adapter = create(row.adapter, model, statistics, **{**_defaults(row.adapter, settings), **row.options})
     adapter.reset()
     start = time.perf_counter()
     correct = 0
@@ -67,3 +65,13 @@ def evaluate_row(
         counts, _ = np.histogram(weight.numpy(), bins=BINS, range=(0.0, 1.0))
         result |= {"weight_histogram": counts.tolist(), "weight_mean": float(weight.mean())}
     return result
+
+
+def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
+    """Return the options of an adapter that follow from the run's settings, where a row does not set them."""
+    follow = {
+        "augment": AugMix(flip=DATASETS[settings.dataset].flip),
+        "seed": settings.seed,
+        "leave_one_out": settings.clients if settings.leave_one_out else 0,
+    }
+    return {name: value for name, value in follow.items() if name in info(adapter).options}

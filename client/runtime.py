@@ -84,4 +84,4 @@ def _network(federation: Federation, model: str, options: str, dataset: str, ima
     classes = len(federation.images.classes)
     network = build(model, classes, in_channels=channels, image_size=image_size, seed=0, **chosen)
     # convolutions run faster in this memory format, on CPUs as on GPUs; values are the same
-    return network.to(resolve_device(device), memory_format=torch.channels_last)
+    return network.to(resolve_device(device)).to(memory_format=torch.channels_last)

@@ -6,7 +6,6 @@ so that a device one round ahead of a resumed server can step back.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +39,7 @@ class MemoryState:
     def load(self, key: str, round: int) -> Arrays | None:
         """See `PrivateState.load`."""
         tags = [tag for name, tag in self.entries if name == key and tag <= round]
-        return dict(self.entries[key, max(tags)]) if tags else None
+        return {name: value.copy() for name, value in self.entries[key, max(tags)].items()} if tags else None
 
     def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See `PrivateState.save`."""
@@ -63,9 +62,7 @@ class DirectoryState:
     """
 
     def __init__(self, root: str | Path, run: str, partition: int) -> None:
-        if not re.fullmatch(r"[\w.-]+", run) or set(run) == {"."}:
-            raise ValueError(f"run identity {run!r}: allowed are letters, digits, '_', '.', '-'")
-        self.folder = Path(root) / run / str(partition)
+        self.folder = Path(root) / plain_name("run identity", run) / str(partition)
 
     def _files(self, key: str) -> dict[int, Path]:
         pattern = re.compile(re.escape(key) + r"@(\d+)\.safetensors")
@@ -80,18 +77,25 @@ class DirectoryState:
             return None
         tag = max(files)
         arrays, metadata = load_arrays(files[tag])
-        if json.loads(metadata.get("round", "null")) != tag:
+        if metadata.get("round") != str(tag):
             raise ValueError(f"{files[tag]}: tagged {metadata.get('round')} inside, {tag} in its name")
         return arrays
 
     def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]]) -> None:
         """See `PrivateState.save`; the file appears whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{key}@{round}.safetensors"
-        save_arrays(path, dict(arrays), {"round": json.dumps(round)})
+        path = self.folder / f"{plain_name('key', key)}@{round}.safetensors"
+        save_arrays(path, dict(arrays), {"round": str(round)})
         files = self._files(key)
         for tag in outdated(list(files), round):
             files[tag].unlink()
+
+
+def plain_name(what: str, name: str) -> str:
+    """Return `name`, which becomes a file name; ValueError if it could lead out of its folder."""
+    if not re.fullmatch(r"[\w.-]+", name) or set(name) == {"."}:
+        raise ValueError(f"{what} {name!r}: allowed are letters, digits, '_', '.', '-'")
+    return name
 
 
 def outdated(tags: list[int], newest: int) -> list[int]:

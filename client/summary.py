@@ -31,7 +31,7 @@ def summarise(model: TwoHead, pixels: Tensor, batch_size: int) -> dict[str, NDAr
     Raises
     ------
     ValueError
-        There is no sample, or a feature is negative (the discretisation needs a ReLU before the heads).
+        There is no sample, or a feature is negative or NaN (the discretisation needs a ReLU before the heads).
     """
     if len(pixels) == 0:
         raise ValueError("statistics need at least one training sample")
@@ -39,8 +39,8 @@ def summarise(model: TwoHead, pixels: Tensor, batch_size: int) -> dict[str, NDAr
     sums: dict[str, Tensor] = {}
     for batch in pixels.split(batch_size):
         z = model.features(batch.float() / 255)  # (B, d)
-        if bool((z < 0).any()):
-            raise ValueError("a feature is negative: statistics need a ReLU before the heads")
+        if not bool((z >= 0).all()):
+            raise ValueError("a feature is negative or no number: statistics need a ReLU before the heads")
         parts = {
             "descriptor": z.double().sum(0),
             "dle": (discretise(z) == 0).double().sum(0),

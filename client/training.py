@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -85,11 +86,15 @@ def train_network(
 
     Raises
     ------
+    ValueError
+        The batch size is 1 and the network has BatchNorm: no batch could be trained on.
     FloatingPointError
-        The loss is not finite.
+        The loss or a parameter is not finite.
     """
-    model.train()
     smallest = 2 if has_batchnorm(model) else 1
+    if settings.batch_size < smallest:
+        raise ValueError("batch-size = 1: a network with BatchNorm needs at least 2")
+    model.train()
     shared = [*model.encoder.parameters(), *model.head.parameters()]
     step = optimizer(shared, settings)
     loss = float("nan")
@@ -105,8 +110,7 @@ def train_network(
             total += value.detach() * len(labels)
             seen += len(labels)
         loss = float(total) / max(seen, 1)
-        if not torch.isfinite(total):
-            raise FloatingPointError(f"local training diverged: mean loss {loss}")
+        _require_finite("local training", loss, [*shared, *model.buffers()])
     model.eval()
     return loss
 
@@ -114,10 +118,11 @@ def train_network(
 def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, generator: torch.Generator) -> float:
     """Train the personal head on the frozen encoder with plain cross-entropy for `personal_epochs`.
 
-    Returns the mean loss of the last epoch; raises FloatingPointError when it is not finite.
+    Returns the mean loss of the last epoch; raises FloatingPointError when it or a parameter is not finite.
     """
     model.eval()
-    step = optimizer(list(model.personal_head.parameters()), settings)
+    own = list(model.personal_head.parameters())
+    step = optimizer(own, settings)
     loss = float("nan")
     for _ in range(settings.personal_epochs):
         total = torch.zeros((), device=data.labels.device)
@@ -130,9 +135,15 @@ def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, g
             step.step()
             total += value.detach() * len(labels)
         loss = float(total) / max(len(data), 1)
-        if not torch.isfinite(total):
-            raise FloatingPointError(f"training of the personal head diverged: mean loss {loss}")
+        _require_finite("training of the personal head", loss, [*own])
     return loss
+
+
+def _require_finite(what: str, loss: float, trained: list[Tensor]) -> None:
+    """Raise FloatingPointError if training diverged; what the last step did shows in the trained values only."""
+    finite = torch.stack([torch.isfinite(value).all() for value in trained])
+    if not (math.isfinite(loss) and bool(finite.all())):
+        raise FloatingPointError(f"{what} diverged: mean loss {loss:g}")
 
 
 def has_batchnorm(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def gather(
         for reply in grid.pull_messages(list(waiting)):
             node = waiting.pop(reply.metadata.reply_to_message_id)
             failed = reply.has_error()
-            reason = f"error {reply.error.code}: {reply.error.reason}" if failed else ""
+            reason = f"error {reply.error.code}: {_last_line(reply.error.reason)}" if failed else ""
             answers.append(Answer(partitions[node], node, None if failed else reply, reason))
             events("answered", phase=phase, partition=partitions[node])
         if not waiting or clock() > end:
@@ -169,6 +170,12 @@ def gather(
     late = f"no reply within {deadline:g} s"
     answers += [Answer(partitions[node], node, None, late) for node in waiting.values()]
     return sorted(answers, key=lambda answer: (answer.partition, answer.node_id))
+
+
+def _last_line(reason: str) -> str:
+    """Return the last line of an error's text, which Ray fills with a coloured traceback."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", reason).splitlines() if line.strip()]
+    return lines[-1].removesuffix("'>") if lines else "no reason given"
 
 
 def sample(partitions: Sequence[int], fraction: float, seed: int, round: int) -> list[int]:

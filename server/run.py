@@ -23,6 +23,7 @@ from server.nodes import identify, wait_for_nodes
 from server.rounds import Federation, to_numpy, to_record, train
 from settings import Settings, SettingsError, assignments
 from strategies import STRATEGIES, StatisticsFedAvg
+from tta.registry import ADAPTERS
 
 #: What all nodes must agree on, from `query.identify`.
 COMMON = ("num-partitions", "classes", "channels", "mean", "std", "shifts", "note")
@@ -85,8 +86,8 @@ def run(
     opening = Federation(grid, {}, settings, identity, events)
     nodes, identities = identify(grid, expected, opening.config("", ""), settings.node_timeout, events)
     world = World.agree(identities)
-    if world.note:
-        events("note", text=world.note)
+    for note in filter(None, (world.note, tuning_note(settings, trainings))):
+        events("note", text=note)
     events("clients", class_counts=class_counts, classes=world.classes, sizes=world.sizes)
     spec = model_spec(settings, world)
     federation = Federation(grid, nodes, settings, identity, events)
@@ -114,6 +115,15 @@ def _one_training(
     metadata = {"training": training.objective, "weighting": federation.settings.statistics_weighting}
     save_arrays(folder / f"statistics{suffix}.safetensors", to_numpy(means), metadata)
     evaluation_round(federation, training, arrays, means, shifts)
+
+
+def tuning_note(settings: Settings, trainings: Sequence[Training]) -> str:
+    """Say which rows are measured on fewer samples than the others; empty when none is."""
+    rows = [row for training in trainings for row in training.rows]
+    tuning = [row.label for row in rows if "gradients" in ADAPTERS[row.method.adapter].needs]
+    if not (settings.tune_samples and tuning):
+        return ""
+    return f"{', '.join(tuning)}: measured on the first {settings.tune_samples} samples of each stream and client"
 
 
 def model_spec(settings: Settings, world: World) -> dict[str, Any]:

@@ -47,7 +47,11 @@ def weighted_mean(
     means = {}
     for name, value in first.items():
         total = np.zeros(value.shape, dtype=np.float64)
+        low, high = np.full(value.shape, np.inf), np.full(value.shape, -np.inf)
         for factor, client in zip(factors, arrays, strict=True):
-            total += factor * client[name].astype(np.float64)
-        means[name] = total.astype(value.dtype)
+            term = client[name].astype(np.float64)
+            total += factor * term
+            low, high = np.minimum(low, term), np.maximum(high, term)
+        # rounding must not push a mean out of the range of its terms: a mean of ones is one, a DLE stays in [0, 1]
+        means[name] = np.clip(total, low, high).astype(value.dtype)
     return means

@@ -149,7 +149,7 @@ def render_table(results: Results) -> Table:
     rendered = Table(title="Accuracy in %, mean over clients", caption="average: mean ± sd over distributions")
     rendered.add_column("method", no_wrap=True)
     for shift in shifts:
-        rendered.add_column(Text(shift), justify="right")
+        rendered.add_column(Text(shift), justify="right", overflow="fold")
     rendered.add_column("average", justify="right", style="cyan", no_wrap=True)
     tops = [best(mean_of(row, shift) for row in rows) for shift in shifts]
     top_average = best(row.average for row in rows)

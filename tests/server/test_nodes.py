@@ -63,6 +63,14 @@ def test_silent_and_failing_nodes_are_told_apart() -> None:
     assert "no reply within 3 s" in answers[2].reason
 
 
+def test_the_reason_of_an_error_is_its_last_line_without_colours() -> None:
+    def fails(message: Message) -> RecordDict:
+        raise RuntimeError("Traceback:\n  \x1b[36mray::Actor.run()\x1b[39m\nMessage: dle holds values\n")
+
+    (answer,) = gather(LocalGrid({1: fails}), messages([1]), {1: 0}, 5, SILENT, "train")
+    assert answer.reason == "error 2: Message: dle holds values"
+
+
 def test_a_message_that_cannot_be_sent_is_reported() -> None:
     class Refusing(LocalGrid):
         def push_messages(self, messages):

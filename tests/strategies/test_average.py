@@ -34,8 +34,14 @@ def test_against_numpy_average_and_permutation(weights: list[float], seed: int) 
     order = draw.permutation(len(weights))
     other = weighted_mean([clients[i] for i in order], [weights[i] for i in order])["a"]
     np.testing.assert_allclose(mean, other, atol=1e-12)
-    assert (mean <= values.max(0) + 1e-12).all()
-    assert (mean >= values.min(0) - 1e-12).all()
+    assert (mean <= values.max(0)).all()
+    assert (mean >= values.min(0)).all()
+
+
+@given(st.integers(1, 40), st.sampled_from([0.0, 1.0, 0.1]))
+def test_a_mean_of_equal_values_is_that_value_to_the_last_bit(n: int, value: float) -> None:
+    # 20 · (0.05 · 1.0), added one by one, is 1.0000000000000002
+    np.testing.assert_array_equal(weighted_mean([{"a": np.full(3, value)}] * n)["a"], np.full(3, value))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,304 @@
+"""Adapters on test streams: against an independent loop, labels out of reach, no trained sample among them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tta
+from client import evaluation
+from client.device import Device
+from client.evaluation import BINS, Row, evaluate_row
+from data import Federation, Stream, check_no_leak, stream
+from data.split import Split
+from models import TwoHead
+from settings import Settings
+from tests.client.tiny import device, federation, global_arrays, images, network, settings
+from tta.augmix import AugMix
+
+Arrays = dict[str, np.ndarray]
+SHIFTS = ["original", "corrupted", "natural", "out_of_client", "mixture", "synthetical"]
+ROWS = [
+    Row("fedavg", "none"),
+    Row("personal", "personal"),
+    Row("half", "fixed_mix", {"e": 0.5}),
+    Row("fedthe", "fedthe"),
+    Row("fedthe[beta=1]", "fedthe", {"beta": 1.0}),
+    Row("btfl", "btfl"),
+    Row("memo", "memo", {"views": 2, "steps": 1, "lr": 0.05}),
+    Row("fedthe_plus", "fedthe_plus", {"views": 2, "tune_steps": 1, "tune_lr": 0.05}),
+]
+
+TUNING = ("memo", "fedthe_plus")
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[Device, Arrays, Arrays]:
+    """A client of three after two rounds and the statistics round; all settings' streams have a natural set."""
+    clients = [device(partition, natural=images(40, seed=8, name="natural")) for partition in range(3)]
+    arrays = global_arrays(network(seed=1))
+    for round in (1, 2):
+        sent = [client.train(round, "t", "balanced_softmax", arrays)[0] for client in clients]
+        arrays = {name: np.mean([one[name] for one in sent], 0, dtype=np.float64).astype(np.float32) for name in arrays}
+    local = [client.statistics(3, "t", arrays)[0] for client in clients]
+    return clients[1], arrays, {name: np.mean([one[name] for one in local], 0) for name in local[0]}
+
+
+def with_settings(client: Device, **changes: Any) -> Device:
+    return dataclasses.replace(client, settings=client.settings.replace(**changes))
+
+
+def prepared(client: Device, arrays: Arrays, means: Arrays) -> tuple[TwoHead, tta.Statistics]:
+    """A network of the test's own with the client's personal head, and what the client knows."""
+    private = client.state.load("t", 3)
+    assert private is not None
+    model = network()
+    model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
+    with torch.no_grad():
+        model.personal_head.weight.copy_(torch.tensor(private["personal_head.weight"]))
+    known = tta.Statistics(
+        descriptor_local=torch.tensor(private["statistics.descriptor"]),
+        descriptor_global=torch.tensor(means["descriptor"]),
+        dle_local=torch.tensor(private["statistics.dle"]),
+        dle_global=torch.tensor(means["dle"]),
+        entropy_local=private["statistics.entropy_local"].item(),
+        entropy_global=private["statistics.entropy_global"].item(),
+    )
+    return model, known
+
+
+def by_hand(
+    client: Device, arrays: Arrays, means: Arrays, row: Row, shift: str
+) -> tuple[int, int, torch.Tensor | None]:
+    """The whole stream at once through an adapter on a network of the test's own."""
+    model, known = prepared(client, arrays, means)
+    samples = stream(client.federation, client.partition, shift, seed=1, severity=5, natural=client.natural)
+    tuning = {"augment": AugMix(flip=False), "seed": 1} if row.adapter in TUNING else {}  # npz is never mirrored
+    adapter = tta.create(row.adapter, model, known, **tuning, **row.options)
+    predicted = adapter.predict(samples.x).argmax(1)
+    return int((predicted == samples.y).sum()), len(samples), adapter.report().get("weight")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
+def test_results_are_those_of_an_independent_loop(trained: tuple[Device, Arrays, Arrays], row: Row) -> None:
+    client, arrays, means = trained
+    client = with_settings(client, eval_batch_size=3)  # several batches a stream
+    check, results = client.evaluate(3, "t", arrays, means, [row], SHIFTS)
+    assert check["leaked"] == 0
+    assert check["checked"] == sum(result["total"] for result in results) > 0
+    for shift, result in zip(SHIFTS, results, strict=True):
+        correct, total, weight = by_hand(client, arrays, means, row, shift)
+        assert (result["method"], result["shift"]) == (row.label, shift)
+        assert (result["correct"], result["total"]) == (correct, total)
+        assert result["seconds"] >= 0
+        if row.adapter in ("fedthe", "btfl", "fedthe_plus"):
+            assert weight is not None
+            assert result["weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-5)
+            assert sum(result["weight_histogram"]) == total
+            bins = np.minimum((weight.numpy() * BINS).astype(int), BINS - 1)
+            np.testing.assert_allclose(result["weight_histogram"], np.bincount(bins, minlength=BINS), atol=1)
+        else:
+            assert set(result) == {"method", "shift", "correct", "total", "seconds"}
+
+
+def test_rows_share_one_trained_state_and_do_not_touch_each_other(trained: tuple[Device, Arrays, Arrays]) -> None:
+    """Also rows that tune the network: each one's results are the same alone, in this order and in the other."""
+    client, arrays, means = trained
+    before = client.state.load("t", 3)
+
+    def found(rows: list[Row]) -> dict[tuple[str, str], dict[str, Any]]:
+        _, results = client.evaluate(3, "t", arrays, means, rows, ["corrupted", "original"])
+        return {(r["method"], r["shift"]): {k: v for k, v in r.items() if k != "seconds"} for r in results}
+
+    together = found(ROWS)
+    assert found(ROWS[::-1]) == together
+    assert {key: value for row in ROWS for key, value in found([row]).items()} == together
+    after = client.state.load("t", 3)
+    assert before is not None
+    assert after is not None
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert all(np.array_equal(arrays[name], value) for name, value in global_arrays(client.model).items())
+
+
+def test_an_unknown_adapter_lists_what_exists(trained: tuple[Device, Arrays, Arrays]) -> None:
+    client, arrays, means = trained
+    with pytest.raises(ValueError, match=r"unknown adapter 'magic'; there are: .*btfl.*personal"):
+        client.evaluate(3, "t", arrays, means, [Row("x", "magic")], ["original"])
+
+
+def test_an_unknown_shift_lists_what_exists(trained: tuple[Device, Arrays, Arrays]) -> None:
+    client, arrays, means = trained
+    with pytest.raises(ValueError, match=r"unknown shift 'nowhere'.*there are: original"):
+        client.evaluate(3, "t", arrays, means, [Row("x", "none")], ["nowhere"])
+
+
+def test_tune_samples_limits_methods_that_take_gradients_only(trained: tuple[Device, Arrays, Arrays]) -> None:
+    client, arrays, means = trained
+    client = with_settings(client, tune_samples=3)
+    check, results = client.evaluate(3, "t", arrays, means, ROWS, ["original"])
+    totals = {result["method"]: result["total"] for result in results}
+    assert {name: total for name, total in totals.items() if total == 3} == {"memo": 3, "fedthe_plus": 3}
+    assert set(totals.values()) == {3, 8}
+    assert check["checked"] == 8
+    first_three = by_hand_first(client, arrays, means, ROWS[-1], 3)
+    assert results[-1]["correct"] == first_three
+    _, all_of_them = with_settings(client, tune_samples=99).evaluate(3, "t", arrays, means, ROWS[-1:], ["original"])
+    assert all_of_them[0]["total"] == 8
+
+
+def by_hand_first(client: Device, arrays: Arrays, means: Arrays, row: Row, count: int) -> int:
+    """Correct predictions of the first samples of the original stream, by way of a shorter stream."""
+    samples = stream(client.federation, client.partition, "original", seed=1)
+    cut = Stream("original", samples.x[:count], samples.y[:count], samples.index[:count], samples.source[:count])
+    model, known = prepared(client, arrays, means)
+    return evaluate_row(row, model, known, cut, settings())["correct"]
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> dict[str, Any]:
+    """What `evaluate_row` asks the registry for."""
+    seen: dict[str, Any] = {}
+
+    def create(name: str, model: Any, statistics: Any, **options: Any) -> tta.Adapter:
+        seen.update(options)
+        return tta.create("none", model, statistics)
+
+    monkeypatch.setattr(evaluation, "create", create)
+    samples = stream(federation(), 0, "original", seed=1)
+    evaluate_row(row, network(), tta.Statistics(), samples, given)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("row", "on", "expected"),
+    [
+        (Row("btfl", "btfl", {"strength": 4.0}), True, {"strength": 4.0, "leave_one_out": 3}),
+        (Row("btfl", "btfl", {"leave_one_out": 0}), True, {"leave_one_out": 0}),
+        (Row("btfl", "btfl"), False, {"leave_one_out": 0}),
+        (Row("fedthe", "fedthe"), True, {}),
+        (Row("fedavg", "none"), True, {}),
+    ],
+)
+def test_leave_one_out_reaches_btfl_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, row: Row, on: bool, expected: dict[str, Any]
+) -> None:
+    assert options_of(monkeypatch, row, settings(leave_one_out=on)) == expected
+
+
+@pytest.mark.parametrize("adapter", TUNING)
+@pytest.mark.parametrize(("dataset", "flip"), [("cifar10", True), ("digits", False), ("npz", False)])
+def test_random_views_follow_the_seed_and_the_data_set(
+    monkeypatch: pytest.MonkeyPatch, adapter: str, dataset: str, flip: bool
+) -> None:
+    given = settings(dataset=dataset, seed=12)
+    assert options_of(monkeypatch, Row("x", adapter), given) == {"augment": AugMix(flip=flip), "seed": 12}
+    assert options_of(monkeypatch, Row("x", adapter, {"seed": 3}), given)["seed"] == 3
+
+
+def test_leave_one_out_takes_the_own_share_out(trained: tuple[Device, Arrays, Arrays]) -> None:
+    """The same as giving BTFL the mean over the other two clients."""
+    client, arrays, means = trained
+    private = client.state.load("t", 3)
+    assert private is not None
+    others = {**means, "dle": np.clip((3 * means["dle"] - private["statistics.dle"]) / 2, 0, 1)}
+    rows = [Row("btfl", "btfl")]
+    _, on = with_settings(client, leave_one_out=True).evaluate(3, "t", arrays, means, rows, ["mixture"])
+    _, off = client.evaluate(3, "t", arrays, others, rows, ["mixture"])
+    _, plain = client.evaluate(3, "t", arrays, means, rows, ["mixture"])
+    assert on[0]["weight_mean"] == pytest.approx(off[0]["weight_mean"], rel=1e-12)
+    assert on[0]["weight_mean"] != plain[0]["weight_mean"]
+
+
+class _Noting:
+    """An adapter that writes down what it is shown and told."""
+
+    def __init__(self, adapter: tta.Adapter, log: list[torch.Tensor]) -> None:
+        self.adapter, self.log = adapter, log
+
+    def reset(self) -> None:
+        self.adapter.reset()
+
+    def predict(self, *args: torch.Tensor) -> torch.Tensor:
+        (x,) = args
+        self.log += [x.clone(), self.adapter.predict(x)]
+        return self.log[-1]
+
+    def report(self) -> dict[str, Any]:
+        return self.adapter.report()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.label)
+def test_labels_are_out_of_an_adapters_reach(
+    trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch, row: Row
+) -> None:
+    client, arrays, means = trained
+    samples = stream(client.federation, client.partition, "mixture", seed=1, natural=client.natural)
+    poisoned = dataclasses.replace(samples, y=(samples.y + 1) % 3)
+    model, known = prepared(client, arrays, means)
+    logs: list[list[torch.Tensor]] = []
+
+    def create(*args: Any, **options: Any) -> Any:
+        logs.append([])
+        return _Noting(tta.create(*args, **options), logs[-1])
+
+    monkeypatch.setattr(evaluation, "create", create)
+    results = [evaluate_row(row, model, known, one, settings(eval_batch_size=4)) for one in (samples, poisoned)]
+    assert len(logs[0]) == len(logs[1]) > 2
+    assert all(torch.equal(one, other) for one, other in zip(*logs, strict=True))
+    assert results[0]["correct"] + results[1]["correct"] <= results[0]["total"]
+    assert results[0].get("weight_histogram") == results[1].get("weight_histogram")
+
+
+# -- the leak check
+
+
+def leaky(world: Federation, client: int, moved: int) -> Federation:
+    """A federation whose first `moved` test samples of a client are in its training split as well."""
+    splits = list(world.splits)
+    one = splits[client]
+    splits[client] = Split(np.sort(np.concatenate([one.train, one.test[:moved]])), one.validation, one.test)
+    return Federation(world.images, tuple(splits), world.seed)
+
+
+@pytest.mark.parametrize(("client", "shift", "expected"), [(0, "original", 3), (1, "original", 0), (1, "corrupted", 0)])
+def test_test_samples_in_a_training_split_are_counted_once(client: int, shift: str, expected: int) -> None:
+    one = device(client, world=leaky(federation(), 0, 3))
+    arrays = global_arrays(one.model)
+    means, _ = one.statistics(1, "t", arrays)
+    check, _ = one.evaluate(1, "t", arrays, means, [Row("a", "none")], [shift])
+    assert check == {"checked": 8, "leaked": expected}
+
+
+def test_a_leak_at_another_client_is_seen_in_the_out_of_client_stream() -> None:
+    one = device(1, world=leaky(federation(), 0, 8))
+    arrays = global_arrays(one.model)
+    means, _ = one.statistics(1, "t", arrays)
+    samples = stream(one.federation, 1, "out_of_client", seed=1)
+    check, _ = one.evaluate(1, "t", arrays, means, [Row("a", "none")], ["out_of_client"])
+    assert check["leaked"] == check_no_leak(samples, one.federation) > 0
+
+
+def test_samples_that_were_trained_on_in_an_earlier_round_are_remembered() -> None:
+    """The published code draws the split anew in every round; a device would notice."""
+    moved = federation(seed=77)  # another split of the same pictures
+    before = device(0, world=moved)
+    arrays, _ = before.train(1, "t", "cross_entropy", global_arrays(network()))
+    after = device(0, state=before.state)
+    arrays, _ = after.train(2, "t", "cross_entropy", arrays)
+    means, _ = after.statistics(3, "t", arrays)
+    check, _ = after.evaluate(3, "t", arrays, means, [Row("a", "none")], ["original"])
+    overlap = np.intersect1d(moved.splits[0].train, after.federation.splits[0].test)
+    assert len(overlap) > 0
+    assert check == {"checked": 8, "leaked": len(overlap)}
+
+
+def test_natural_samples_come_from_elsewhere_and_count_as_checked() -> None:
+    one = device(natural=images(40, seed=8, name="natural"))
+    arrays = global_arrays(one.model)
+    means, _ = one.statistics(1, "t", arrays)
+    check, results = one.evaluate(1, "t", arrays, means, [Row("a", "none")], ["natural"])
+    assert check == {"checked": results[0]["total"], "leaked": 0}
+    assert results[0]["total"] > 0
