@@ -69,9 +69,7 @@ def evaluate_row(
 
 def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
     """Return the options of an adapter that follow from the run's settings, where a row does not set them."""
-    follow = {
-        "augment": AugMix(flip=DATASETS[settings.dataset].flip),
-        "seed": settings.seed,
-        "leave_one_out": settings.clients if settings.leave_one_out else 0,
-    }
+    follow: dict[str, Any] = {"augment": AugMix(flip=DATASETS[settings.dataset].flip), "seed": settings.seed}
+    if settings.leave_one_out:
+        follow["leave_one_out"] = settings.clients
     return {name: value for name, value in follow.items() if name in info(adapter).options}

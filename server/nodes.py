@@ -172,9 +172,9 @@ def gather(
     return sorted(answers, key=lambda answer: (answer.partition, answer.node_id))
 
 
-def _last_line(reason: str) -> str:
+def _last_line(reason: str | None) -> str:
     """Return the last line of an error's text, which Ray fills with a coloured traceback."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", reason).splitlines() if line.strip()]
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", reason or "").splitlines() if line.strip()]
     return lines[-1].removesuffix("'>") if lines else "no reason given"
 
 

@@ -1,0 +1,51 @@
+"""`python -m benchmarks <command>`: the papers' protocols over several seeds, and what the methods cost in time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is imported
+
+from rich.console import Console
+
+from benchmarks import central, heads, rounds, run
+from server.errors import RunError
+from settings import SettingsError
+
+COMMANDS = {
+    "run": (run, "a protocol over several seeds: table, share of the gap recovered, results as JSON and Markdown"),
+    "heads": (heads, "time of head interpolation alone, beside a naive loop over samples"),
+    "rounds": (rounds, "wall time of a simulated round over the local training in it"),
+    "central": (central, "train a protocol's network on the union of its clients' training splits"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=text, description=text))
+    return top
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command; exit status 0 on success, 1 when a run failed, 2 for bad settings."""
+    arguments = parser().parse_args(words)
+    module, _ = COMMANDS[arguments.command]
+    try:
+        module.run(arguments, Console())
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (RunError, FloatingPointError) as error:
+        print(f"{arguments.command} failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

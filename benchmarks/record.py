@@ -1,0 +1,37 @@
+"""What every benchmark writes beside its numbers: where they come from, and whether they reach their target."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models import write_atomically
+from server.environment import describe
+from settings import Settings
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def provenance() -> dict[str, Any]:
+    """Return time (UTC), commit, versions, hardware and load, as JSON values.
+
+    The load is the mean number of processes that wanted a core in the last minute, this one included: much above one a
+    core, times on the clock say little.
+    """
+    known = {key: value for key, value in describe(Settings()).items() if key != "settings"}
+    return {**known, "load_average": round(os.getloadavg()[0], 2)}
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> Path:
+    """Write `content` atomically and return the path; ValueError for NaN and infinity, which are no JSON."""
+    return write_atomically(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+
+
+def mark(value: float, target: float | None) -> str:
+    """Return a check mark if `value` is at most `target`, a cross if not, nothing without a target."""
+    if target is None:
+        return ""
+    return "✓" if value <= target else "✗"
