@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +20,8 @@ from server.events import Event
 
 class TerminalProgress:
     """Shows rounds, the clients of the current phase, images/s and the time left.
+
+    In a terminal these are bars; where the output is a file, one line a round.
 
     Parameters
     ----------
@@ -40,6 +43,7 @@ class TerminalProgress:
             TextColumn("{task.fields[note]}"),
             console=console,
             refresh_per_second=4,
+            disable=not console.is_terminal,
         )
         steps = trainings * (rounds + 2)  # a statistics and an evaluation round each
         self.whole = self.progress.add_task("run", total=steps, note="")
@@ -79,14 +83,24 @@ class TerminalProgress:
         note = f"loss {event['train_loss']:.3f}  {images / event['wall_seconds']:,.0f} images/s"
         if event["validation_accuracy"] is not None:
             note += f"  val {100 * event['validation_accuracy']:.1f} %"
-        self.progress.update(self.whole, description=f"{event['training']} round {event['round']}", note=note)
-        self.progress.advance(self.whole)
+        name = f"{event['training']} round {event['round']}"
+        self.progress.update(self.whole, description=name, note=note)
+        self._step(f"{name}  {note}")
 
     def _on_statistics(self, event: Event) -> None:
-        self.progress.advance(self.whole)
+        self._step(f"{event['training']} statistics of {len(event['replied'])} clients")
 
     def _on_leak_check(self, event: Event) -> None:
+        self._step(f"{event['training']} evaluated: {event['leaked']} of {event['checked']} test samples trained on")
+
+    def _step(self, line: str) -> None:
+        """Advance the whole run by one; in a file, say so and how long is left."""
         self.progress.advance(self.whole)
+        if not self.progress.console.is_terminal:
+            task = self.progress.tasks[self.whole]
+            remaining = task.time_remaining
+            left = f"  {remaining:.0f} s left" if remaining else ""
+            self.progress.console.print(f"[{task.completed:.0f}/{task.total:.0f}] {line}{left}", markup=False)
 
     def _on_failed(self, event: Event) -> None:
         self._warn(event)
@@ -95,8 +109,8 @@ class TerminalProgress:
         self._warn(event)
 
     def _on_note(self, event: Event) -> None:
-        self.progress.console.print(f"[yellow]note:[/] {event['text']}")
+        self.progress.console.print(f"[yellow]note:[/] {escape(event['text'])}")
 
     def _warn(self, event: dict[str, Any]) -> None:
         where = f"{event['phase']}, round {event['round']}, client {event['partition']}"
-        self.progress.console.print(f"[red]{event['event']}[/] {where}: {event['reason']}", highlight=False)
+        self.progress.console.print(f"[red]{event['event']}[/] {where}: {escape(event['reason'])}", highlight=False)
