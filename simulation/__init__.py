@@ -1,5 +1,12 @@
-"""Server and clients on one machine: Flower's Ray-backed simulation behind one function."""
+"""Server and clients on one machine: Flower's Ray-backed simulation behind one function, and Flower's own CLI."""
 
-from simulation.ray import simulate
+from typing import Any
 
-__all__ = ["simulate"]
+
+def __getattr__(name: str) -> Any:
+    """Import `simulate`, and with it torch and Ray, when it is asked for: a misspelt setting is refused without."""
+    if name == "simulate":
+        from simulation.ray import simulate
+
+        return simulate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,8 +7,6 @@ import sys
 
 from rich.console import Console
 
-from server.errors import RunError
-from server.report import METRICS_FILE, read_results, render_table
 from settings import SettingsError, add_arguments, from_arguments
 
 
@@ -20,8 +18,15 @@ def main() -> int:
     console = Console()
     try:
         settings = from_arguments(arguments)
-        from simulation.ray import simulate
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
+    from server.errors import RunError  # and with it torch, Flower and Ray: not needed to refuse a setting
+    from server.report import METRICS_FILE, read_results, render_table
+    from simulation.ray import simulate
+
+    try:
         folder = simulate(settings)
     except (SettingsError, FileExistsError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`python -m simulation.flower_cli`: the app through Flower's own `flwr run`, as a simulation on a SuperLink of its own.
+"""`python -m simulation.flower_cli`: the app through Flower's own `flwr run`, simulated on a SuperLink of its own.
 
 Flower's CLI exits 0 when a run failed; this script reads the run's status and exits accordingly.
 """
@@ -142,21 +142,28 @@ def final_status(home: Path) -> tuple[str, str]:
         time.sleep(POLL)
 
 
+def unwind(number: int, frame: object) -> None:
+    """Leave by an exception, so that all is stopped on the way out; a second Ctrl-C must not cut that short."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    print("interrupted; stopping what was started", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run and print the table; exit status 0 when the run completed, 1 when not, 2 for bad arguments."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinds, so that everything is stopped
     try:
         submission = parse(words)
-        run(submission)
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, unwind)
+    try:
+        run(submission)
     except FlowerError as error:
         print(f"run failed: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; all that was started has been stopped", file=sys.stderr)
-        return 130
     console = Console()
     console.print(render_table(read_results(submission.folder / METRICS_FILE)))
     console.print(f"Results: {submission.folder}/ (open {submission.folder}/report.html)")

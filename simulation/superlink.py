@@ -1,13 +1,15 @@
 """A Flower SuperLink of our own: started on free ports, found by `flwr` in a Flower home of its own, stopped for sure.
 
-Flower starts simulations, and Ray its workers, in sessions that outlive the SuperLink. What belongs to it is known by its
-environment, which names the Flower home. Environments are read from /proc, so this needs Linux; plain `flwr run` does not.
+Flower starts simulations, and Ray its workers, in sessions that outlive the SuperLink. What belongs to it is known by
+its environment, which names the Flower home. Environments are read from /proc, so this needs Linux; plain `flwr run`
+does not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -66,10 +68,13 @@ def superlink(home: Path) -> Iterator[None]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of what is started: our Flower home, the programs beside this Python, data by full path."""
+    """Return the environment of what is started: our Flower home, programs beside this Python, data by full path."""
     environ = dict(os.environ)
     environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
     environ |= {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    environ["COLUMNS"] = str(max(120, shutil.get_terminal_size().columns))  # the apps write to a log, not a terminal
+    quiet = "ignore:Tip:FutureWarning"  # Ray's advice on a variable of its own
+    environ["PYTHONWARNINGS"] = ",".join(filter(None, (environ.get("PYTHONWARNINGS"), quiet)))
     if environ.get("FEDTTA_DATA"):
         environ["FEDTTA_DATA"] = str(Path(environ["FEDTTA_DATA"]).expanduser().resolve())
     return environ
