@@ -80,8 +80,8 @@ def _network(federation: Federation, model: str, options: str, dataset: str, ima
     """Build the network that this process uses for all clients; its weights are loaded for each call."""
     channels = federation.images.pixels.shape[1]
     mean, std = DATASETS[dataset].normalisation(channels)
-    chosen = {"mean": mean, "std": std, **assignments(options, "model-options")}
+    chosen: dict[str, Any] = {"mean": mean, "std": std, **assignments(options, "model-options")}
     classes = len(federation.images.classes)
-    network = build(model, classes, in_channels=channels, image_size=image_size, seed=0, **chosen)
+    network = build(model, classes, in_channels=channels, image_size=image_size, **{"seed": 0, **chosen})
     # convolutions run faster in this memory format, on CPUs as on GPUs; values are the same
     return network.to(resolve_device(device)).to(memory_format=torch.channels_last)

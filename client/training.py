@@ -103,7 +103,8 @@ def train_network(
         seen = 0
         for x, labels in epoch(data, settings.batch_size, generator, smallest):
             with autocast(x.device, settings.autocast):
-                value = objective(model(x), labels, data.counts)
+                logits = model(x)
+            value = objective(logits.float(), labels, data.counts)
             step.zero_grad(set_to_none=True)
             value.backward()
             step.step()

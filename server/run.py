@@ -148,7 +148,7 @@ def initial_model(settings: Settings, spec: dict[str, Any]) -> TwoHead:
         An option does not fit, or the file's network is another one.
     """
     try:
-        model = build(**spec, seed=settings.seed)
+        model = build(**{"seed": settings.seed, **spec})
         if settings.init:
             other, _ = load_model(settings.init)
             model.load_global_state(other.global_state())

@@ -110,6 +110,8 @@ class Settings:
             raise SettingsError(f"device = {self.device!r}: allowed are auto, cpu, cuda, cuda:<index>")
         if self.momentum and self.optimizer != "sgd":
             raise SettingsError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
+        if self.leave_one_out and self.statistics_weighting != "uniform":
+            raise SettingsError("leave-one-out = True: allowed with statistics-weighting = 'uniform' only")
         if "/" in self.run_name or self.run_name in (".", ".."):
             raise SettingsError(f"run-name = {self.run_name!r}: allowed is a plain folder name")
 

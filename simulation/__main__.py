@@ -12,7 +12,7 @@ from settings import SettingsError, add_arguments, from_arguments
 
 def main() -> int:
     """Parse, run, print the table; exit status 0 on success, 1 when the run failed, 2 for bad settings."""
-    parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     arguments = parser.parse_args()
     console = Console()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from client.evaluation import Row
 from client.randomness import generator
 from client.state import DirectoryState, MemoryState
 from client.summary import summarise
+from data import Federation
 from tests.client.tiny import (
     CLASSES,
     FEATURES,
@@ -356,13 +358,18 @@ def test_equal_inputs_give_equal_bits_whatever_ran_before() -> None:
     assert first[2] == second[2]
 
 
-def test_a_partition_or_a_seed_makes_a_difference() -> None:
-    trained = [
-        client.train(1, "ce", "cross_entropy", global_arrays(network()))[0]
-        for client in (device(0), device(1), device(0, seed=2))
-    ]
-    assert not same(trained[0], trained[1])
-    assert not same(trained[0], trained[2])
+def test_partition_round_and_seed_each_make_a_difference() -> None:
+    """Also between clients that hold the same pictures: shuffles and augmentation are drawn for each."""
+    one = federation_of_splits(images(30), (20, 5, 5))
+    twins = Federation(one.images, one.splits * 2, one.seed)
+    trained, heads = [], []
+    for partition, round, seed in ((0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)):
+        client = device(partition, world=twins, augment=True, seed=seed)
+        trained.append(client.train(round, "ce", "cross_entropy", global_arrays(network()))[0])
+        heads.append(state_of(client).entries["ce", round])
+    for i, j in itertools.combinations(range(4), 2):
+        assert not same(trained[i], trained[j])
+        assert not same(heads[i], heads[j])
 
 
 @pytest.mark.parametrize("backend", ["directory", "context"])

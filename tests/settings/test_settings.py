@@ -58,6 +58,7 @@ def test_toml_round_trip(
         ({"optimizer": "sdg"}, ["optimizer", "'sdg'", "sgd, adam"]),
         ({"device": "gpu"}, ["device", "'gpu'", "auto, cpu, cuda"]),
         ({"momentum": 0.9, "optimizer": "adam"}, ["momentum", "0.9", "sgd"]),
+        ({"leave-one-out": True, "statistics-weighting": "examples"}, ["leave-one-out", "uniform"]),
         ({"run-name": "../x"}, ["run-name", "'../x'", "folder name"]),
         ({"metods": "btfl"}, ["metods", "did you mean methods?", "learning-rate"]),
         ({"learning_rate": 0.1}, ["learning_rate", "did you mean learning-rate?"]),
