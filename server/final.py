@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp.strategy import Strategy
 
@@ -122,9 +121,3 @@ def _report(federation: Federation, training: str, partition: int, metrics: dict
             weight_mean=values.get("weight_mean"),
             seconds=float(values["seconds"]),
         )
-
-
-def accuracy(correct: Sequence[int], total: Sequence[int]) -> float:
-    """Return the mean over clients of their accuracies; clients without samples are left out."""
-    shares = [c / t for c, t in zip(correct, total, strict=True) if t]
-    return float(np.mean(shares)) if shares else float("nan")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from client.device import Device
-from client.state import MemoryState, PrivateState
+from client.state import Arrays, MemoryState, PrivateState
 from client.training import TrainingSet
 from data import Federation, Images
 from data.split import Split
@@ -127,3 +127,21 @@ def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
 def changed(before: dict[str, torch.Tensor], model: nn.Module) -> set[str]:
     """Names of the entries whose bits have changed."""
     return {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def same(one: Arrays, other: Arrays) -> bool:
+    return set(one) == set(other) and all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+def state_of(device: Device) -> MemoryState:
+    assert isinstance(device.state, MemoryState)
+    return device.state
+
+
+def through_statistics(client: Device, rounds: int = 2) -> tuple[Arrays, Arrays]:
+    """Train alone for some rounds and take statistics in the next one."""
+    arrays = global_arrays(network(seed=9))
+    for round in range(1, rounds + 1):
+        arrays, _ = client.train(round, "ce", "cross_entropy", arrays)
+    means, _ = client.statistics(rounds + 1, "ce", arrays)
+    return arrays, means
