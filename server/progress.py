@@ -100,7 +100,8 @@ class TerminalProgress:
             task = self.progress.tasks[self.whole]
             remaining = task.time_remaining
             left = f"  {remaining:.0f} s left" if remaining else ""
-            self.progress.console.print(f"[{task.completed:.0f}/{task.total:.0f}] {line}{left}", markup=False, soft_wrap=True)
+            text = f"[{task.completed:.0f}/{task.total:.0f}] {line}{left}"
+            self.progress.console.print(text, markup=False, soft_wrap=True)
 
     def _on_failed(self, event: Event) -> None:
         self._warn(event)
