@@ -9,10 +9,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tta.registry import ADAPTERS, parse_options
-
 from models.registry import MODELS
 from settings import Settings, SettingsError, assignments
+from tta.registry import ADAPTERS, parse_options
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,10 @@ def identify(
     identities: dict[int, dict[str, Any]] = {}
     identity: dict[str, Any]
     problems = []
+    failures: dict[int, str] = {}
     for answer in answers:
         if answer.reply is None:
-            problems.append(f"node {answer.node_id}: {answer.reason}")
+            failures[answer.node_id] = answer.reason
             continue
         identity = dict(answer.reply.content.config_records["identity"])
         partition = int(identity["partition-id"])
@@ -118,6 +119,7 @@ def identify(
             problems.append(f"nodes {nodes[partition]} and {answer.node_id} both hold partition {partition}")
             continue
         nodes[partition], identities[partition] = answer.node_id, identity
+    problems += grouped("node", failures)
     if problems:
         raise NodesMissing("; ".join(problems))
     return nodes, identities
@@ -170,6 +172,16 @@ def gather(
     late = f"no reply within {deadline:g} s"
     answers += [Answer(partitions[node], node, None, late) for node in waiting.values()]
     return sorted(answers, key=lambda answer: (answer.partition, answer.node_id))
+
+
+def grouped(kind: str, reasons: Mapping[int, str]) -> list[str]:
+    """Return one line for each different reason, naming all who gave it."""
+    by_reason: dict[str, list[int]] = {}
+    for who, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(who)
+    return [
+        f"{kind}{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {reason}" for reason, who in by_reason.items()
+    ]
 
 
 def _last_line(reason: str | None) -> str:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from server.errors import NoReplies
 from server.events import Events
-from server.nodes import CohortGrid, gather, sample
+from server.nodes import CohortGrid, gather, grouped, sample
 from server.validation import Expected, why_refused
 from settings import Settings
 
@@ -72,7 +72,7 @@ class Federation:
         ordered = sorted(messages, key=lambda message: partitions[message.metadata.dst_node_id])
         answers = gather(self.grid, ordered, partitions, self.settings.round_timeout, self.events, phase)
         good = []
-        reasons = []
+        reasons: dict[int, str] = {}
         for answer in answers:
             kind, reason = "failed", answer.reason
             if answer.reply is not None:
@@ -80,11 +80,11 @@ class Federation:
             if answer.reply is not None and not reason:
                 good.append((answer.partition, answer.reply))
                 continue
-            reasons.append(f"client {answer.partition}: {reason}")
+            reasons[answer.partition] = reason
             where = {"training": training, "round": round, "phase": phase}
             self.events(kind, **where, partition=answer.partition, node_id=answer.node_id, reason=reason)
         if not good:
-            raise NoReplies(f"{phase}, round {round}: no usable reply; " + "; ".join(reasons))
+            raise NoReplies(f"{phase}, round {round}: no usable reply; " + "; ".join(grouped("client", reasons)))
         return good
 
 

@@ -13,6 +13,7 @@ from flwr.simulation import run_simulation
 from client.app import app as default_client_app
 from client.compute import resolve_device
 from client.runtime import federation_of
+from data import resolve
 from server.app import make_app, run_folder
 from server.events import Listener
 from server.methods import plan
@@ -64,6 +65,10 @@ def simulate(
 def _check(settings: Settings) -> list[list[int]]:
     """Refuse bad combinations and data that cannot be read before Ray starts; return who has what."""
     plan(settings)
+    try:
+        resolve(settings.shifts, has_natural=True)
+    except ValueError as error:
+        raise SettingsError(f"shifts = {settings.shifts!r}: {error}") from error
     try:
         return federation_of(settings).class_counts().tolist()
     except (ValueError, OSError) as error:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from server.errors import NodesMissing
 from server.events import Events
-from server.nodes import CohortGrid, gather, identify, sample, wait_for_nodes
+from server.nodes import CohortGrid, gather, grouped, identify, sample, wait_for_nodes
 from tests.flower import LocalGrid
 
 SILENT = Events()
@@ -37,6 +37,11 @@ def test_who_cannot_be_identified_is_named() -> None:
     grid = LocalGrid({7: broken, 8: lambda m: identity(0), 9: lambda m: identity(0)})
     with pytest.raises(NodesMissing, match=r"node 7: error 2: data file x.webp is damaged.*both hold partition 0"):
         identify(grid, [7, 8, 9], ConfigRecord({}), 5, SILENT)
+
+
+def test_equal_reasons_are_told_once() -> None:
+    lines = grouped("client", {0: "disk full", 1: "no reply", 4: "disk full"})
+    assert lines == ["clients 0, 4: disk full", "client 1: no reply"]
 
 
 def test_waiting_for_nodes_is_bounded() -> None:
