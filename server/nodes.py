@@ -119,7 +119,7 @@ def identify(
             problems.append(f"nodes {nodes[partition]} and {answer.node_id} both hold partition {partition}")
             continue
         nodes[partition], identities[partition] = answer.node_id, identity
-    problems += grouped("node", failures)
+    problems = grouped("node", failures) + problems
     if problems:
         raise NodesMissing("; ".join(problems))
     return nodes, identities
