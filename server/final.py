@@ -44,6 +44,7 @@ def statistics_round(
     means = averaging.aggregate_statistics(round, [reply for _, reply in replies])
     if means is None:
         raise RunError(f"statistics {name}: no means")
+    _note_missing(federation, name, "statistics", [partition for partition, _ in replies])
     federation.events(
         "statistics",
         training=name,
@@ -91,6 +92,7 @@ def evaluation_round(
         Message(content, dst_node_id=node, message_type=EVALUATE) for _, node in sorted(federation.nodes.items())
     ]
     replies = federation.collect(messages, NO_ARRAYS, name, round, f"evaluate {name}")
+    _note_missing(federation, name, "accuracies", [partition for partition, _ in replies])
     checked = leaked = 0
     for partition, reply in replies:
         metrics = metrics_of(reply)
@@ -99,6 +101,13 @@ def evaluation_round(
     federation.events("leak_check", training=name, checked=checked, leaked=leaked)
     if leaked:
         raise Leak(f"{leaked} of {checked} test samples had been trained on")
+
+
+def _note_missing(federation: Federation, training: str, what: str, replied: Sequence[int]) -> None:
+    """Say which clients a mean does not speak for; the reasons are in the events before."""
+    if missing := sorted(set(federation.nodes) - set(replied)):
+        text = f"{training}: {what} of {len(replied)} of {len(federation.nodes)} clients only; missing: {missing}"
+        federation.events("note", text=text)
 
 
 def _report(federation: Federation, training: str, partition: int, metrics: dict[str, Any]) -> None:

@@ -19,6 +19,10 @@ from server.events import Listener
 from server.methods import plan
 from settings import Settings, SettingsError
 
+#: Options of a Ray worker, which Flower passes on with the resources. Flower keeps handing messages to a worker that is
+#: dead, and each fails at once; so a dead one is started again and does what it was doing once more, to the same bits.
+REVIVE = {"max_restarts": -1, "max_task_retries": 1}
+
 
 def simulate(
     settings: Settings,
@@ -55,7 +59,7 @@ def simulate(
         client_app=client_app,
         num_supernodes=settings.clients,
         backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": gpus},
+            "client_resources": {"num_cpus": 1, "num_gpus": gpus, **REVIVE},
             "init_args": {"num_cpus": settings.workers, "log_to_driver": False},
         },
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,9 +29,19 @@ def unplugged(message: Message, context: Context, call_next: CallNext) -> Messag
     return call_next(message, context)
 
 
-def wrapped() -> ClientApp:
-    """The ClientApp's own handlers behind the mod."""
-    app = ClientApp(mods=[unplugged])
+def killed(message: Message, context: Context, call_next: CallNext) -> Message:
+    """A mod: the worker that trains client 1 in the second round is killed, once."""
+    config = message.content.config_records["config"]
+    mark = Path(str(config["results"])) / "killed"
+    if context.node_config["partition-id"] == 1 and config.get("server-round") == 2 and not mark.exists():
+        mark.write_text("once")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return call_next(message, context)
+
+
+def wrapped(mod: Callable[[Message, Context, CallNext], Message]) -> ClientApp:
+    """The ClientApp's own handlers behind a mod."""
+    app = ClientApp(mods=[mod])
     app.query("identify")(handlers.identify)
     app.train()(handlers.train)
     app.train("statistics")(handlers.statistics)
@@ -44,10 +56,19 @@ def test_same_bits_with_one_and_two_workers_and_without_ray(tmp_path: Path) -> N
     assert_same_results(one, run(tmp_path / "none"))
 
 
+def test_a_worker_killed_mid_round_is_started_again_and_costs_nothing(tmp_path: Path) -> None:
+    settings = RAY.replace(methods="fedavg,btfl", results=str(tmp_path), workers=1)
+    seen: list[dict] = []
+    disturbed = simulate(settings, tmp_path / "r", [seen.append], wrapped(killed))
+    assert (tmp_path / "killed").exists()
+    assert not [event for event in seen if event["event"] in ("failed", "refused")]
+    assert_same_results(disturbed, run(tmp_path / "undisturbed", settings))
+
+
 def test_a_client_that_raises_in_ray_is_named_and_the_others_go_on(tmp_path: Path) -> None:
     seen: list[dict] = []
     settings = RAY.replace(methods="fedavg,btfl", rounds=3)
-    folder = simulate(settings, tmp_path / "r", [seen.append], wrapped())
+    folder = simulate(settings, tmp_path / "r", [seen.append], wrapped(unplugged))
     failed = [event for event in seen if event["event"] == "failed"]
     assert [(event["partition"], event["round"]) for event in failed] == [(2, 2)]
     assert "sensor unplugged" in failed[0]["reason"]

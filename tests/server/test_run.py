@@ -154,6 +154,19 @@ def test_a_client_that_raises_mid_round_is_reported_and_the_round_goes_on(tmp_pa
     assert "sensor unplugged" in (folder / "report.html").read_text()
 
 
+def test_means_that_do_not_speak_for_all_clients_say_so(tmp_path: Path) -> None:
+    def change(partition: int, message: Message) -> None:
+        if partition == 1 and message.metadata.message_type in ("train.statistics", "evaluate"):
+            raise RuntimeError("gone")
+
+    folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,btfl", rounds=1), change)
+    notes = [event["text"] for event in events(folder) if event["event"] == "note"]
+    assert notes[-2:] == [
+        f"cross_entropy: {what} of 2 of 3 clients only; missing: [1]" for what in ("statistics", "accuracies")
+    ]
+    assert notes[-1] in (folder / "report.html").read_text()
+
+
 def test_a_fraction_of_clients_a_round_and_all_of_them_at_the_end(tmp_path: Path) -> None:
     folder = run(tmp_path / "r", SMALL.replace(fraction_train=0.34, rounds=3, methods="personal,btfl"))
     rounds = [event for event in events(folder) if event["event"] == "round"]
