@@ -100,8 +100,8 @@ class Device:
         Returns
         -------
         arrays, metrics
-            The trained `global_state`, and `num-examples`, `train-loss`, `seconds`, and correct predictions of the
-            *received* global and of the new personal head on the validation split.
+            The trained `global_state`, and `num-examples`, `train-loss`, `seconds` (of the two training phases alone),
+            and correct predictions of the *received* global and of the new personal head on the validation split.
 
         Raises
         ------
@@ -110,17 +110,19 @@ class Device:
         FloatingPointError
             Training diverged.
         """
-        start = time.perf_counter()
         loss_function = find_objective(objective)
         self._receive(arrays, training, round - 1)
         data = self._training_set()
+        start = time.perf_counter()
         self._train_head(data, "personal", round)
+        seconds = time.perf_counter() - start
         metrics = self._validate()
         draw = generator(self.settings.seed, "local", round, self.partition)
+        start = time.perf_counter()
         loss = train_network(self.model, data, loss_function, self.settings, draw)
+        seconds += time.perf_counter() - start
         self.state.save(training, round, self._private(data, training, round))  # last: a failed round leaves no trace
         sent = {name: value.cpu().numpy().copy() for name, value in self.model.global_state().items()}
-        seconds = time.perf_counter() - start
         return sent, {**metrics, "num-examples": len(data), "train-loss": loss, "seconds": seconds}
 
     def statistics(self, round: int, training: str, arrays: Arrays) -> tuple[Arrays, Metrics]:

@@ -16,8 +16,6 @@ from server.validation import Expected
 from strategies import StatisticsFedAvg
 
 EVALUATE = "evaluate"
-#: An evaluation reply holds no arrays.
-NO_ARRAYS = Expected("", {})
 
 
 def statistics_round(
@@ -39,7 +37,7 @@ def statistics_round(
     messages = averaging.configure_statistics(round, arrays, config, everyone)
     vector, scalar = ((dimension,), "float64"), ((1,), "float64")
     shapes = {"descriptor": vector, "dle": vector, "entropy_local": scalar, "entropy_global": scalar}
-    expected = Expected("statistics", shapes)
+    expected = Expected("statistics", shapes, ("seconds",))
     replies = federation.collect(messages, expected, name, round, f"statistics {name}")
     means = averaging.aggregate_statistics(round, [reply for _, reply in replies])
     if means is None:
@@ -91,7 +89,8 @@ def evaluation_round(
     messages = [
         Message(content, dst_node_id=node, message_type=EVALUATE) for _, node in sorted(federation.nodes.items())
     ]
-    replies = federation.collect(messages, NO_ARRAYS, name, round, f"evaluate {name}")
+    cells = [f"{row.label}|{shift}|" for row in training.rows for shift in shifts]
+    replies = federation.collect(messages, _accuracies(cells), name, round, f"evaluate {name}")
     _note_missing(federation, name, "accuracies", [partition for partition, _ in replies])
     checked = leaked = 0
     for partition, reply in replies:
@@ -101,6 +100,13 @@ def evaluation_round(
     federation.events("leak_check", training=name, checked=checked, leaked=leaked)
     if leaked:
         raise Leak(f"{leaked} of {checked} test samples had been trained on")
+
+
+def _accuracies(cells: Sequence[str]) -> Expected:
+    """Return what an evaluation reply holds: no arrays, and counts for every method and distribution asked for."""
+    counts = [f"{cell}{count}" for cell in cells for count in ("correct", "total", "seconds")]
+    shares = [(f"{cell}correct", f"{cell}total") for cell in cells]
+    return Expected("", {}, ["checked", "leaked", *counts], [("leaked", "checked"), *shares])
 
 
 def _note_missing(federation: Federation, training: str, what: str, replied: Sequence[int]) -> None:

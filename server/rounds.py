@@ -24,6 +24,9 @@ from server.validation import Expected, why_refused
 from settings import Settings
 
 Arrays = Mapping[str, NDArray[Any]]
+#: What `summarise` counts with.
+NUMBERS = ("train-loss", "seconds", "validation-total", "validation-correct", "personal-validation-correct")
+SHARES = (("validation-correct", "validation-total"), ("personal-validation-correct", "validation-total"))
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ def train_round(
     config = federation.config(training, objective)
     messages = list(strategy.configure_train(round, arrays, config, federation.view(cohort)))
     sent = to_numpy(arrays)
-    replies = federation.collect(messages, Expected.like("arrays", sent), training, round, f"train {training}")
+    expected = Expected.like("arrays", sent, numbers=NUMBERS, shares=SHARES)
+    replies = federation.collect(messages, expected, training, round, f"train {training}")
     aggregated, _ = strategy.aggregate_train(round, [reply for _, reply in replies])
     if aggregated is None:
         raise NoReplies(f"train {training}, round {round}: the strategy returned no model")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
+
+from server.report import WEIGHT_BINS
 
 #: Inclusive ranges of named arrays, where a range exists.
 RANGES: dict[str, tuple[float, float]] = {
@@ -33,15 +35,21 @@ class Expected:
         Name of the record; empty when there must be none.
     shapes : mapping
         name → (shape, dtype as numpy spells it).
+    numbers : sequence of str
+        Metrics that must be there: numbers, not negative.
+    shares : sequence of (str, str)
+        Pairs of `numbers` of which the first is at most the second, as what is right of a total.
     """
 
     record: str
     shapes: Mapping[str, tuple[tuple[int, ...], str]]
+    numbers: Sequence[str] = ()
+    shares: Sequence[tuple[str, str]] = ()
 
     @classmethod
-    def like(cls, record: str, arrays: Mapping[str, NDArray[Any]]) -> Expected:
-        """Expect the names, shapes and dtypes of `arrays`."""
-        return cls(record, {name: (value.shape, str(value.dtype)) for name, value in arrays.items()})
+    def like(cls, record: str, arrays: Mapping[str, NDArray[Any]], **metrics: Any) -> Expected:
+        """Expect the names, shapes and dtypes of `arrays`, and `numbers` and `shares` as given."""
+        return cls(record, {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}, **metrics)
 
 
 def why_refused(reply: Message, expected: Expected) -> str | None:
@@ -60,9 +68,8 @@ def why_refused(reply: Message, expected: Expected) -> str | None:
         arrays = {name: array.numpy() for key in wanted for name, array in content.array_records[key].items()}
     except (ValueError, TypeError, EOFError, OSError) as error:
         return f"arrays cannot be read: {error}"
-    return _arrays_refused(arrays, expected.shapes) or _metrics_refused(
-        dict(next(iter(content.metric_records.values())))
-    )
+    metrics: dict[str, Any] = dict(next(iter(content.metric_records.values())))
+    return _arrays_refused(arrays, expected.shapes) or _metrics_refused(metrics) or _numbers_refused(metrics, expected)
 
 
 def _arrays_refused(
@@ -95,4 +102,23 @@ def _metrics_refused(metrics: Mapping[str, object]) -> str | None:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
             return f"metric {name} is not finite"
+    return None
+
+
+def _numbers_refused(metrics: Mapping[str, Any], expected: Expected) -> str | None:
+    """Check the metrics that the server counts with; a missing or an impossible one must not end the run."""
+    for name in expected.numbers:
+        value = metrics.get(name)
+        if isinstance(value, list) or value is None or value < 0:
+            return f"metric {name} = {value!r}, expected a number, 0 or more"
+    for part, whole in expected.shares:
+        if metrics[part] > metrics[whole]:
+            return f"metric {part} = {metrics[part]}, more than {whole} = {metrics[whole]}"
+    for name, value in metrics.items():
+        if name.endswith("weight_mean") and (isinstance(value, list) or not 0 <= value <= 1):
+            return f"metric {name} = {value!r}, expected a number from 0 to 1"
+        if name.endswith("weight_histogram") and not (
+            isinstance(value, list) and len(value) == WEIGHT_BINS and all(type(n) is int and n >= 0 for n in value)
+        ):
+            return f"metric {name}: expected {WEIGHT_BINS} counts"
     return None

@@ -106,6 +106,8 @@ def raises(message: Message) -> RecordDict:
         (spoiled(lambda c: c["arrays"].update(record(w=np.zeros(1, np.float32)))), "refused", "float32[1]"),
         (spoiled(lambda c: c["arrays"].update(record(more=np.zeros(1)))), "refused", "unknown arrays ['more']"),
         (spoiled(lambda c: c.update({"second": record(w=np.zeros(1))})), "refused", "array records"),
+        (spoiled(lambda c: c["metrics"].pop("train-loss")), "refused", "train-loss = None"),
+        (node(1e6, **{"validation-correct": 9}), "refused", "validation-correct = 9"),
         (spoiled(lambda c: c.pop("metrics")), "refused", "metric records"),
         (lambda message: RecordDict({}), "refused", "array records []"),
     ],

@@ -72,6 +72,27 @@ def test_a_dle_is_a_fraction(dle: float, good: bool) -> None:
     assert (why_refused(message, expected) is None) is good
 
 
+COUNTED = Expected("", {}, ("m|s|correct", "m|s|total"), (("m|s|correct", "m|s|total"),))
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ({"m|s|correct": 3, "m|s|total": 4}, None),
+        ({"m|s|total": 4}, "metric m|s|correct = None"),
+        ({"m|s|correct": [3], "m|s|total": 4}, "metric m|s|correct = [3]"),
+        ({"m|s|correct": -1, "m|s|total": 4}, "metric m|s|correct = -1"),
+        ({"m|s|correct": 5, "m|s|total": 4}, "more than m|s|total = 4"),
+        ({"m|s|correct": 3, "m|s|total": 4, "m|s|weight_mean": 1.5}, "expected a number from 0 to 1"),
+        ({"m|s|correct": 3, "m|s|total": 4, "m|s|weight_histogram": [1, 2]}, "expected 20 counts"),
+        ({"m|s|correct": 3, "m|s|total": 4, "m|s|weight_histogram": [0] * 19 + [-1]}, "expected 20 counts"),
+    ],
+)
+def test_what_the_server_counts_with_is_there_and_possible(metrics: dict, reason: str | None) -> None:
+    told = why_refused(reply(None, **metrics), COUNTED)
+    assert told is None if reason is None else reason in (told or "")
+
+
 def test_a_reply_without_arrays_where_none_are_expected() -> None:
     content = RecordDict({"metrics": MetricRecord({"num-examples": 1}), "c": ConfigRecord({})})
     assert why_refused(Message(content, reply_to=request()), Expected("", {})) is None
