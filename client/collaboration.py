@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from client.state import Arrays
 from tta.collaborator import Collaborator
-
-Share = Literal["affine", "statistics", "all"]
+from tta.table import Share
 
 
 @dataclass(frozen=True)

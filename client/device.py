@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from client.checks import check_model
-from client.collaboration import Adapted, Share, adapt, score
+from client.collaboration import Adapted, adapt, score
 from client.evaluation import Row, evaluate_row, make_adapter
 from client.identity import identity
 from client.local_data import training_set, validate
 from client.objectives import objective as find_objective
 from client.randomness import generator
-from client.refinement import Variant, refine_rates
+from client.refinement import refine_rates
 from client.state import Arrays, PrivateState
 from client.streams import batch_of, streams_of
 from client.summary import join_statistics, own_statistics, summarise
@@ -27,8 +27,9 @@ from client.training import TrainingSet, mean_loss, train_network, train_persona
 from data import CORRUPTIONS, Federation, Images, Role, stream
 from models import PERSONAL_PREFIX, TwoHead
 from settings import Settings
-from tta.atp import zero_rates
+from tta.atp import Adapt, zero_rates
 from tta.collaborator import Collaborator
+from tta.table import Share
 
 Metrics = dict[str, Any]
 
@@ -199,7 +200,7 @@ class Device:
         return {"checked": checked, "leaked": leaked}, results
 
     def refine_rates(
-        self, round: int, arrays: Arrays, rates: Mapping[str, float], variant: Variant
+        self, round: int, arrays: Arrays, rates: Mapping[str, float], variant: Adapt
     ) -> tuple[dict[str, float], Metrics]:
         """Refine adaptation rates on the validation split (ATP, Algorithm 1: the client's part).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import tempfile
@@ -61,7 +62,7 @@ class NetworkStore:
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             save_arrays(path, dict(arrays), {"digest": digest})
-        path.touch()
+        _use(path)
         files = sorted(self.folder.glob("*.safetensors"), key=_last_used)
         for old in files[:-KEPT]:
             old.unlink(missing_ok=True)
@@ -85,11 +86,17 @@ class NetworkStore:
         if notes.get("digest") != digest:
             path.unlink(missing_ok=True)
             raise ValueError(f"{path} holds network {notes.get('digest')}; it must be sent again")
-        path.touch()
+        _use(path)
         return arrays
 
     def _path(self, digest: str) -> Path:
         return self.folder / f"{plain_name('network digest', digest)}.safetensors"
+
+
+def _use(path: Path) -> None:
+    """Note that a file was used; one that another client has just removed stays removed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(path)
 
 
 def _last_used(path: Path) -> float:

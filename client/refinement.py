@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from models import TwoHead
 from settings import Settings
-from tta.atp import refine_with_loss
-
-Variant = Literal["all", "params", "stats"]
+from tta.atp import Adapt, refine_with_loss
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ def refine_rates(
     x: Tensor,
     y: Tensor,
     rates: Mapping[str, float],
-    variant: Variant,
+    variant: Adapt,
     settings: Settings,
     generator: torch.Generator,
 ) -> Refined:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from flwr.app import ArrayRecord, Message
 
@@ -18,9 +18,8 @@ from server.world import World
 from settings import Settings, SettingsError, assignments
 from strategies import COLLABORATIONS, Collaborative
 from strategies.broadcast import Broadcast, array_bytes
-from tta.registry import ADAPTERS
+from tta.registry import ADAPTERS, Share
 
-SHARE = ("affine", "statistics", "all")
 #: W is written for every round up to this many clients.
 WRITTEN = 100
 
@@ -64,8 +63,8 @@ def parse_collaborations(text: str, share: str) -> list[Collaboration]:
         options = dict(assignments(match[2] or "", f"collaborations: {match[1]}"))
         mixed = str(options.pop("share", share))
         label = part.replace(" ", "")
-        if mixed not in SHARE:
-            raise SettingsError(f"collaborations: {label}: share = {mixed!r}; allowed: {', '.join(SHARE)}")
+        if mixed not in get_args(Share):
+            raise SettingsError(f"collaborations: {label}: share = {mixed!r}; allowed: {', '.join(get_args(Share))}")
         if any(other.label == label for other in found):
             raise SettingsError(f"collaborations: {label} is named twice")
         found.append(Collaboration(label, match[1], options, mixed))

@@ -38,6 +38,7 @@ from tta.heads import check_choice
 
 __all__ = [
     "ATP",
+    "Adapt",
     "Refinement",
     "adapted",
     "call_with",

@@ -43,7 +43,7 @@ from models import PERSONAL_PREFIX
 from models.balanced import BalancedBatchNorm, balance, pseudo_labels
 from tta.bn_adapt import check_finite
 from tta.collaborator import VARIANCES, Collaborator, batchnorm_layers, shared_parameters
-from tta.heads import check_choice, check_number
+from tta.heads import check_choice, check_number, class_count
 from tta.tent import Descent, entropy_of_logits
 
 MANY_CLASSES = 100  # K from which h0 is the larger one
@@ -106,7 +106,7 @@ class BBN(Collaborator):
         proximal: float = 0.0,
     ) -> None:
         super().__init__(model, record=record, proximal=proximal)
-        self.num_classes = _classes(model, num_classes)
+        self.num_classes = class_count(model, num_classes, least=1)
         h0 = (0.05 if self.num_classes < MANY_CLASSES else 0.2) if h0 is None else h0
         for name, value in (("h0", h0), ("consistency", consistency)):
             check_number(name, value, 0, math.inf)
@@ -260,16 +260,6 @@ class BBN(Collaborator):
         with torch.no_grad():
             for name, value in state.items():
                 own[name].copy_(value)
-
-
-def _classes(model: nn.Module, num_classes: int | None) -> int:
-    """Return K, given or the model's own; raise ValueError if neither is known or it is below 1."""
-    classes = getattr(model, "num_classes", None) if num_classes is None else num_classes
-    if not isinstance(classes, int):
-        raise ValueError(f"num_classes is needed: {type(model).__name__} does not tell how many classes it has")
-    if classes < 1:
-        raise ValueError(f"num_classes={classes} must be at least 1")
-    return classes
 
 
 def _views(augment: object) -> Callable[[Tensor, Generator], Tensor]:

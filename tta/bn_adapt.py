@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tta.collaborator import Collaborator, batchnorm_layers
+from tta.collaborator import Collaborator, replace_batchnorms
 
 #: Names of state that cannot be negative: variances, second moments, counts.
 NON_NEGATIVE = re.compile(r"domain\..*\.variance|optimizer\..*\.second|optimizer\.step|batches")
@@ -96,26 +96,8 @@ class BatchStatistics(nn.Module):
 
 
 def with_batch_statistics(network: nn.Module, prior: int = 0) -> tuple[nn.Module, dict[str, BatchStatistics]]:
-    """Replace every BatchNorm of a network by `BatchStatistics`, in place; names of parameters stay.
-
-    Returns
-    -------
-    (nn.Module, dict)
-        The network (a new one where it is itself a BatchNorm), and the new layers by name.
-
-    Raises
-    ------
-    ValueError
-        It has no BatchNorm, or one that keeps no running statistics.
-    """
-    old = batchnorm_layers(network)
-    new = {name: BatchStatistics(layer, prior) for name, layer in old.items()}
-    replaced = {id(layer): new[name] for name, layer in old.items()}
-    for module in list(network.modules()):
-        for name, child in list(module._modules.items()):  # one layer may be in several places
-            if id(child) in replaced:
-                setattr(module, name, replaced[id(child)])
-    return replaced.get(id(network), network), new
+    """Replace every BatchNorm of a network by `BatchStatistics`, as `replace_batchnorms`; names of parameters stay."""
+    return replace_batchnorms(network, lambda layer: BatchStatistics(layer, prior))
 
 
 def check_finite(what: str, rows: Tensor) -> None:

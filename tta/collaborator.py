@@ -8,8 +8,8 @@ weights and biases), "statistics" what normalises (running or class statistics),
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from tta.base import Adapter
 from tta.table import Share
 
 SHARES: tuple[Share, ...] = get_args(Share)
+Layer = TypeVar("Layer", bound=nn.Module)
 #: Endings of the names of arrays that hold variances.
 VARIANCES = ("running_var", "variance")
 
@@ -142,6 +143,31 @@ def batchnorm_layers(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchN
         if layer.running_mean is None or layer.running_var is None:
             raise ValueError(f"{name} keeps no running statistics")
     return layers
+
+
+def replace_batchnorms(
+    network: nn.Module, make: Callable[[nn.modules.batchnorm._BatchNorm], Layer]
+) -> tuple[nn.Module, dict[str, Layer]]:
+    """Replace every BatchNorm layer of a network by what `make` makes of it, in place.
+
+    Returns
+    -------
+    (nn.Module, dict)
+        The network (a new one where it is itself a BatchNorm), and the new layers by name.
+
+    Raises
+    ------
+    ValueError
+        As `batchnorm_layers`.
+    """
+    old = batchnorm_layers(network)
+    new = {name: make(layer) for name, layer in old.items()}
+    replaced: dict[int, nn.Module] = {id(layer): new[name] for name, layer in old.items()}
+    for module in list(network.modules()):
+        for name, child in list(module._modules.items()):  # one layer may be in several places
+            if id(child) in replaced:
+                setattr(module, name, replaced[id(child)])
+    return replaced.get(id(network), network), new
 
 
 def shared_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -55,6 +55,16 @@ def statistic_vector(name: str, value: Tensor | None, features: int) -> np.ndarr
     return vector.numpy().copy()
 
 
+def class_count(model: nn.Module, num_classes: int | None, least: int = 2) -> int:
+    """Return K: as given, or `model.num_classes`; raise ValueError where there is neither, or K is below `least`."""
+    known = getattr(model, "num_classes", None) if num_classes is None else num_classes
+    if not isinstance(known, int):
+        raise ValueError(f"num_classes is needed: {type(model).__name__} does not tell how many classes it has")
+    if known < least:
+        raise ValueError(f"num_classes={known} must be at least {least}")
+    return known
+
+
 def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise ValueError naming `name` unless `value` is finite and in [low, high] (or (low, high])."""
     inside = (low < value if open_low else low <= value) and value <= high

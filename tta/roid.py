@@ -34,8 +34,7 @@ from torch.nn.functional import cosine_similarity
 
 from tta.bn_adapt import BatchNormalised, check_finite
 from tta.collaborator import shared_parameters
-from tta.heads import check_number
-from tta.rotta import class_count
+from tta.heads import check_number, class_count
 from tta.tent import Descent, entropy_of_logits
 from tta.views import Views
 

@@ -32,7 +32,7 @@ from torch.func import functional_call
 
 from tta.bn_adapt import check_finite
 from tta.collaborator import Collaborator, shared_parameters
-from tta.heads import check_number
+from tta.heads import check_number, class_count
 from tta.rotta_memory import Memory
 from tta.rotta_norm import with_robust_norm
 from tta.tent import Descent, entropy_of_logits
@@ -41,16 +41,6 @@ from tta.views import Views
 ROLES = ("student", "teacher")
 #: Endings of the names of state that cannot be negative.
 NON_NEGATIVE = ("running_var", "second", "step", "seen")
-
-
-def class_count(model: nn.Module, num_classes: int | None) -> int:
-    """Return K: as given, or `model.num_classes`; raise ValueError where there is neither, or K is below 2."""
-    known = getattr(model, "num_classes", None) if num_classes is None else num_classes
-    if known is None:
-        raise ValueError(f"{type(model).__name__} has no num_classes: give the number of classes")
-    if known < 2:
-        raise ValueError(f"num_classes={known} must be at least 2")
-    return int(known)
 
 
 class _Learned(NamedTuple):

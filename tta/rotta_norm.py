@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tta.collaborator import batchnorm_layers
+from tta.collaborator import replace_batchnorms
 
 
 class RobustNorm(nn.Module):
@@ -63,23 +63,5 @@ class RobustNorm(nn.Module):
 
 
 def with_robust_norm(network: nn.Module, alpha: float) -> tuple[nn.Module, dict[str, RobustNorm]]:
-    """Replace every BatchNorm of a network by `RobustNorm`, in place; names of parameters and statistics stay.
-
-    Returns
-    -------
-    (nn.Module, dict)
-        The network (a new one where it is itself a BatchNorm), and the new layers by name.
-
-    Raises
-    ------
-    ValueError
-        It has no BatchNorm, or one that keeps no running statistics.
-    """
-    old = batchnorm_layers(network)
-    new = {name: RobustNorm(layer, alpha) for name, layer in old.items()}
-    replaced = {id(layer): new[name] for name, layer in old.items()}
-    for module in list(network.modules()):
-        for name, child in list(module._modules.items()):  # one layer may be in several places
-            if id(child) in replaced:
-                setattr(module, name, replaced[id(child)])
-    return replaced.get(id(network), network), new
+    """Replace every BatchNorm of a network by `RobustNorm`, as `replace_batchnorms`; names of its arrays stay."""
+    return replace_batchnorms(network, lambda layer: RobustNorm(layer, alpha))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from client.randomness import generator
-from client.refinement import Variant, refine_rates
+from client.refinement import refine_rates
 from client.state import MemoryState
 from models import TwoHead, build
 from tests.client import tiny
-from tta.atp import refine_with_loss, zero_rates
+from tta.atp import Adapt, refine_with_loss, zero_rates
 
 BATCHNORM = {"depth": 8, "width": 4}
 
@@ -29,7 +29,7 @@ def labelled(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", ["all", "params", "stats"])
 @pytest.mark.parametrize(("epochs", "count"), [(1, 12), (3, 11)])
-def test_epochs_of_shuffled_batches_one_step_each(variant: Variant, epochs: int, count: int) -> None:
+def test_epochs_of_shuffled_batches_one_step_each(variant: Adapt, epochs: int, count: int) -> None:
     model = network()
     before = tiny.snapshot(model)
     x, y = labelled(count)
