@@ -22,11 +22,12 @@ from settings import Settings, SettingsError, from_config
 if TYPE_CHECKING:
     from client.device import Device
     from client.state import PrivateState
+    from client.task import Task
 
 #: Keys of a message's config that are no settings.
 ENVELOPE = (
-    "server-round", "training", "objective", "run", "labels", "adapters", "options", "shifts-resolved", "variant",
-    "network", "send-normalisation", "send-start", "cell", "mixed",
+    "server-round", "training", "rule", "objective", "shared-names", "wanted", "run", "labels", "adapters", "options",
+    "bases", "shifts-resolved", "variant", "network", "send-normalisation", "send-start", "cell", "mixed",
 )  # fmt: skip
 #: Settings that a node may set for itself in its node config.
 NODE_KEYS = ("data-dir", "device", "state-dir")
@@ -46,7 +47,7 @@ def train(message: Message, context: Context) -> Message:
     """Do one training round."""
     config: Mapping[str, Any] = message.content.config_records["config"]
     arrays, metrics = _device(message, context).train(
-        int(config["server-round"]), config["training"], config["objective"], _unpack(message, "arrays")
+        int(config["server-round"]), _task(config), _unpack(message, "arrays")
     )
     return Message(RecordDict({"arrays": _pack(arrays), "metrics": MetricRecord(metrics)}), reply_to=message)
 
@@ -56,7 +57,7 @@ def statistics(message: Message, context: Context) -> Message:
     """Personalise on the final model and report statistics under it."""
     config: Mapping[str, Any] = message.content.config_records["config"]
     arrays, metrics = _device(message, context).statistics(
-        int(config["server-round"]), config["training"], _unpack(message, "arrays")
+        int(config["server-round"]), _task(config), _unpack(message, "arrays"), list(config["wanted"])
     )
     return Message(RecordDict({"statistics": _pack(arrays), "metrics": MetricRecord(metrics)}), reply_to=message)
 
@@ -104,11 +105,11 @@ def evaluate(message: Message, context: Context) -> Message:
     from client.evaluation import Row
 
     config: Mapping[str, Any] = message.content.config_records["config"]
-    columns = zip(config["labels"], config["adapters"], config["options"], strict=True)
-    rows = [Row(label, adapter, json.loads(options)) for label, adapter, options in columns]
+    columns = zip(config["labels"], config["adapters"], config["options"], config["bases"], strict=True)
+    rows = [Row(label, adapter, json.loads(options), base) for label, adapter, options, base in columns]
     leak_check, results = _device(message, context).evaluate(
         int(config["server-round"]),
-        config["training"],
+        _task(config),
         _unpack(message, "arrays"),
         _unpack(message, "statistics") if "statistics" in message.content else None,
         rows,
@@ -148,6 +149,14 @@ class ContextState:
     def _tags(self, key: str) -> list[int]:
         found = (re.fullmatch(re.escape(key) + r"@(\d+)", name) for name in self.records.array_records)
         return [int(match[1]) for match in found if match]
+
+
+def _task(config: Mapping[str, Any]) -> Task:
+    """Return what a message's training asks of this client."""
+    from client.task import Task
+
+    joined = frozenset(config["shared-names"]) if "shared-names" in config else None
+    return Task(config["training"], config["rule"], config["objective"], joined)
 
 
 def _device(message: Message, context: Context) -> Device:

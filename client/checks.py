@@ -49,3 +49,11 @@ def check_means(means: Arrays, own: Arrays) -> None:
         highest = 1.0 if name == "dle" else np.finfo(np.float64).max
         if not ((value >= 0) & (value <= highest)).all():  # also refuses NaN
             raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to {highest:g}")
+
+
+def check_pooled(means: Arrays) -> None:
+    """Refuse pooled frequencies or accuracies that are none; ValueError names the array."""
+    for name in ("label_prior", "confusion", "block_scores"):
+        if name in means and not ((means[name] >= 0) & (means[name] <= 1)).all():  # also refuses NaN
+            value = means[name]
+            raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to 1")

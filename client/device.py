@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from client.checks import check_model
 from client.collaboration import Adapted, adapt, score
 from client.evaluation import Row, evaluate_row, make_adapter
 from client.identity import identity
-from client.local_data import training_set, validate
+from client.local_data import labelled, training_set, validate
+from client.neighbours import Neighbours, memorise
 from client.objectives import objective as find_objective
+from client.pooled import pooled_statistics
+from client.private import (
+    TRAINED,
+    carried_entries,
+    head_entries,
+    load_network,
+    network_entries,
+    own_tensors,
+    receive,
+)
 from client.randomness import generator
 from client.refinement import refine_rates
+from client.rules import Local, rule
 from client.state import Arrays, PrivateState
 from client.streams import batch_of, streams_of
 from client.summary import join_statistics, own_statistics, summarise
-from client.training import TrainingSet, mean_loss, train_network, train_personal_head
-from data import CORRUPTIONS, Federation, Images, Role, stream
-from models import PERSONAL_PREFIX, TwoHead
+from client.task import Task
+from client.training import TrainingSet, mean_loss, train_personal_head
+from data import CORRUPTIONS, Federation, Images, Role, Stream, stream
+from models import TwoHead
 from settings import Settings
 from tta.atp import Adapt, zero_rates
 from tta.collaborator import Collaborator
+from tta.registry import info
 from tta.table import Share
 
 Metrics = dict[str, Any]
@@ -79,66 +91,74 @@ class Device:
         """
         return identity(self.federation, self.partition, self.role, self.settings, self.natural is not None)
 
-    def train(self, round: int, training: str, objective: str, arrays: Arrays) -> tuple[Arrays, Metrics]:
-        """Do one round: personal head on the received encoder, then local training of the shared part.
+    def train(self, round: int, task: Task, arrays: Arrays) -> tuple[Arrays, Metrics]:
+        """Do one round: personal head on the received encoder where the rule has one, then the rule.
 
         Parameters
         ----------
         round : int
             Training round, from 1.
-        training : str
-            Names the federated training, so that several keep their private states apart.
-        objective : str
-            Local objective of the shared part.
+        task : Task
+            What to train, and what of it is joined.
         arrays : dict
-            The received `global_state`.
+            The received `global_state`, or the part of it that this client has not kept.
 
         Returns
         -------
         arrays, metrics
-            The trained `global_state`, and `num-examples`, `train-loss`, `seconds` (of the two training phases alone),
-            and correct predictions of the *received* global and of the new personal head on the validation split.
+            The trained arrays that are joined, and `num-examples`, `train-loss`, `seconds` (of the two training phases
+            alone), and correct predictions of the *received* global and of the new personal head on the validation
+            split.
 
         Raises
         ------
         ValueError
-            The arrays do not fit, the objective is unknown, or this client is a target.
+            The arrays do not fit, rule or objective are unknown, or this client is a target.
         FloatingPointError
             Training diverged.
         """
-        loss_function = find_objective(objective)
+        loss_function, what = find_objective(task.objective), rule(task.rule)
         self._require_source()
-        self._receive(arrays, training, round - 1)
+        private = self._receive(arrays, task, round - 1)
         data = training_set(self.federation, self.partition, self.settings, self.device)
         start = time.perf_counter()
-        self._train_head(data, "personal", round)
+        if what.uses_personal_head:
+            self._train_head(data, "personal", round)
         seconds = time.perf_counter() - start
         size = self.settings.eval_batch_size
         metrics = validate(self.model, self.federation, self.partition, size, self.device)
         if self.settings.aggregation == "qffl":  # its server weighs clients by the loss of what they received
             metrics["global-loss"] = mean_loss(self.model, data, loss_function, size)
-        draw = generator(self.settings.seed, "local", round, self.partition)
+        local = self._local(data, task, private, "local", round)
         start = time.perf_counter()
-        loss = train_network(self.model, data, loss_function, self.settings, draw)
+        loss = what.train(local)
         seconds += time.perf_counter() - start
-        self.state.save(training, round, self._private(data, training, round))  # last: a failed round leaves no trace
-        sent = {name: value.cpu().numpy().copy() for name, value in self.model.global_state().items()}
+        joined = self.model.global_state() if task.joined is None else task.joined
+        kept = {**head_entries(self.model, private, data.index), **network_entries(self.model, joined, local.own)}
+        self.state.save(task.training, round, kept)  # last: a failed round leaves no trace
+        state = self.model.global_state()
+        sent = {name: state[name].cpu().numpy().copy() for name in state if name in joined}
         return sent, {**metrics, "num-examples": len(data), "train-loss": loss, "seconds": seconds}
 
-    def statistics(self, round: int, training: str, arrays: Arrays) -> tuple[Arrays, Metrics]:
+    def statistics(
+        self, round: int, task: Task, arrays: Arrays, wanted: Collection[str] = ()
+    ) -> tuple[Arrays, Metrics]:
         """Train the personal head on the final model and return the client's statistics under it.
 
         `round` is the tag of the private state that this writes: one after the last training round. Statistics are
-        float64: `descriptor` [d], `dle` [d], `entropy_local`, `entropy_global` [1] (ALGORITHMS, section 0).
+        float64: `descriptor` [d], `dle` [d], `entropy_local`, `entropy_global` [1] (ALGORITHMS, section 0), and those
+        of `client.summary.POOLED` that are `wanted`.
         """
         start = time.perf_counter()
         self._require_source()
-        self._receive(arrays, training, round - 1)
+        before = self._receive(arrays, task, round - 1)
         data = training_set(self.federation, self.partition, self.settings, self.device)
-        self._train_head(data, "final", round)
+        if rule(task.rule).uses_personal_head:
+            self._train_head(data, "final", round)
         local = summarise(self.model, data.pixels, self.settings.eval_batch_size)
-        private = {**self._private(data, training, round), **own_statistics(local, round)}
-        self.state.save(training, round, private)
+        private = {**carried_entries(before), **head_entries(self.model, before, data.index)}
+        self.state.save(task.training, round, {**private, **own_statistics(local, round)})
+        local |= self._pooled(data, wanted)
         return local, {
             **validate(self.model, self.federation, self.partition, self.settings.eval_batch_size, self.device),
             "num-examples": len(data),
@@ -148,7 +168,7 @@ class Device:
     def evaluate(
         self,
         round: int,
-        training: str,
+        task: Task,
         arrays: Arrays,
         statistics: Mapping[str, NDArray[Any]] | None,
         rows: Sequence[Row],
@@ -179,25 +199,20 @@ class Device:
         ValueError
             The arrays do not fit, or this client has no statistics of `round`.
         """
-        private = self._receive(arrays, training, round)
+        private = self._receive(arrays, task, round)
         known = None if statistics is None else join_statistics(private, statistics, round, self.device)
+        streams = [self._stream(shift) for shift in shifts]
         results: list[Metrics] = []
-        checked = leaked = 0
-        for shift in shifts:
-            samples = stream(
-                self.federation,
-                self.partition,
-                shift,
-                seed=self.settings.seed,
-                severity=self.settings.severity,
-                device=self.device,
-                natural=self.natural,
-            )
-            leaked += self._leaks(samples.index, private)
-            checked += len(samples.y)
-            for row in rows:
-                results.append(evaluate_row(row, self.model, known, samples, self.settings, rates))
-        return {"checked": checked, "leaked": leaked}, results
+        for base in ("global", "personalised"):
+            members = [row for row in rows if row.base == base]
+            if members and base == "personalised":
+                self._personalise(task, private, round)
+            own = self._neighbours(members)
+            for samples in streams:
+                for row in members:
+                    results.append(evaluate_row(row, self.model, known, samples, self.settings, rates, own))
+        leaked = sum(self._leaks(samples.index, private) for samples in streams)
+        return {"checked": sum(len(samples.y) for samples in streams), "leaked": leaked}, results
 
     def refine_rates(
         self, round: int, arrays: Arrays, rates: Mapping[str, float], variant: Adapt
@@ -224,7 +239,7 @@ class Device:
             The arrays or rates do not fit, or this client is a target or has no validation samples.
         """
         self._require_source()
-        self._load_network(arrays)
+        load_network(self.model, arrays)
         indices = self.federation.splits[self.partition].validation
         start = time.perf_counter()
         x = self.federation.images.batch(indices, self.device).contiguous(memory_format=torch.channels_last)
@@ -267,7 +282,7 @@ class Device:
         ValueError
             Something does not fit, or the stream has ended. The client's memory is unchanged then.
         """
-        self._load_network(arrays)
+        load_network(self.model, arrays)
         streams = streams_of(self.settings, self.federation)
         x, labels, corruption = batch_of(streams, self.partition, round, self.device)
         adapter = make_adapter(row, self.model, self.settings, proximal=proximal)
@@ -286,42 +301,58 @@ class Device:
         if self.role == "target":
             raise ValueError(f"client {self.partition} is a target: it has no labels to train on")
 
-    def _load_network(self, arrays: Arrays) -> None:
-        check_model(arrays, self.model)
-        self.model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
-
-    def _receive(self, arrays: Arrays, training: str, round: int) -> Arrays:
-        """Load the shared part from `arrays` and the personal head from the private state up to `round`."""
-        self._load_network(arrays)
-        private = self.state.load(training, round)
-        if private is None:
-            private = {}
-        draw = generator(self.settings.seed, "head")
-        for name, value in self._personal_head().items():
-            value.copy_(torch.tensor(private[name]) if name in private else self._initial(value, draw))
+    def _receive(self, arrays: Arrays, task: Task, round: int) -> Arrays:
+        """Load the network from what came and from the private state up to `round`, which is returned."""
+        private = self.state.load(task.training, round) or {}
+        receive(self.model, arrays, private, self.settings.seed, task.joined)
         return private
 
-    def _initial(self, value: Tensor, draw: torch.Generator) -> Tensor:
-        """Return torch's initial value of a linear layer, the same on every client, from the seed."""
-        bound = self.model.feature_dim**-0.5
-        return torch.empty(value.shape, dtype=value.dtype).uniform_(-bound, bound, generator=draw)
-
-    def _personal_head(self) -> dict[str, Tensor]:
-        """Return the personal head's tensors (not copies) by `state_dict` name."""
-        return self.model.personal_head.state_dict(prefix=PERSONAL_PREFIX)
+    def _local(self, data: TrainingSet, task: Task, private: Arrays, purpose: str, round: int) -> Local:
+        """Return what a rule works with."""
+        return Local(
+            self.model,
+            data,
+            find_objective(task.objective),
+            self.settings,
+            generator(self.settings.seed, purpose, round, self.partition),
+            own_tensors(private, self.device),
+        )
 
     def _train_head(self, data: TrainingSet, purpose: str, round: int) -> None:
         draw = generator(self.settings.seed, purpose, round, self.partition)
         train_personal_head(self.model, data, self.settings, draw)
 
-    def _private(self, data: TrainingSet, training: str, round: int) -> Arrays:
-        """Return the personal head, and the indices of all images trained on, this round's included."""
-        earlier = (self.state.load(training, round - 1) or {}).get("trained-indices", np.empty(0, np.int64))
-        head = {name: value.cpu().numpy().copy() for name, value in self._personal_head().items()}
-        return {**head, "trained-indices": np.union1d(earlier, data.index)}
+    def _personalise(self, task: Task, private: Arrays, round: int) -> None:
+        """Turn the network into this client's own, as the training's rule says."""
+        self._require_source()
+        data = training_set(self.federation, self.partition, self.settings, self.device)
+        rule(task.rule).personalise(self._local(data, task, private, "personalise", round))
+
+    def _pooled(self, data: TrainingSet, wanted: Collection[str]) -> Arrays:
+        """Return the statistics that clients pool for methods which test elsewhere."""
+        x, y = labelled(self.federation, self.federation.splits[self.partition].validation, self.device)
+        return pooled_statistics(self.model, data.counts, x, y, wanted, self.settings)
+
+    def _neighbours(self, rows: Sequence[Row]) -> Neighbours | None:
+        """Return what the client memorises under the network as it is, if a row needs it."""
+        if not any("datastore" in info(row.adapter).needs for row in rows):
+            return None
+        self._require_source()
+        return memorise(self.model, self.federation, self.partition, self.settings, self.device)
+
+    def _stream(self, shift: str) -> Stream:
+        return stream(
+            self.federation,
+            self.partition,
+            shift,
+            seed=self.settings.seed,
+            severity=self.settings.severity,
+            device=self.device,
+            natural=self.natural,
+        )
 
     def _leaks(self, index: NDArray[np.int64], private: Arrays) -> int:
         """Count the samples of a stream that this device has in fact trained on, or that any client trains on."""
-        own = private.get("trained-indices", np.empty(0, np.int64))  # a target has trained on nothing
+        own = private.get(TRAINED, np.empty(0, np.int64))  # a target has trained on nothing
         trained = np.union1d(own, self.federation.train_indices)
         return int(np.isin(index, trained).sum())

@@ -10,26 +10,34 @@ from typing import Any
 import numpy as np
 import torch
 
+from client.neighbours import Neighbours
 from data import DATASETS, Stream
 from models import TwoHead
 from settings import Settings
 from tta import Adapter, Statistics
 from tta.augmix import AugMix
+from tta.contrastive_views import ContrastiveViews
+from tta.knn_per import KNNPer
 from tta.registry import create, info
 from tta.views import Views
 
 MARGINAL_ENTROPY = ("memo", "fedthe_plus")  # whose views are AugMix
-RANDOM_VIEWS = ("cotta", "rotta", "roid", "bbn")  # whose views are `tta.views.Views`
+RANDOM_VIEWS = ("cotta", "rotta", "roid", "bbn", "tsa")  # whose views are `tta.views.Views`
+CONTRASTIVE_VIEWS = ("fedicon",)  # whose views are `tta.contrastive_views.ContrastiveViews`
 BINS = 20  # of the histogram of e over [0, 1]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: a label, an adapter by name, its options."""
+    """One row of the table: a label, an adapter by name, its options, and the network that it gets.
+
+    `base` is "global", the network as the training left it, or "personalised", what the client made of it.
+    """
 
     label: str
     adapter: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    base: str = "global"
 
 
 def make_adapter(
@@ -38,6 +46,7 @@ def make_adapter(
     settings: Settings,
     statistics: Statistics | None = None,
     rates: Mapping[str, Mapping[str, float]] | None = None,
+    neighbours: Neighbours | None = None,
     **given: Any,
 ) -> Adapter:
     """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.
@@ -53,7 +62,10 @@ def make_adapter(
     known_options = info(row.adapter).options
     applied = {name: value for name, value in given.items() if name in known_options}
     options = {**_defaults(row.adapter, settings), **applied, **row.options}
-    return create(row.adapter, model, statistics, known, **options)
+    adapter = create(row.adapter, model, statistics, known, neighbours.store if neighbours else None, **options)
+    if isinstance(adapter, KNNPer) and neighbours is not None and "weight" not in row.options:
+        adapter.weight = neighbours.best_weight(adapter, settings.eval_batch_size)
+    return adapter
 
 
 def evaluate_row(
@@ -63,6 +75,7 @@ def evaluate_row(
     samples: Stream,
     settings: Settings,
     rates: Mapping[str, Mapping[str, float]] | None = None,
+    neighbours: Neighbours | None = None,
 ) -> dict[str, Any]:
     """Predict a stream in order with a fresh adapter and count what is right.
 
@@ -76,9 +89,9 @@ def evaluate_row(
     total = len(samples.y)
     if "gradients" in needs and settings.tune_samples:
         total = min(total, settings.tune_samples)
-    adapter = make_adapter(row, model, settings, statistics, rates)
+    adapter = make_adapter(row, model, settings, statistics, rates, neighbours)
     adapter.reset()
-    size = settings.adapt_batch_size if adapter.per == "batch" else settings.eval_batch_size
+    size = _batch_size(adapter, settings, total)
     start = time.perf_counter()
     correct = 0
     for begin in range(0, total, size):
@@ -100,6 +113,13 @@ def evaluate_row(
     return result
 
 
+def _batch_size(adapter: Adapter, settings: Settings, total: int) -> int:
+    """Return how many samples an adapter gets at once; one that adapts to a whole test set gets all of it."""
+    if adapter.takes_whole_set:
+        return max(total, 1)
+    return settings.adapt_batch_size if adapter.per == "batch" else settings.eval_batch_size
+
+
 def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
     """Return the options of an adapter that follow from the run's settings, where a row does not set them."""
     follow: dict[str, Any] = {"seed": settings.seed}
@@ -108,6 +128,8 @@ def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
         follow["augment"] = AugMix(flip=flip)
     if adapter in RANDOM_VIEWS:
         follow["augment"] = Views(flip=flip)
+    if adapter in CONTRASTIVE_VIEWS:
+        follow |= {"augment": ContrastiveViews(flip=flip), "temperature": settings.temperature}
     if settings.leave_one_out:
         follow["leave_one_out"] = settings.clients
     return {name: value for name, value in follow.items() if name in info(adapter).options}

@@ -21,6 +21,10 @@ def identity(
     """
     split, images = federation.splits[partition], federation.images
     shifts, note = resolve(settings.shifts, has_natural)
+    if "unseen_domain" in shifts and not len(federation.unseen):
+        raise ValueError("shifts: unseen_domain is a test distribution with unseen-domain only")
+    if images.name != settings.dataset:  # some of its domains are not at hand
+        note = "; ".join(filter(None, (note, f"pictures: {images.name}")))
     channels = int(images.pixels.shape[1])
     mean, std = DATASETS[settings.dataset].normalisation(channels)
     in_rounds = bool(settings.collaborations)  # test-time rounds over streams, which shifts play no part in

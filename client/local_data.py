@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from client.training import TrainingSet
+from client.training import Augment, TrainingSet
 from data import DATASETS, Federation, crop_flip
 from models import TwoHead
 from settings import Settings
+from tta.contrastive_views import ContrastiveViews
 
 
 def training_set(federation: Federation, partition: int, settings: Settings, device: torch.device) -> TrainingSet:
@@ -19,14 +21,29 @@ def training_set(federation: Federation, partition: int, settings: Settings, dev
     indices = federation.splits[partition].train
     images = federation.images
     labels = torch.from_numpy(images.labels[indices])
-    flip = DATASETS[settings.dataset].flip
     return TrainingSet(
         indices,
         torch.from_numpy(images.pixels[indices]).to(device),
         labels.to(device),
         torch.bincount(labels, minlength=len(images.classes)).to(device),
-        partial(crop_flip, flip=flip) if settings.augment else None,
+        _augmentation(settings),
     )
+
+
+def labelled(
+    federation: Federation, indices: NDArray[np.int64], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return images [n, C, H, W] in [0, 1] and labels [n] of a federation on a device."""
+    x = federation.images.batch(indices, device).contiguous(memory_format=torch.channels_last)
+    return x, torch.from_numpy(federation.images.labels[indices]).to(device)
+
+
+def _augmentation(settings: Settings) -> Augment | None:
+    """Return what makes random views of training images; None for none."""
+    if not settings.augment:
+        return None
+    flip = DATASETS[settings.dataset].flip
+    return ContrastiveViews(flip=flip) if settings.views == "contrastive" else partial(crop_flip, flip=flip)
 
 
 @torch.no_grad()

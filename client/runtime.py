@@ -18,7 +18,8 @@ from settings import Settings, assignments
 #: Fields that do not change which images a client has.
 _DATA_FIELDS = (
     "dataset", "dataset_options", "data_dir", "download", "fraction", "image_size",
-    "clients", "partition", "alpha", "step_ratio", "target_fraction", "domains", "seed",
+    "clients", "partition", "alpha", "step_ratio", "target_fraction", "domains",
+    "target_domain", "unseen_domain", "seed",
 )  # fmt: skip
 _MODEL_FIELDS = ("model", "model_options", "dataset", "image_size", "device")
 
@@ -82,6 +83,8 @@ def _deal(
     step_ratio: float,
     target_fraction: float,
     domains: str,
+    target_domain: str,
+    unseen_domain: str,
     seed: int,
 ) -> Federation:
     """Load the images and deal them out."""
@@ -104,6 +107,8 @@ def _deal(
         step_ratio=step_ratio,
         target_fraction=target_fraction,
         domains=domains,
+        target_domain=target_domain,
+        unseen_domain=unseen_domain,
     )
 
 

@@ -10,11 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.checks import check_means
+from client.checks import check_means, check_pooled
 from models import TwoHead
 from tta import Statistics
 from tta.btfl import discretise
 
+#: Statistics that clients pool for all, from labels; see `client.pooled`.
+POOLED = ("label_prior", "confusion", "block_scores")
 OWN = "statistics."  # before the names of the client's own statistics in its private state
 STATISTICS_ROUND = "statistics-round"  # under which round's model they were computed
 
@@ -75,20 +77,27 @@ def join_statistics(
 ) -> Statistics:
     """Join the client's own statistics of a round with the means over clients.
 
+    A client that never trains has none of its own: it gets the pooled means (`client.pooled`) alone.
+
     Raises
     ------
     ValueError
-        There are none of that round, or the means do not fit.
+        A client that has trained has none of that round, or the means do not fit.
     """
-    if int(private.get(STATISTICS_ROUND, np.array(-1))) != round:
-        raise ValueError(f"this client has no statistics of round {round}")
-    own = {name.removeprefix(OWN): value for name, value in private.items() if name.startswith(OWN)}
-    check_means(means, own)
 
     def tensor(value: NDArray[Any]) -> Tensor:
         return torch.tensor(value, device=device)
 
+    check_pooled(means)
+    pooled: dict[str, Any] = {name: tensor(means[name]) for name in POOLED if name in means}
+    if not private:
+        return Statistics(**pooled)
+    if int(private.get(STATISTICS_ROUND, np.array(-1))) != round:
+        raise ValueError(f"this client has no statistics of round {round}")
+    own = {name.removeprefix(OWN): value for name, value in private.items() if name.startswith(OWN)}
+    check_means({name: value for name, value in means.items() if name not in POOLED}, own)
     return Statistics(
+        **pooled,
         descriptor_local=tensor(own["descriptor"]),
         descriptor_global=tensor(means["descriptor"]),
         dle_local=tensor(own["dle"]),

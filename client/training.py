@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from client.compute import autocast
 from client.objectives import Objective
+from client.objectives import objective as find_objective
 from models import TwoHead
 from settings import Settings
 
@@ -80,11 +80,17 @@ def optimizer(parameters: list[nn.Parameter], settings: Settings) -> torch.optim
 
 
 def train_network(
-    model: TwoHead, data: TrainingSet, objective: Objective, settings: Settings, generator: torch.Generator
+    model: TwoHead,
+    data: TrainingSet,
+    objective: Objective,
+    settings: Settings,
+    generator: torch.Generator,
+    auxiliary: Callable[[TwoHead, Tensor], Tensor] | None = None,
 ) -> float:
-    """Train encoder and global head for `local_epochs`; return the mean loss of the last epoch.
+    """Train all that travels for `local_epochs`; return the mean loss of the last epoch.
 
-    With FedProx each step adds `proximal_term` to the loss; what is returned is the objective alone.
+    With FedProx each step adds `proximal_term` to the loss, and `auxiliary(model, x)` where there is one; what is
+    returned is the objective alone.
 
     Raises
     ------
@@ -97,7 +103,7 @@ def train_network(
     if settings.batch_size < smallest:
         raise ValueError("batch-size = 1: a network with BatchNorm needs at least 2")
     model.train()
-    shared = [*model.encoder.parameters(), *model.head.parameters()]
+    shared = model.shared_parameters()
     mu = settings.proximal_mu if settings.aggregation == "fedprox" else 0.0
     received = [value.detach().clone() for value in shared]
     step = optimizer(shared, settings)
@@ -110,12 +116,13 @@ def train_network(
                 logits = model(x)
             value = objective(logits.float(), labels, data.counts)
             step.zero_grad(set_to_none=True)
-            (value + proximal_term(shared, received, mu)).backward()
+            more = auxiliary(model, x) if auxiliary is not None else 0.0
+            (value + more + proximal_term(shared, received, mu)).backward()
             step.step()
             total += value.detach() * len(labels)
             seen += len(labels)
         loss = float(total) / max(seen, 1)
-        _require_finite("local training", loss, [*shared, *model.buffers()])
+        require_finite("local training", loss, [*shared, *model.buffers()])
     model.eval()
     return loss
 
@@ -138,11 +145,12 @@ def mean_loss(model: TwoHead, data: TrainingSet, objective: Objective, batch_siz
 
 
 def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, generator: torch.Generator) -> float:
-    """Train the personal head on the frozen encoder with plain cross-entropy for `personal_epochs`.
+    """Train the personal head on the frozen encoder by `personal_objective` for `personal_epochs`.
 
     Returns the mean loss of the last epoch; raises FloatingPointError when it or a parameter is not finite.
     """
     model.eval()
+    loss_function = find_objective(settings.personal_objective)
     own = list(model.personal_head.parameters())
     step = optimizer(own, settings)
     loss = float("nan")
@@ -151,17 +159,17 @@ def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, g
         for x, labels in epoch(data, settings.batch_size, generator):
             with torch.no_grad(), autocast(x.device, settings.autocast):
                 z = model.features(x)
-            value = functional.cross_entropy(model.personal_head(z.float()), labels)
+            value = loss_function(model.personal_head(z.float()), labels, data.counts)
             step.zero_grad(set_to_none=True)
             value.backward()
             step.step()
             total += value.detach() * len(labels)
         loss = float(total) / max(len(data), 1)
-        _require_finite("training of the personal head", loss, [*own])
+        require_finite("training of the personal head", loss, [*own])
     return loss
 
 
-def _require_finite(what: str, loss: float, trained: list[Tensor]) -> None:
+def require_finite(what: str, loss: float, trained: list[Tensor]) -> None:
     """Raise FloatingPointError if training diverged; what the last step did shows in the trained values only."""
     finite = torch.stack([torch.isfinite(value).all() for value in trained])
     if not (math.isfinite(loss) and bool(finite.all())):

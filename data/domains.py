@@ -8,7 +8,7 @@ clients one of the 15 common ones, target clients one of the 4 others, so that t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -89,4 +89,4 @@ def render_domains(
         seeds = [int(generator("domain sample", seed, int(index)).integers(2**31)) for index in indices]
         x = corrupt(images.batch(indices), domain.corruption, domain.severity, seeds)
         pixels[indices] = (x * 255).round().to(torch.uint8).numpy()
-    return Images(images.name, pixels, images.labels, images.classes)
+    return replace(images, pixels=pixels)

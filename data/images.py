@@ -26,19 +26,26 @@ class Images:
         int64, 0 to K-1.
     classes : tuple of str
         The K class names.
+    domains : tuple of str
+        Names of the D domains that the pictures come from; empty where there is no such thing.
+    domain : ndarray [N], optional
+        int64, 0 to D-1: the domain of each picture; given with `domains`, and only then.
 
     Raises
     ------
     TypeError
         A wrong dtype.
     ValueError
-        A wrong shape, unequal lengths, a label out of range, or no or repeated class names.
+        A wrong shape, unequal lengths, a label or domain out of range, no or repeated class names, repeated domain
+        names, or one of `domains` and `domain` without the other.
     """
 
     name: str
     pixels: np.ndarray
     labels: np.ndarray
     classes: tuple[str, ...]
+    domains: tuple[str, ...] = ()
+    domain: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.pixels.dtype != np.uint8 or self.labels.dtype != np.int64:
@@ -56,9 +63,30 @@ class Images:
                 f"{self.name}: labels run from {self.labels.min()} to {self.labels.max()}, "
                 f"but there are {len(self.classes)} classes"
             )
+        self._check_domains()
         # Views, so that the caller's own arrays stay as they are.
         object.__setattr__(self, "pixels", _read_only(self.pixels))
         object.__setattr__(self, "labels", _read_only(self.labels))
+        if self.domain is not None:
+            object.__setattr__(self, "domain", _read_only(self.domain))
+
+    def _check_domains(self) -> None:
+        """Refuse domains that do not fit the pictures."""
+        if self.domain is None:
+            if self.domains:
+                raise ValueError(f"{self.name}: domains {self.domains} but no domain of each picture")
+            return
+        if self.domain.dtype != np.int64:
+            raise TypeError(f"{self.name}: domain must be int64, got {self.domain.dtype}")
+        if self.domain.shape != self.labels.shape:
+            raise ValueError(f"{self.name}: {len(self)} pictures but domain {self.domain.shape}")
+        if not self.domains or len(set(self.domains)) != len(self.domains):
+            raise ValueError(f"{self.name}: domain names must be present and different, got {self.domains}")
+        if len(self) and (self.domain.min() < 0 or self.domain.max() >= len(self.domains)):
+            raise ValueError(
+                f"{self.name}: domain runs from {self.domain.min()} to {self.domain.max()}, "
+                f"but there are {len(self.domains)} domains"
+            )
 
     def __len__(self) -> int:
         return int(self.pixels.shape[0])
@@ -77,7 +105,8 @@ class Images:
     def subset(self, indices: np.ndarray | Sequence[int]) -> Images:
         """Return the pictures at `indices` [n], in that order, as a copy."""
         chosen = np.asarray(indices, dtype=np.int64)
-        return Images(self.name, self.pixels[chosen], self.labels[chosen], self.classes)
+        domain = None if self.domain is None else self.domain[chosen]
+        return Images(self.name, self.pixels[chosen], self.labels[chosen], self.classes, self.domains, domain)
 
     def batch(self, indices: np.ndarray | Sequence[int], device: torch.device | str = "cpu") -> Tensor:
         """Return the pictures at `indices` [n] as float32 [n, C, H, W] in [0, 1] on `device`."""
@@ -88,7 +117,8 @@ class Images:
     def stratified(self, fraction: float, seed: int) -> Images:
         """Return a subset with the same class mix: round(fraction · n_k) of each class k, at least one.
 
-        The order of the pictures is kept. A class without pictures stays without.
+        The order of the pictures is kept. A class without pictures stays without. With domains, the same holds of
+        every class in each domain.
 
         Raises
         ------
@@ -101,8 +131,9 @@ class Images:
             return self
         rng = generator("stratified", seed)
         kept = [np.empty(0, np.int64)]
-        for label in range(self.num_classes):
-            members = np.flatnonzero(self.labels == label)
+        groups = self.labels if self.domain is None else self.domain * self.num_classes + self.labels
+        for group in range(self.num_classes * max(1, len(self.domains))):
+            members = np.flatnonzero(groups == group)
             count = min(len(members), max(1, round(fraction * len(members))))
             kept.append(rng.permutation(members)[:count])
         return self.subset(np.sort(np.concatenate(kept)))

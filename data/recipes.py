@@ -52,6 +52,11 @@ class Client:
         return self._rng("others").permutation(self.federation.others_test(self.partition))[: len(self.own)]
 
     @cached_property
+    def unseen(self) -> np.ndarray:
+        """The pictures of the domain that no client has, shuffled."""
+        return self._rng("unseen").permutation(self.federation.unseen)
+
+    @cached_property
     def natural_own(self) -> np.ndarray:
         """The client's share of the natural pictures, shuffled."""
         return self._rng("natural_own").permutation(self._dealt[self.partition])
@@ -90,6 +95,11 @@ def natural(client: Client) -> list[Part]:
 def out_of_client(client: Client) -> list[Part]:
     """Take samples of the other clients' test splits, as many as the client's own."""
     return [("out_of_client", client.others)]
+
+
+def unseen_domain(client: Client) -> list[Part]:
+    """Take the whole domain that no client has (FedICON's domain shift); nothing where there is none."""
+    return [("unseen_domain", client.unseen)]
 
 
 def mixture(client: Client) -> list[Part]:
@@ -165,4 +175,5 @@ SHIFTS: dict[str, Shift] = {
     "original_exd": Shift("external distribution: other clients' test samples", out_of_client),
     "shifted_exd": Shift("external distribution, corrupted or natural", shifted_exd),
     "synthetical": Shift("equal parts of the four internal and external sets", synthetical),
+    "unseen_domain": Shift("the domain that no client has", unseen_domain),
 }

@@ -34,7 +34,7 @@ class Stream:
     index : ndarray [n]
         Sample number in the federation's pictures, -1 for a picture from elsewhere (CIFAR-10.1).
     source : ndarray [n] of str
-        The elementary shift each sample comes from: original, corrupted, natural, out_of_client,
+        The elementary shift each sample comes from: original, corrupted, natural, out_of_client, unseen_domain,
         corrupted_out_of_client or natural_out_of_client.
     """
 

@@ -15,11 +15,12 @@ from models.checkpoint import load_model, save_model
 from models.files import write_atomically
 from models.normalise import Normalise
 from models.registry import MODELS, ModelInfo, build
-from models.two_head import PERSONAL_PREFIX, TwoHead
+from models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
 
 __all__ = [
     "MODELS",
     "PERSONAL_PREFIX",
+    "ROTATION_PREFIX",
     "BalancedBatchNorm",
     "ModelInfo",
     "Normalise",

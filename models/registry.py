@@ -25,6 +25,7 @@ COMMON_OPTIONS: Mapping[str, Option] = MappingProxyType(
         "mean": per_channel(0.5),
         "std": per_channel(0.5, positive=True),
         "personal_bias": flag(False),
+        "rotation_head": flag(False),
         "seed": optional_seed(),
     }
 )
@@ -144,9 +145,9 @@ def build(name: str, num_classes: int, in_channels: int = 3, image_size: int = 3
         itself.
     **options
         The common `mean`, `std` (a number, or one a channel; 0.5 and 0.5 map [0, 1] onto [-1, 1]),
-        `personal_bias` (False: the personal head has no bias) and `seed`, and the backbone's own: see
-        `MODELS[name].options`. Initial weights come from torch's global generator, or with `seed` from a
-        generator of their own.
+        `personal_bias` (False: the personal head has no bias), `rotation_head` (see `TwoHead`) and `seed`, and the
+        backbone's own: see `MODELS[name].options`. Initial weights come from torch's global generator, or with `seed`
+        from a generator of their own.
 
     Raises
     ------
@@ -162,7 +163,7 @@ def build(name: str, num_classes: int, in_channels: int = 3, image_size: int = 3
         normalise = Normalise(settings["mean"], settings["std"], channels=in_channels)
         body, feature_dim = info.encoder(in_channels, image_size, **own)
         encoder = nn.Sequential(OrderedDict(normalise=normalise, body=body))
-        return TwoHead(encoder, feature_dim, num_classes, personal_bias=settings["personal_bias"])
+        return TwoHead(encoder, feature_dim, num_classes, settings["personal_bias"], settings["rotation_head"])
 
 
 def check_build(

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 #: Names of this prefix never leave the device.
 PERSONAL_PREFIX = "personal_head."
+#: Names of this prefix serve training alone: telling quarter turns apart.
+ROTATION_PREFIX = "rotation_head."
 
 
 class TwoHead(nn.Module):
@@ -24,9 +26,18 @@ class TwoHead(nn.Module):
         K.
     personal_bias : bool
         Give the personal head a bias (the published code has none).
+    rotation_head : bool
+        Add `rotation_head`, Linear d → 4, which tells quarter turns of an image apart (test-time training); else None.
     """
 
-    def __init__(self, encoder: nn.Module, feature_dim: int, num_classes: int, personal_bias: bool = False) -> None:
+    def __init__(
+        self,
+        encoder: nn.Module,
+        feature_dim: int,
+        num_classes: int,
+        personal_bias: bool = False,
+        rotation_head: bool = False,
+    ) -> None:
         super().__init__()
         if feature_dim < 1 or num_classes < 1:
             raise ValueError(f"feature_dim={feature_dim} and num_classes={num_classes} must be at least 1")
@@ -35,6 +46,7 @@ class TwoHead(nn.Module):
         self.encoder = encoder
         self.head = nn.Linear(feature_dim, num_classes)
         self.personal_head = nn.Linear(feature_dim, num_classes, bias=personal_bias)
+        self.rotation_head = nn.Linear(feature_dim, 4) if rotation_head else None
 
     def features(self, x: Tensor) -> Tensor:
         """Return z [B, d], the input of both heads."""
@@ -44,8 +56,12 @@ class TwoHead(nn.Module):
         """Return the global head's logits [B, K]."""
         return self.head(self.features(x))
 
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of what travels: all but the personal head's."""
+        return [value for name, value in self.named_parameters() if not name.startswith(PERSONAL_PREFIX)]
+
     def global_state(self) -> dict[str, Tensor]:
-        """Return what travels: encoder and global head by `state_dict` name, floating-point entries only.
+        """Return what travels: all but the personal head by `state_dict` name, floating-point entries only.
 
         The personal head stays; so do counters such as BatchNorm's `num_batches_tracked`.
         """

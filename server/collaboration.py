@@ -130,7 +130,7 @@ def adaptation_rounds(
         strategy = collaboration.strategy()
         strategy.begin(everyone)
         checks = AdaptReplies(len(world.classes), len(world.corruptions))
-        cell = Cell(training.objective, row, collaboration, strategy, checks, world.corruptions)
+        cell = Cell(training.name, row, collaboration, strategy, checks, world.corruptions)
         for round in range(1, last + 1):
             _round(federation, cell, round)
 
@@ -177,7 +177,7 @@ def _round(federation: Federation, cell: Cell, round: int) -> None:
     """Run one round of a cell; what the clients did and how they were mixed are events."""
     start = time.perf_counter()
     strategy = cell.strategy
-    config = federation.config(cell.training, cell.training, **cell.envelope)
+    config = federation.config(cell.training, **cell.envelope)
     everyone = federation.view(federation.testers)
     messages: list[Message] = list(strategy.configure_train(round, ArrayRecord(), config, everyone))
     cell.checks.records = required(strategy)

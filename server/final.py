@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flwr.app import ArrayRecord, Message, RecordDict
-from flwr.serverapp.strategy import Strategy
 
+from models import ROTATION_PREFIX, TwoHead
+from models.blocks import by_block
 from server.errors import Leak, RunError
 from server.methods import Training
 from server.rates import as_record
@@ -17,27 +18,27 @@ from server.validation import Expected
 from strategies import StatisticsFedAvg
 
 EVALUATE = "evaluate"
+#: Statistics of labels, which clients send only if a row needs them.
+POOLED = ("label_prior", "confusion", "block_scores")
 
 
-def statistics_round(
-    federation: Federation, strategy: Strategy, training: Training, arrays: ArrayRecord, dimension: int
-) -> ArrayRecord:
+def statistics_round(federation: Federation, training: Training, arrays: ArrayRecord, model: TwoHead) -> ArrayRecord:
     """Let every client personalise on the final model and average the clients' statistics under it.
 
     Every client that trains takes part, whatever the sampled fraction, so that nothing is evaluated on another encoder.
 
     Parameters
     ----------
-    dimension : int
-        d, the feature dimension.
+    model : TwoHead
+        Says what shapes the statistics have.
     """
-    name, round = training.objective, federation.settings.rounds + 1
+    name, round = training.name, training.recipe.rounds(federation.settings) + 1
     everyone = federation.view(federation.sources)
-    averaging = _statistics_strategy(strategy, federation)
-    config = federation.config(name, training.objective)
-    messages = averaging.configure_statistics(round, arrays, config, everyone)
-    vector, scalar = ((dimension,), "float64"), ((1,), "float64")
-    shapes = {"descriptor": vector, "dle": vector, "entropy_local": scalar, "entropy_global": scalar}
+    weighting: Any = federation.settings.statistics_weighting
+    averaging = StatisticsFedAvg(weighting=weighting)
+    shapes = statistics_shapes(training, model)
+    config = federation.config(name, training.recipe.phases[-1], wanted=[need for need in POOLED if need in shapes])
+    messages = averaging.configure_statistics(round, joined(training, arrays), config, everyone)
     expected = Expected("statistics", shapes, ("seconds",))
     replies = federation.collect(messages, expected, name, round, f"statistics {name}")
     means = averaging.aggregate_statistics(round, [reply for _, reply in replies])
@@ -54,12 +55,23 @@ def statistics_round(
     return means
 
 
-def _statistics_strategy(strategy: Strategy, federation: Federation) -> StatisticsFedAvg:
-    """Return the strategy that averages statistics; any other strategy leaves that to a plain one."""
-    if isinstance(strategy, StatisticsFedAvg):
-        return strategy
-    weighting: Any = federation.settings.statistics_weighting
-    return StatisticsFedAvg(weighting=weighting)
+def statistics_shapes(training: Training, model: TwoHead) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of what clients send: the usual four statistics, and those of labels that rows need."""
+    features, classes = model.feature_dim, model.num_classes
+    always = {"descriptor": (features,), "dle": (features,), "entropy_local": (1,), "entropy_global": (1,)}
+    pooled = {"label_prior": (classes,), "confusion": (classes, classes), "block_scores": (len(_blocks(model)),)}
+    wanted = {name: shape for name, shape in pooled.items() if name in training.needs}
+    return {name: (shape, "float64") for name, shape in {**always, **wanted}.items()}
+
+
+def _blocks(model: TwoHead) -> dict[str, list[str]]:
+    return by_block(model, [name for name in model.global_state() if not name.startswith(ROTATION_PREFIX)])
+
+
+def joined(training: Training, arrays: ArrayRecord) -> ArrayRecord:
+    """Return the arrays of the final model that any phase joined; clients have kept the others."""
+    names = training.recipe.joined_names(list(arrays))
+    return ArrayRecord({name: arrays[name] for name in names})
 
 
 def evaluation_round(
@@ -77,19 +89,20 @@ def evaluation_round(
     Leak
         A test stream held a sample that had been trained on.
     """
-    name, round = training.objective, federation.settings.rounds + 1
+    name, round = training.name, training.recipe.rounds(federation.settings) + 1
     config = federation.config(
         name,
-        training.objective,
+        training.recipe.phases[-1],
         labels=[row.label for row in training.rows],
         adapters=[row.method.adapter for row in training.rows],
         options=[json.dumps(row.options) for row in training.rows],
+        bases=[row.base for row in training.rows],
     )
     if rates:
         config["variant"] = list(rates)
     config["shifts-resolved"] = list(shifts)
     config["server-round"] = round
-    content = RecordDict({"arrays": arrays, "config": config})
+    content = RecordDict({"arrays": joined(training, arrays), "config": config})
     if statistics is not None:
         content["statistics"] = statistics
     for variant, learned in rates.items():

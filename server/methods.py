@@ -1,6 +1,7 @@
-"""The table of methods: local objective + strategy + adapter, by name, and what each needs.
+"""The table of methods: a federated training and an adapter, by name, and what each needs.
 
-A row of a run is a name from the table with options, e.g. `fedthe[beta=1;training=cross_entropy]`.
+A row of a run is a name from the table with options, e.g. `fedthe[beta=1;training=cross_entropy]` or
+`tent[base=personalised]`.
 """
 
 from __future__ import annotations
@@ -8,47 +9,88 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from models.registry import MODELS
+from server.trainings import BATCHNORM, TRAININGS, Recipe
 from settings import Settings, SettingsError, assignments
 from tta.registry import ADAPTERS, parse_options
+
+Base = Literal["global", "personalised"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the methods table; everything by name."""
+    """One row of the methods table; everything by name.
 
-    objective: str
-    strategy: str
+    Parameters
+    ----------
+    training : str
+        A key of `server.trainings.TRAININGS`: local objective and strategy.
+    adapter : str
+        A key of `tta.table.ADAPTERS`.
+    summary : str
+        One line for people.
+    base : "global" or "personalised"
+        The network that the adapter gets: as the training left it, or after the training's own personalisation
+        (fine-tuning, Ditto's and APFL's own models, FedICON's own classifier).
+    """
+
+    training: str
     adapter: str
     summary: str
+    base: Base = "global"
 
 
 METHODS: dict[str, Method] = {
-    "fedavg": Method("cross_entropy", "FedAvg", "none", "the global head, unadapted"),
-    "personal": Method("cross_entropy", "FedAvg", "personal", "the personal head, unadapted"),
-    "fixed_mix": Method("cross_entropy", "FedAvg", "fixed_mix", "plain average of the two heads"),
-    "fedthe": Method("balanced_softmax", "StatisticsFedAvg", "fedthe", "test-time head ensemble"),
-    "fedthe_plus": Method(
-        "balanced_softmax", "StatisticsFedAvg", "fedthe_plus", "FedTHE, then tuning by marginal entropy"
-    ),
-    "memo": Method("cross_entropy", "FedAvg", "memo", "marginal entropy over augmented views"),
-    "btfl": Method("cross_entropy", "StatisticsFedAvg", "btfl", "dual-Bayesian head interpolation"),
-    "atp": Method("cross_entropy", "FedAvg", "atp", "every module by its learned rate"),
-    "bn_adapt": Method("cross_entropy", "FedAvg", "bn_adapt", "BatchNorm statistics of the batch"),
-    "tent": Method("cross_entropy", "FedAvg", "tent", "entropy minimisation through BatchNorm"),
-    "cotta": Method("cross_entropy", "FedAvg", "cotta", "averaged teacher and stochastic restoration"),
-    "rotta": Method("cross_entropy", "FedAvg", "rotta", "robust BatchNorm and a class-balanced memory"),
-    "roid": Method("cross_entropy", "FedAvg", "roid", "weight ensembling and diversity weighting"),
-    "bbn": Method("cross_entropy", "FedAvg", "bbn", "class-balanced BatchNorm and self-distillation"),
+    "fedavg": Method("cross_entropy", "none", "the global head, unadapted"),
+    "personal": Method("cross_entropy", "personal", "the personal head, unadapted"),
+    "fixed_mix": Method("cross_entropy", "fixed_mix", "plain average of the two heads"),
+    "fedthe": Method("balanced_softmax", "fedthe", "test-time head ensemble"),
+    "fedthe_plus": Method("balanced_softmax", "fedthe_plus", "FedTHE, then tuning by marginal entropy"),
+    "btfl": Method("cross_entropy", "btfl", "dual-Bayesian head interpolation"),
+    "fedicon": Method("fedicon", "fedicon", "contrastive tuning of the encoder", "personalised"),
+    "fedicon_us": Method("fedicon_us", "fedicon", "the same, trained without labels", "personalised"),
+    "atp": Method("cross_entropy", "atp", "every module by its learned rate"),
+    "bbn": Method("cross_entropy", "bbn", "class-balanced BatchNorm and self-distillation"),
+    # federated and personalised training
+    "local": Method("local", "none", "every client for itself"),
+    "fedavg_ft": Method("cross_entropy", "none", "FedAvg, then fine-tuning", "personalised"),
+    "fedavg_views": Method("fedavg_views", "none", "FedAvg with FedICON's augmentations"),
+    "fedprox": Method("fedprox", "none", "a pull towards the received model"),
+    "fedavgm": Method("fedavgm", "none", "momentum on the server"),
+    "qffl": Method("qffl", "none", "clients with a large loss count more"),
+    "gma": Method("gma", "none", "values that clients agree on move more"),
+    "fedper": Method("fedper", "none", "the head stays on the client"),
+    "fedrep": Method("fedrep", "none", "head first, then encoder; the head stays on the client"),
+    "fedbn": Method("fedbn", "none", "BatchNorm stays on the client"),
+    "fedrod": Method("fedrod", "fedrod", "a balanced global and a residual personal head"),
+    "ditto": Method("ditto", "none", "a personal model near the global one", "personalised"),
+    "apfl": Method("apfl", "none", "an adaptive mixture of local and global weights", "personalised"),
+    "knn_per": Method("cross_entropy", "knn_per", "the head mixed with the client's nearest neighbours"),
+    "personal_balanced": Method("balanced_heads", "personal", "a personal head by balanced softmax"),
+    # test-time adaptation
+    "bn_adapt": Method("cross_entropy", "bn_adapt", "BatchNorm statistics of the batch"),
+    "tent": Method("cross_entropy", "tent", "entropy minimisation through BatchNorm"),
+    "eata": Method("cross_entropy", "eata", "Tent on reliable and new samples, without forgetting"),
+    "cotta": Method("cross_entropy", "cotta", "averaged teacher and stochastic restoration"),
+    "rotta": Method("cross_entropy", "rotta", "robust BatchNorm and a class-balanced memory"),
+    "roid": Method("cross_entropy", "roid", "weight ensembling and diversity weighting"),
+    "memo": Method("cross_entropy", "memo", "marginal entropy over augmented views"),
+    "ttt": Method("rotation", "ttt", "telling rotations apart"),
+    "t3a": Method("cross_entropy", "t3a", "class prototypes of confident features"),
+    "shot": Method("cross_entropy", "shot", "information maximisation and pseudo-labels"),
+    "surgical": Method("cross_entropy", "surgical", "entropy minimisation in one block"),
+    "em": Method("cross_entropy", "em", "label prior by expectation maximisation"),
+    "bbse": Method("cross_entropy", "bbse", "label prior by the confusion matrix"),
+    "tsa": Method("cross_entropy", "tsa", "the heads' mixture on which two views agree"),
 }
-
-#: What an option `training=` of a row may say.
-OBJECTIVES = ("cross_entropy", "balanced_softmax")
 
 
 #: Needs of an adapter that only a client with training of its own can meet.
-PERSONALISED = frozenset({"personal_head", "descriptor", "dle", "entropy"})
+PERSONALISED = frozenset({"personal_head", "descriptor", "dle", "entropy", "datastore"})
+#: Needs that a statistics round meets.
+STATISTICS = frozenset({"personal_head", "descriptor", "dle", "entropy", "label_prior", "confusion", "block_scores"})
 
 
 @dataclass(frozen=True)
@@ -59,20 +101,31 @@ class MethodRow:
     method: Method
     training: str
     options: dict[str, object] = field(default_factory=dict)
+    base: Base = "global"
 
     @property
     def needs(self) -> frozenset[str]:
         """Return what its adapter needs."""
         return ADAPTERS[self.method.adapter].needs
 
+    @property
+    def personal(self) -> bool:
+        """Tell whether it needs what a client learned from labels of its own."""
+        private = any(phase.partial for phase in TRAININGS[self.training].phases)
+        return bool(self.needs & PERSONALISED) or self.base == "personalised" or private
+
 
 @dataclass(frozen=True)
 class Training:
-    """One federated training that several rows share."""
+    """One federated training that several rows share; `name` is a key of `TRAININGS`."""
 
-    objective: str
-    strategy: str
+    name: str
     rows: tuple[MethodRow, ...]
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return how it goes."""
+        return TRAININGS[self.name]
 
     @property
     def needs(self) -> frozenset[str]:
@@ -101,21 +154,26 @@ def parse_rows(text: str) -> list[MethodRow]:
             raise SettingsError(f"methods: unknown method {part!r}; there are: {', '.join(METHODS)}")
         method, label = METHODS[match[1]], part.replace(" ", "")
         options = dict(assignments(match[2] or "", f"methods: {match[1]}"))
-        training = str(options.pop("training", method.objective))
-        if training not in OBJECTIVES:
-            raise SettingsError(f"methods: {label}: training = {training!r}; allowed: {', '.join(OBJECTIVES)}")
+        training = _choice(label, "training", str(options.pop("training", method.training)), tuple(TRAININGS))
+        base = _choice(label, "base", str(options.pop("base", method.base)), get_args(Base))
         try:
             typed = parse_options(method.adapter, {name: str(value) for name, value in options.items()})
         except ValueError as error:
             raise SettingsError(f"methods: {label}: {error}") from error
         if any(row.label == label for row in rows):
             raise SettingsError(f"methods: {label} is named twice")
-        rows.append(MethodRow(label, method, training, typed))
+        rows.append(MethodRow(label, method, training, typed, "global" if base == "global" else "personalised"))
     return rows
 
 
+def _choice(label: str, option: str, value: str, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise SettingsError(f"methods: {label}: {option} = {value!r}; allowed: {', '.join(allowed)}")
+    return value
+
+
 def plan(settings: Settings) -> list[Training]:
-    """Group the rows by training: methods with one local objective share one federated training.
+    """Group the rows by training: methods with the same one share it.
 
     Raises
     ------
@@ -125,13 +183,9 @@ def plan(settings: Settings) -> list[Training]:
     rows = parse_rows(settings.methods)
     for row in rows:
         _check_fits(row, settings.model, assignments(settings.model_options, "model-options"))
-    trainings = []
-    for objective in dict.fromkeys(row.training for row in rows):
-        members = tuple(row for row in rows if row.training == objective)
-        strategies = {row.method.strategy for row in members}
-        # StatisticsFedAvg trains exactly as FedAvg does and adds the statistics
-        strategy = "StatisticsFedAvg" if strategies == {"FedAvg", "StatisticsFedAvg"} else strategies.pop()
-        trainings.append(Training(objective, strategy, members))
+        _check_training(row, settings)
+    names = dict.fromkeys(row.training for row in rows)
+    trainings = [Training(name, tuple(row for row in rows if row.training == name)) for name in names]
     if settings.target_fraction:
         check_roles(trainings, ["source", "target"])
     return trainings
@@ -143,11 +197,12 @@ def check_roles(trainings: Sequence[Training], roles: Sequence[str]) -> None:
     Raises
     ------
     SettingsError
-        No client trains, no client tests, or a method needs a personal head and a client that tests never trains.
+        No client trains, no client tests, or a method needs what a client learned from labels of its own and a client
+        that tests never trains.
     """
     if all(role == "target" for role in roles) or all(role == "source" for role in roles):
         raise SettingsError(f"all clients are {roles[0]}s: some must train and some must test")
-    personal = [row.label for training in trainings for row in training.rows if row.needs & PERSONALISED]
+    personal = [row.label for training in trainings for row in training.rows if row.personal]
     if "target" in roles and personal:
         raise SettingsError(f"methods: {', '.join(personal)} need clients that train, and target clients do not")
 
@@ -159,3 +214,19 @@ def _check_fits(row: MethodRow, model: str, options: Mapping[str, object]) -> No
     if needs_batchnorm and MODELS[model].normalisation_with(options) != "batch":
         fitting = ", ".join(name for name, info in MODELS.items() if info.normalisation == "batch")
         raise SettingsError(f"methods: {row.label} adapts BatchNorm, which {model} lacks; fitting: {fitting}")
+
+
+def _check_training(row: MethodRow, settings: Settings) -> None:
+    """Refuse an adapter on a training that does not make what it needs."""
+    recipe = TRAININGS[row.training]
+    for need, trained in (("rotation_head", "rotation"), ("residual_head", "fedrod")):
+        if need in row.needs and row.training != trained:
+            raise SettingsError(f"methods: {row.label}: training = {row.training!r}; allowed: {trained}")
+    if "personal_head" in row.needs and not recipe.makes_personal_head:
+        fitting = ", ".join(name for name, other in TRAININGS.items() if other.makes_personal_head)
+        raise SettingsError(f"methods: {row.label}: training = {row.training!r}; with a personal head are: {fitting}")
+    batchnorm = MODELS[settings.model].normalisation_with(assignments(settings.model_options, "model-options"))
+    if any(phase.kept == BATCHNORM for phase in recipe.phases) and batchnorm != "batch":
+        raise SettingsError(f"methods: {row.label} keeps BatchNorm on the clients, which {settings.model} lacks")
+    if any(phase.partial for phase in recipe.phases) and settings.aggregation != "fedavg":
+        raise SettingsError(f"methods: {row.label}: aggregation = {settings.aggregation!r}; allowed is fedavg")

@@ -93,7 +93,7 @@ def _round(federation: Federation, strategy: ATPRates, rates: Rates, training: s
     start = time.perf_counter()
     phase = f"rates {training}" + ("" if variant == "all" else f" ({variant})")
     record = as_record(rates)
-    config = federation.config(training, "", variant=variant)
+    config = federation.config(training, variant=variant)
     messages = list(strategy.configure_train(round, record, config, federation.view(federation.sources)))
     expected = Expected.like("rates", to_numpy(record), numbers=NUMBERS, shares=SHARES)
     replies = federation.collect(messages, expected, training, round, phase)

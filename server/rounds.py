@@ -19,9 +19,13 @@ from numpy.typing import NDArray
 
 from server.errors import NoReplies
 from server.events import Events
+from server.methods import Training
 from server.nodes import CohortGrid, gather, grouped, sample
+from server.trainings import Phase
 from server.validation import Expectation, Expected
 from settings import Settings
+from strategies.broadcast import array_bytes
+from strategies.partial import shared_names
 
 Arrays = Mapping[str, NDArray[Any]]
 #: What `summarise` counts with.
@@ -68,9 +72,10 @@ class Federation:
         partitions = {node: partition for partition, node in self.nodes.items()}
         return sorted(partitions[message.metadata.dst_node_id] for message in messages)
 
-    def config(self, training: str, objective: str, **values: Any) -> ConfigRecord:
+    def config(self, training: str = "", phase: Phase | None = None, **values: Any) -> ConfigRecord:
         """Return the config of a message: all settings, and what this message is about."""
-        envelope = {"run": self.run, "training": training, "objective": objective, **values}
+        phase = phase or Phase()
+        envelope = {"run": self.run, "training": training, "rule": phase.rule, "objective": phase.objective, **values}
         return ConfigRecord({**self.settings.flat(), **envelope})
 
     def view(self, partitions: Sequence[int]) -> CohortGrid:
@@ -111,24 +116,27 @@ class Federation:
 
 
 def train(
-    federation: Federation, strategy: Strategy, objective: str, arrays: ArrayRecord, training: str
+    federation: Federation, strategies: Sequence[Strategy], training: Training, arrays: ArrayRecord
 ) -> ArrayRecord:
-    """Run all training rounds and return the final model.
+    """Run all rounds of all phases, each with its strategy, and return the final model.
 
     Raises
     ------
     NoReplies
         A round brought no usable reply.
     """
-    for round in range(1, federation.settings.rounds + 1):
-        arrays = train_round(federation, strategy, objective, arrays, training, round)
+    round = 0
+    for phase, strategy in zip(training.recipe.phases, strategies, strict=True):
+        for _ in range(getattr(federation.settings, phase.rounds)):
+            round += 1
+            arrays = train_round(federation, strategy, phase, arrays, training.name, round)
     return arrays
 
 
 def train_round(
     federation: Federation,
     strategy: Strategy,
-    objective: str,
+    phase: Phase,
     arrays: ArrayRecord,
     training: str,
     round: int,
@@ -137,17 +145,18 @@ def train_round(
     start = time.perf_counter()
     settings = federation.settings
     cohort = sample(federation.sources, settings.fraction_train, settings.seed, round)
-    config = federation.config(training, objective)
+    config = federation.config(training, phase)
     messages = list(strategy.configure_train(round, arrays, config, federation.view(cohort)))
     sent = to_numpy(arrays)
     numbers = (*NUMBERS, "global-loss") if settings.aggregation == "qffl" else NUMBERS
-    expected = Expected.like("arrays", sent, numbers=numbers, shares=SHARES)
+    joined = set(shared_names(list(sent), phase.shared, phase.kept))
+    wanted = {name: value for name, value in sent.items() if name in joined}
+    expected = Expected.like("arrays", wanted, numbers=numbers, shares=SHARES)
     replies = federation.collect(messages, expected, training, round, f"train {training}")
     aggregated, _ = strategy.aggregate_train(round, [reply for _, reply in replies])
     if aggregated is None:
         raise NoReplies(f"train {training}, round {round}: the strategy returned no model")
     new = {name: value.astype(sent[name].dtype, copy=False) for name, value in to_numpy(aggregated).items()}
-    size = sum(value.nbytes for value in sent.values())
     federation.events(
         "round",
         training=training,
@@ -156,10 +165,17 @@ def train_round(
         replied=[partition for partition, _ in replies],
         **summarise([metrics_of(reply) for _, reply in replies]),
         wall_seconds=time.perf_counter() - start,
-        bytes_down=size * len(cohort),
-        bytes_up=size * len(replies),
+        bytes_down=sum(
+            array_bytes(record) for message in messages for record in message.content.array_records.values()
+        ),
+        bytes_up=sum(value.nbytes for value in wanted.values()) * len(replies),
     )
     return to_record(new)
+
+
+def sent_bytes(messages: Iterable[Message]) -> int:
+    """Return the bytes of all arrays in messages."""
+    return sum(array_bytes(record) for message in messages for record in message.content.array_records.values())
 
 
 def summarise(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from server.collaboration import Collaboration, adaptation_rounds, cells, check_
 from server.environment import describe
 from server.events import Events
 from server.final import evaluation_round, statistics_round
-from server.methods import PERSONALISED, Training, check_roles, plan
+from server.methods import STATISTICS, Training, check_roles, plan
 from server.nodes import identify, wait_for_nodes
 from server.rates import initial_rates, learn_rates, save_rates
 from server.rounds import Federation, to_numpy, to_record, train
+from server.trainings import Phase
 from server.world import World
 from settings import Settings, SettingsError, assignments
-from strategies import QFFL, STRATEGIES, Broadcast, FedProx, StatisticsFedAvg
+from strategies import GMA, QFFL, Broadcast, FedAvg, FedAvgM, FedProx, PartialFedAvg
 from tta.registry import ADAPTERS
 
 
@@ -52,7 +54,7 @@ def run(
     identity = uuid.uuid4().hex[:12]
     expected = wait_for_nodes(grid, settings.clients, settings.node_timeout)
     opening = Federation(grid, {}, settings, identity, events)
-    nodes, identities = identify(grid, expected, opening.config("", ""), settings.node_timeout, events)
+    nodes, identities = identify(grid, expected, opening.config(), settings.node_timeout, events)
     world = World.agree(identities)
     random = "no init: the network that is adapted is random" if collaborations and not settings.init else ""
     for note in filter(None, (world.note, tuning_note(settings, trainings), random)):
@@ -67,7 +69,7 @@ def run(
         initial_rates(settings.rates_init, modules, variant)  # refused before training, not after
     federation = Federation(grid, nodes, settings, identity, events, dict(zip(sorted(nodes), world.roles, strict=True)))
     for position, training in enumerate(trainings):
-        suffix = "" if position == 0 else f"-{training.objective}"
+        suffix = "" if position == 0 else f"-{training.name}"
         _one_training(federation, training, spec, world, collaborations, folder, suffix)
     events("end", seconds=time.perf_counter() - start, status="completed")
 
@@ -82,24 +84,26 @@ def _one_training(
     suffix: str,
 ) -> None:
     """Train, personalise, learn rates, evaluate and save one training; or train and run its test-time rounds."""
+    federation = replace(federation, settings=training.recipe.settings(federation.settings))
+    spec = {**spec, **({"rotation_head": True} if training.recipe.rotation_head else {})}
     model = initial_model(federation.settings, spec)
-    strategy = make_strategy(training.strategy, federation.settings)
+    strategies = [make_strategy(phase, federation.settings) for phase in training.recipe.phases]
     arrays = to_record({name: value.numpy() for name, value in model.global_state().items()})
-    arrays = train(federation, strategy, training.objective, arrays, training.objective)
+    arrays = train(federation, strategies, training, arrays)
     save_trained(folder / f"model{suffix}.safetensors", model, arrays, spec)
     if collaborations:
         adaptation_rounds(federation, training, arrays, collaborations, world)
         return
     means = None
-    if training.needs & PERSONALISED:
-        means = statistics_round(federation, strategy, training, arrays, model.feature_dim)
-        metadata = {"training": training.objective, "weighting": federation.settings.statistics_weighting}
+    if training.needs & STATISTICS:
+        means = statistics_round(federation, training, arrays, model)
+        metadata = {"training": training.name, "weighting": federation.settings.statistics_weighting}
         save_arrays(folder / f"statistics{suffix}.safetensors", to_numpy(means), metadata)
     everyone = Broadcast(arrays)
-    rates = {variant: learn_rates(federation, everyone, training.objective, variant) for variant in training.variants}
+    rates = {variant: learn_rates(federation, everyone, training.name, variant) for variant in training.variants}
     for variant, learned in rates.items():
         name = f"rates{suffix}" + ("" if variant == "all" else f"-{variant}")
-        save_rates(folder / f"{name}.safetensors", learned, training.objective, variant)
+        save_rates(folder / f"{name}.safetensors", learned, training.name, variant)
     evaluation_round(federation, training, arrays, means, rates, world.shifts)
 
 
@@ -109,11 +113,11 @@ def count_steps(
     """Return how many rounds of all kinds the run has, for its progress."""
     steps = 0
     for training in trainings:
-        steps += settings.rounds
+        steps += training.recipe.rounds(settings)
         if collaborations:
             steps += len(cells(training, collaborations)) * rounds_of(settings, world.stream_rounds)
         else:
-            steps += 1 + bool(training.needs & PERSONALISED) + len(training.variants) * settings.rates_rounds
+            steps += 1 + bool(training.needs & STATISTICS) + len(training.variants) * settings.rates_rounds
     return steps
 
 
@@ -158,24 +162,25 @@ def initial_model(settings: Settings, spec: dict[str, Any]) -> TwoHead:
     return model
 
 
-def make_strategy(name: str, settings: Settings) -> Strategy:
-    """Make a strategy that takes every node it is shown; the round loop does the sampling.
-
-    With `aggregation` other than fedavg the models are trained by that rule; statistics are averaged all the same.
-    """
+def make_strategy(phase: Phase, settings: Settings) -> Strategy:
+    """Make a phase's strategy, which takes every node it is shown; the round loop does the sampling."""
     everyone: dict[str, Any] = {
         "fraction_train": 1.0,
         "min_train_nodes": 1,
         "min_evaluate_nodes": 1,
         "min_available_nodes": 1,
     }
+    if phase.partial:
+        return PartialFedAvg(phase.shared, phase.kept, **everyone)
     if settings.aggregation == "fedprox":
         return FedProx(settings.proximal_mu, **everyone)
+    if settings.aggregation == "fedavgm":
+        return FedAvgM(server_momentum=settings.server_momentum, **everyone)
     if settings.aggregation == "qffl":
         return QFFL(settings.fairness, **everyone)
-    if issubclass(STRATEGIES[name], StatisticsFedAvg):
-        everyone["weighting"] = settings.statistics_weighting
-    return STRATEGIES[name](**everyone)
+    if settings.aggregation == "gma":
+        return GMA(settings.mask_threshold, **everyone)
+    return FedAvg(**everyone)
 
 
 def save_trained(path: Path, model: TwoHead, arrays: ArrayRecord, spec: dict[str, Any]) -> None:

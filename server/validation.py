@@ -17,6 +17,9 @@ from server.report import WEIGHT_BINS
 RANGES: dict[str, tuple[float, float]] = {
     "dle": (0.0, 1.0),
     "entropy_local": (0.0, math.inf),
+    "label_prior": (0.0, 1.0),
+    "confusion": (0.0, 1.0),
+    "block_scores": (0.0, 1.0),
     "entropy_global": (0.0, math.inf),
 }
 #: Endings of names of variances, which are not negative.

@@ -5,9 +5,10 @@ its own; it imports nothing of the project.
 """
 
 from settings.parse import add_arguments, assignments, from_arguments, from_config, from_toml, to_toml
-from settings.schema import Settings, SettingsError
+from settings.schema import Scalar, Settings, SettingsError
 
 __all__ = [
+    "Scalar",
     "Settings",
     "SettingsError",
     "add_arguments",

@@ -61,10 +61,14 @@ class Settings:
     fraction: float = _setting(1.0, "class-balanced part of the data set to use", above=0, high=1)
     image_size: int = _setting(32, "images are resized to this edge", low=8, high=1024)
     clients: int = _setting(10, "number of clients", low=1, high=100_000)
-    partition: str = _setting("equal", "how the data are dealt out", choices=("equal", "dirichlet", "iid", "step"))
+    partition: str = _setting(
+        "equal", "how the data are dealt out", choices=("equal", "dirichlet", "iid", "step", "domain", "domain_step")
+    )
     alpha: float = _setting(0.1, "Dirichlet concentration", above=0)
     step_ratio: float = _setting(16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1)
     target_fraction: float = _setting(0.0, "share of clients that only test, without labels", low=0, high=0.99)
+    target_domain: str = _setting("", "clients of this domain only test, all others only train (partition: domain)")
+    unseen_domain: str = _setting("", "pictures of this domain are nobody's: the test distribution unseen_domain")
     domains: str = _setting(
         "none", "what sets clients' pictures apart; corruptions: one a client", choices=("none", "corruptions")
     )
@@ -76,17 +80,35 @@ class Settings:
     # Local training
     local_epochs: int = _setting(5, "epochs of local training a round", low=1)
     personal_epochs: int = _setting(1, "epochs of the personal head a round", low=0)
+    personal_objective: str = _setting(
+        "cross_entropy", "loss of the personal head", choices=("cross_entropy", "balanced_softmax")
+    )
+    finetune_epochs: int = _setting(1, "epochs of fine-tuning that make the final model a client's own", low=0)
     batch_size: int = _setting(32, "training batch", low=1)
     optimizer: str = _setting("sgd", "local optimiser", choices=("sgd", "adam"))
     learning_rate: float = _setting(0.05, "learning rate (the papers: 0.01 on CIFAR-10)", above=0)
     momentum: float = _setting(0.0, "momentum of SGD", low=0, high=0.9999)
     weight_decay: float = _setting(5e-4, "weight decay", low=0)
-    augment: bool = _setting(True, "random crop, and flip where the data set allows it")
+    augment: bool = _setting(True, "random views of training images")
+    views: str = _setting(
+        "crop_flip",
+        "these views: crop_flip (flip where the data set allows it), or FedICON's",
+        choices=("crop_flip", "contrastive"),
+    )
+    ditto_lambda: float = _setting(1.0, "Ditto: pull of the personal model towards the received one", low=0)
+    rotation_weight: float = _setting(1.0, "TTT: weight of telling rotations apart in training", low=0)
+    temperature: float = _setting(0.5, "FedICON: temperature of the contrastive losses", above=0)
+    classifier_rounds: int = _setting(10, "FedICON: rounds of the classifier on the frozen encoder", low=0)
+    classifier_epochs: int = _setting(5, "FedICON: epochs that make the final classifier a client's own", low=0)
 
     # Federation
     rounds: int = _setting(10, "training rounds", low=0)
-    aggregation: str = _setting("fedavg", "how models are trained and joined", choices=("fedavg", "fedprox", "qffl"))
+    aggregation: str = _setting(
+        "fedavg", "how models are joined", choices=("fedavg", "fedprox", "fedavgm", "qffl", "gma")
+    )
     proximal_mu: float = _setting(0.01, "FedProx: μ of the pull towards the received model", low=0)
+    server_momentum: float = _setting(0.9, "FedAvgM: momentum of the server", low=0, high=0.9999)
+    mask_threshold: float = _setting(0.1, "GMA: agreement from which a value moves in full", low=0, high=1)
     fairness: float = _setting(1.0, "q-FFL: q, how much more clients with a large loss count", low=0)
     fraction_train: float = _setting(1.0, "fraction of clients sampled a round", above=0, high=1)
     statistics_weighting: str = _setting(

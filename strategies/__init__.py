@@ -11,7 +11,10 @@ from strategies.average import weighted_mean
 from strategies.broadcast import Broadcast
 from strategies.collaborative import Collaborative
 from strategies.fedamp import FedAMP
+from strategies.fedavgm import FedAvgM
 from strategies.fedprox import FedProx
+from strategies.gma import GMA
+from strategies.partial import PartialFedAvg
 from strategies.pfedbbn import PFedBBN
 from strategies.pfedgraph import PFedGraph
 from strategies.qffl import QFFL
@@ -20,27 +23,26 @@ from strategies.uniform import FedProxAtTestTime, Local, TestTimeFedAvg, TestTim
 
 __all__ = [
     "COLLABORATIONS",
+    "GMA",
     "QFFL",
-    "STRATEGIES",
     "ATPRates",
     "Broadcast",
     "Collaborative",
     "FedAMP",
     "FedAvg",
+    "FedAvgM",
     "FedProx",
     "FedProxAtTestTime",
     "Local",
     "PFedBBN",
     "PFedGraph",
+    "PartialFedAvg",
     "StatisticsFedAvg",
     "TestTimeFedAvg",
     "TestTimeFedAvgM",
     "similarity",
     "weighted_mean",
 ]
-
-#: Strategies of federated training that a method row can name.
-STRATEGIES = {"FedAvg": FedAvg, "StatisticsFedAvg": StatisticsFedAvg, "FedProx": FedProx, "QFFL": QFFL}
 
 #: Rules by which clients help each other at test time.
 COLLABORATIONS: dict[str, type[Collaborative]] = {

@@ -16,40 +16,62 @@ if TYPE_CHECKING:
     from tta.atp import ATP
     from tta.base import Adapter
     from tta.bbn import BBN
+    from tta.bbse import BBSE
     from tta.bn_adapt import BNAdapt
     from tta.btfl import BTFL
     from tta.collaborator import Collaborator
     from tta.cotta import CoTTA
+    from tta.eata import EATA
+    from tta.em import EM
+    from tta.fedicon import FedICON
+    from tta.fedrod import FedRoD
     from tta.fedthe import FedTHE
     from tta.fedthe_plus import FedTHEPlus
     from tta.fixed_mix import FixedMix
+    from tta.knn_per import KNNPer
     from tta.memo import MEMO
     from tta.none import NoAdaptation
     from tta.personal import Personal
     from tta.roid import ROID
     from tta.rotta import RoTTA
+    from tta.shot import SHOT
     from tta.statistics import Statistics
+    from tta.surgical import Surgical
+    from tta.t3a import T3A
     from tta.tent import Tent
+    from tta.tsa import TSA
+    from tta.ttt import TTT
 
 __all__ = [
     "ADAPTERS",
     "ATP",
     "BBN",
+    "BBSE",
     "BTFL",
+    "EATA",
+    "EM",
     "MEMO",
     "ROID",
+    "SHOT",
+    "T3A",
+    "TSA",
+    "TTT",
     "Adapter",
     "AdapterInfo",
     "BNAdapt",
     "CoTTA",
     "Collaborator",
+    "FedICON",
+    "FedRoD",
     "FedTHE",
     "FedTHEPlus",
     "FixedMix",
+    "KNNPer",
     "NoAdaptation",
     "Personal",
     "RoTTA",
     "Statistics",
+    "Surgical",
     "Tent",
     "create",
     "parse_options",

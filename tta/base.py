@@ -65,6 +65,11 @@ class Adapter(ABC):
             raise ValueError(f"samples {bad} of the batch hold values that are not finite")
         return self._predict(x)
 
+    @property
+    def takes_whole_set(self) -> bool:
+        """Tell whether what `predict` gets is meant to be a whole test set, which nothing outlives."""
+        return False
+
     def reset(self) -> None:
         """Forget everything learned from the stream, and the report."""
         self._records = {}

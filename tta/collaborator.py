@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from models import PERSONAL_PREFIX
+from models import PERSONAL_PREFIX, ROTATION_PREFIX
 from tta.base import Adapter
 from tta.table import Share
 
@@ -171,9 +171,9 @@ def replace_batchnorms(
 
 
 def shared_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that may be trained and sent: all but frozen ones and the personal head's."""
+    """Return the parameters that may be trained and sent: all but frozen ones and those of the other heads."""
     return {
         name: value
         for name, value in model.named_parameters()
-        if value.requires_grad and not name.startswith(PERSONAL_PREFIX)
+        if value.requires_grad and not name.startswith((PERSONAL_PREFIX, ROTATION_PREFIX))
     }

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tta.base import Adapter
+    from tta.knn_per import Datastore
     from tta.statistics import Statistics
 
 __all__ = ["ADAPTERS", "NEEDS", "AdapterInfo", "Share", "create", "info", "parse_options"]
@@ -31,6 +32,7 @@ def create(
     model: nn.Module,
     statistics: Statistics | None = None,
     rates: Mapping[str, float] | None = None,
+    datastore: Datastore | None = None,
     **options: Any,
 ) -> Adapter:
     """Return a new adapter.
@@ -45,6 +47,8 @@ def create(
         What the client knows from training.
     rates : mapping or None
         Learned adaptation rates, for an adapter that needs them.
+    datastore : Datastore or None
+        The client's memorised samples, for an adapter that needs them.
     **options
         Arguments of the class; see `AdapterInfo.options`.
 
@@ -52,7 +56,7 @@ def create(
     ------
     ValueError
         The name or an option is unknown (the message lists what exists), a value has the wrong type or range, or there
-        are no rates for an adapter that needs them.
+        are no rates or memorised samples for an adapter that needs them.
     """
     row = info(name)
     known = row.options
@@ -63,10 +67,14 @@ def create(
     constructor: Any = row.load()
     accepted = inspect.signature(constructor).parameters
     given: dict[str, Any] = {"statistics": statistics} if "statistics" in accepted else {}
-    if "rates" in row.needs:
-        if rates is None:
-            raise ValueError(f"{name} needs learned adaptation rates")
-        given["rates"] = rates
+    for need, value, what in (
+        ("rates", rates, "learned adaptation rates"),
+        ("datastore", datastore, "memorised samples"),
+    ):
+        if need in row.needs:
+            if value is None:
+                raise ValueError(f"{name} needs {what}")
+            given[need] = value
     return constructor(model, **given, **options)
 
 

@@ -22,6 +22,12 @@ class Statistics:
         Fraction of samples whose discretised feature is 0, raw, in [0, 1] (BTFL, section 4.1: p^l, p^g).
     entropy_local, entropy_global : float or None
         Mean entropy in nats of the personal and of the global head's predictions (BTFL: mean H_l, mean H_g).
+    label_prior : Tensor [K] or None
+        Frequency of each class in training, mean over clients (EM, BBSE).
+    confusion : Tensor [K, K] or None
+        Frequencies P(ŷ = i, y = j) on validation data, mean over clients (BBSE).
+    block_scores : Tensor [blocks] or None
+        Accuracy on validation data after adapting one block alone, mean over clients (Surgical).
     """
 
     descriptor_local: Tensor | None = None
@@ -30,6 +36,9 @@ class Statistics:
     dle_global: Tensor | None = None
     entropy_local: float | None = None
     entropy_global: float | None = None
+    label_prior: Tensor | None = None
+    confusion: Tensor | None = None
+    block_scores: Tensor | None = None
 
     def require(self, method: str, *names: str) -> None:
         """Raise ValueError naming every statistic that `method` needs and that is missing here."""

@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     from tta.base import Adapter
 
 #: What an adapter may ask of the training before it, of the model, or of the machine.
-NEEDS = frozenset({"personal_head", "descriptor", "dle", "entropy", "gradients", "batchnorm", "rates"})
+NEEDS = frozenset(
+    {
+        "personal_head", "descriptor", "dle", "entropy", "gradients", "batchnorm", "rates",
+        "datastore", "label_prior", "confusion", "block_scores", "rotation_head", "residual_head",
+    }
+)  # fmt: skip
 
 #: What a collaborating adapter lets others mix; see `tta.collaborator`.
 Share = Literal["affine", "statistics", "all"]
 
 #: Arguments of a constructor that are no options: what comes from the training or the network.
-GIVEN = ("self", "model", "statistics", "rates", "num_classes")
+GIVEN = ("self", "model", "statistics", "rates", "datastore", "fisher", "num_classes")
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,92 @@ _ROWS = (
         "batch",
         frozenset({"batchnorm"}),
         collaborates=True,
+    ),
+    AdapterInfo(
+        "eata",
+        "tta.eata:EATA",
+        "Efficient Test-Time Model Adaptation without Forgetting (ICML 2022)",
+        "BatchNorm statistics, weights and biases",
+        "batch",
+        frozenset({"batchnorm"}),
+        collaborates=True,
+    ),
+    AdapterInfo(
+        "ttt",
+        "tta.ttt:TTT",
+        "Test-Time Training with Self-Supervision for Generalization under Distribution Shifts (ICML 2020)",
+        "encoder and rotation head",
+        "sample",
+        frozenset({"rotation_head", "gradients"}),
+    ),
+    AdapterInfo(
+        "t3a",
+        "tta.t3a:T3A",
+        "Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization (NeurIPS 2021)",
+        "the classes' prototypes",
+        "sample",
+    ),
+    AdapterInfo(
+        "shot",
+        "tta.shot:SHOT",
+        "Do We Really Need to Access the Source Data? Source Hypothesis Transfer (ICML 2020)",
+        "the encoder",
+        "batch",
+    ),
+    AdapterInfo(
+        "surgical",
+        "tta.surgical:Surgical",
+        "Surgical Fine-Tuning Improves Adaptation to Distribution Shifts (ICLR 2023)",
+        "one block of layers",
+        "batch",
+        frozenset({"block_scores"}),
+    ),
+    AdapterInfo(
+        "em",
+        "tta.em:EM",
+        "Adjusting the Outputs of a Classifier to New a Priori Probabilities (Neural Computation 2002)",
+        "the label prior",
+        "batch",
+        frozenset({"label_prior"}),
+    ),
+    AdapterInfo(
+        "bbse",
+        "tta.bbse:BBSE",
+        "Detecting and Correcting for Label Shift with Black Box Predictors (ICML 2018)",
+        "the label prior",
+        "batch",
+        frozenset({"confusion"}),
+    ),
+    AdapterInfo(
+        "tsa",
+        "tta.tsa:TSA",
+        "Self-Supervised Aggregation of Diverse Experts for Test-Agnostic Long-Tailed Recognition (NeurIPS 2022)",
+        "the weight of the global head",
+        "batch",
+        frozenset({"personal_head"}),
+    ),
+    AdapterInfo(
+        "knn_per",
+        "tta.knn_per:KNNPer",
+        "Personalized Federated Learning through Local Memorization (ICML 2022)",
+        "nothing: the head and the nearest training samples",
+        "sample",
+        frozenset({"datastore"}),
+    ),
+    AdapterInfo(
+        "fedrod",
+        "tta.fedrod:FedRoD",
+        "On Bridging Generic and Personalized Federated Learning for Image Classification (ICLR 2022)",
+        "nothing: the sum of both heads",
+        "sample",
+        frozenset({"residual_head"}),
+    ),
+    AdapterInfo(
+        "fedicon",
+        "tta.fedicon:FedICON",
+        "Taming Heterogeneity to Deal with Test-Time Shift in Federated Learning (2023)",
+        "the encoder",
+        "batch",
     ),
 )
 

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from .raw import Raw, Request, reading
+from .shelves import Shelf, join
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
@@ -22,8 +23,9 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
     path : str
         A folder below the root, where the root holds other data too.
     domain : str, optional
-        The first level holds domains, the second classes: take this domain. Label numbers are those of the
-        classes of *all* domains, so that they agree between domains even where one lacks a class.
+        The first level holds domains, the second classes: take this domain, or all of them with
+        "*". Label numbers are those of the classes of *all* domains, so that they agree between domains even where
+        one lacks a class.
 
     Raises
     ------
@@ -41,10 +43,16 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
     if domain is None:
         return _read(top, _subfolders(top), request.image_size)
     domains = _subfolders(top)
-    if domain not in domains:
+    if domain not in (*domains, "*"):
         raise ValueError(f"unknown domain {domain!r}; there are: {', '.join(domains)}")
     classes = sorted({name for one in domains for name in _subfolders(top / one)})
-    return _read(top / domain, classes, request.image_size)
+    if domain != "*":
+        return _read(top / domain, classes, request.image_size)
+    read = {one: _read(top / one, classes, request.image_size) for one in domains}
+    if not read:
+        raise ValueError(f"{top} holds no domain folders")
+    shelves = {one: Shelf(raw.labels, raw.pixels.__getitem__) for one, raw in read.items()}
+    return join(shelves, tuple(classes), request, per_domain=0, draw=0)
 
 
 def _subfolders(folder: Path) -> list[str]:
@@ -62,15 +70,21 @@ def _read(folder: Path, classes: list[str], size: int) -> Raw:
         files = sorted(file for file in (folder / name).iterdir() if file.suffix.lower() in SUFFIXES)
         if not files:
             raise ValueError(f"{folder / name} holds no picture ({', '.join(SUFFIXES)})")
-        pixels.extend(_picture(file, size) for file in files)
+        pixels.extend(picture(file, size) for file in files)
         labels.extend([label] * len(files))
     if not pixels:
         raise ValueError(f"{folder} holds no class folders")
     return Raw(np.stack(pixels), np.asarray(labels, np.int64), tuple(classes))
 
 
-def _picture(path: Path, size: int) -> np.ndarray:
-    """Read one picture as uint8 [3, size, size]."""
-    with reading(path), Image.open(path) as picture:
-        rgb = picture.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+def picture(path: Path, size: int) -> np.ndarray:
+    """Read one picture as uint8 [3, size, size].
+
+    Raises
+    ------
+    ValueError
+        It is damaged; the message names it.
+    """
+    with reading(path), Image.open(path) as opened:
+        rgb = opened.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
         return np.asarray(rgb).transpose(2, 0, 1)

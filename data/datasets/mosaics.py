@@ -22,21 +22,24 @@ def is_packed(folder: Path) -> bool:
     return (folder / "labels.npz").is_file()
 
 
-def tiles(path: Path, size: int = _TILE) -> np.ndarray:
-    """Cut the mosaic at `path` into uint8 [N, 3, size, size], in row-major order of the tiles.
+def tiles(path: Path, size: int = _TILE, channels: int = 3) -> np.ndarray:
+    """Cut the mosaic at `path` into uint8 [N, channels, size, size], in row-major order of the tiles.
 
     Raises
     ------
     ValueError
-        The file cannot be read, is not RGB, or its sides are no multiples of `size`; the message names it.
+        The file cannot be read, is not RGB (`channels` 3) or grey (1), or its sides are no multiples of `size`; the
+        message names it.
     """
     with reading(path), Image.open(path) as picture:
         mosaic = np.asarray(picture)
-    if mosaic.ndim != 3 or mosaic.shape[2] != 3 or mosaic.shape[0] % size or mosaic.shape[1] % size:
-        raise ValueError(f"{path}: a mosaic of {size} x {size} RGB tiles is expected, got {mosaic.shape}")
-    rows, columns = mosaic.shape[0] // size, mosaic.shape[1] // size
-    cut = mosaic.reshape(rows, size, columns, size, 3).transpose(0, 2, 4, 1, 3)  # [rows, columns, 3, size, size]
-    return cut.reshape(rows * columns, 3, size, size)
+    height, width = mosaic.shape[:2]
+    if mosaic.shape[2:] != ((3,) if channels == 3 else ()) or height % size or width % size:
+        kind = "RGB" if channels == 3 else "grey"
+        raise ValueError(f"{path}: a mosaic of {size} x {size} {kind} tiles is expected, got {mosaic.shape}")
+    rows, columns = height // size, width // size
+    cut = mosaic.reshape(rows, size, columns, size, channels).transpose(0, 2, 4, 1, 3)  # [rows, columns, C, size, size]
+    return cut.reshape(rows * columns, channels, size, size)
 
 
 def load_packed(folder: Path, parts: tuple[str, ...], classes: int) -> Raw:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 from ..images import Images
 from .cifar import load_cifar10, load_cifar100
 from .cifar10_1 import is_present, load_cifar10_1
+from .digit5 import load_digit5
 from .digits import load_digits
+from .domainnet import load_domainnet
 from .folder import load_folder
 from .npz import load_npz
+from .office10 import load_office10, load_pacs
 from .raw import Loader, Request, finish
+from .shelves import DomainRaw
 
 #: Where data is looked for when no root is given.
 ROOT_VARIABLE = "FEDTTA_DATA"
@@ -23,6 +27,8 @@ RGB = tuple[float, float, float]
 _CIFAR10_MEAN, _CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 _CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 _HALF: RGB = (0.5, 0.5, 0.5)
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_SEVERAL = ("domains", "per_domain", "draw")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,22 @@ DATASETS: dict[str, Dataset] = {
     "npz": Dataset(
         "pictures of your own: an .npz file with x and y (never mirrored: what they show is not known)",
         load_npz, _HALF, _HALF, None, flip=False, options=("path", "layout"),
+    ),
+    "digit5": Dataset(
+        "Digit-5: MNIST, SVHN, USPS, SynthDigits and MNIST-M, those at hand, 2,000 pictures a domain",
+        load_digit5, _HALF, _HALF, 10, flip=False, options=_SEVERAL,
+    ),
+    "office10": Dataset(
+        "Office-Caltech-10: amazon, caltech10, dslr and webcam",
+        load_office10, _HALF, _HALF, 10, flip=True, options=(*_SEVERAL, "copies"),
+    ),
+    "pacs": Dataset(
+        "PACS: photo, art_painting, cartoon and sketch",
+        load_pacs, _IMAGENET_MEAN, _IMAGENET_STD, 7, flip=True, options=(*_SEVERAL, "copies"),
+    ),
+    "domainnet": Dataset(
+        "DomainNet's ten most common classes in its six domains, 2,000 pictures a domain",
+        load_domainnet, _IMAGENET_MEAN, _IMAGENET_STD, 10, flip=True, options=_SEVERAL,
     ),
 }  # fmt: skip
 
@@ -163,4 +185,8 @@ def _load(
     options: tuple[tuple[str, Hashable], ...],
 ) -> Images:
     raw = DATASETS[name].loader(Request(root, image_size, download), **dict(options))
-    return finish(raw, name, image_size, channels).stratified(fraction, seed)
+    images = finish(raw, name, image_size, channels)
+    if isinstance(raw, DomainRaw):
+        known = f"{name} without {', '.join(raw.absent)}" if raw.absent else name
+        images = replace(images, name=known, domains=raw.domains, domain=raw.domain)
+    return images.stratified(fraction, seed)

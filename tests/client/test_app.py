@@ -22,6 +22,9 @@ SETTINGS = Settings(
 )  # fmt: skip
 
 
+TASK = {"training": "ce", "rule": "joint", "objective": "cross_entropy", "wanted": list[str]()}
+
+
 def node(partition: Any = 1, clients: Any = CLIENTS, **config: Any) -> Context:
     """What Flower hands to a node's ClientApp, with an empty run config as in its simulation."""
     numbers = {"partition-id": partition, "num-partitions": clients}
@@ -31,7 +34,7 @@ def node(partition: Any = 1, clients: Any = CLIENTS, **config: Any) -> Context:
 
 def ask(context: Context, kind: str, records: dict[str, Any] | None = None, **changes: Any) -> RecordDict:
     """Send a message as the server does: all settings, the envelope, and records of arrays."""
-    config = {**SETTINGS.flat(), "run": "run1", "training": "ce", "objective": "cross_entropy", **changes}
+    config = {**SETTINGS.flat(), "run": "run1", **TASK, **changes}
     content = RecordDict({"config": ConfigRecord(config), **(records or {})})
     return app(request(kind=kind, content=content), context).content
 
@@ -58,6 +61,7 @@ def live(context: Context, **changes: Any) -> tuple[RecordDict, RecordDict, Reco
         labels=["fedavg", "fedthe[beta=1]", "btfl"],
         adapters=["none", "fedthe", "btfl"],
         options=["{}", '{"beta": 1.0}', "{}"],
+        bases=["global"] * 3,
         **changes,
     )
     return trained, known, evaluated
@@ -159,7 +163,7 @@ def test_a_client_without_statistics_says_so() -> None:
 )
 @pytest.mark.parametrize("kind", ["query.identify", "train", "train.statistics", "evaluate"])
 def test_a_node_that_is_set_up_wrongly_is_told_what_is_wrong(context: Context, told: str, kind: str) -> None:
-    envelope = {"server-round": 1, "labels": ["a"], "adapters": ["none"], "options": ["{}"]}
+    envelope = {"server-round": 1, "labels": ["a"], "adapters": ["none"], "options": ["{}"], "bases": ["global"]}
     with pytest.raises(ValueError, match=told):
         ask(context, kind, {"arrays": initial(), "statistics": initial()}, **envelope)
 
@@ -216,7 +220,7 @@ def test_columns_of_rows_must_have_one_length() -> None:
         ask(
             node(), "evaluate", {"arrays": initial(), "statistics": initial()},
             **{"server-round": 1, "shifts-resolved": ["original"]}, labels=["a", "b"], adapters=["none"],
-            options=["{}"],
+            options=["{}"], bases=["global"],
         )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 from client.device import Device
 from client.randomness import generator
 from client.summary import summarise
+from client.task import Task
 from data import CORRUPTIONS
 from tests.client.tiny import (
     CLASSES,
@@ -32,7 +33,7 @@ Arrays = dict[str, np.ndarray]
 def test_a_reply_looks_like_the_global_state_and_holds_nothing_private(norm: bool) -> None:
     client = device(model=network(norm))
     arrays = global_arrays(client.model)
-    sent, metrics = client.train(1, "ce", "cross_entropy", arrays)
+    sent, metrics = client.train(1, Task("ce"), arrays)
     assert list(sent) == list(arrays)
     assert not [name for name in sent if "personal" in name or "num_batches" in name]
     for name, value in sent.items():
@@ -51,9 +52,9 @@ def test_what_was_sent_stays_as_it_was_when_the_next_client_trains() -> None:
     """All clients of a process share one network; a reply must not be a view of it."""
     model = network()
     arrays = global_arrays(model)
-    sent, _ = device(0, model=model).train(1, "ce", "cross_entropy", arrays)
+    sent, _ = device(0, model=model).train(1, Task("ce"), arrays)
     kept = {name: value.copy() for name, value in sent.items()}
-    device(1, model=model).train(1, "ce", "cross_entropy", arrays)
+    device(1, model=model).train(1, Task("ce"), arrays)
     assert same(sent, kept)
 
 
@@ -65,8 +66,8 @@ def test_nothing_tells_label_counts() -> None:
     assert one.describe() == other.describe()
     for client in (one, other):
         arrays = global_arrays(network())
-        _, metrics = client.train(1, "ce", "balanced_softmax", arrays)
-        means, statistics_metrics = client.statistics(2, "ce", arrays)
+        _, metrics = client.train(1, Task("ce", objective="balanced_softmax"), arrays)
+        means, statistics_metrics = client.statistics(2, Task("ce"), arrays)
         assert not [key for key in (*metrics, *statistics_metrics, *means) if "label" in key or "count" in key]
         assert all(isinstance(value, int | float) for value in {**metrics, **statistics_metrics}.values())
         assert {name: value.shape for name, value in means.items()} == {
@@ -135,13 +136,13 @@ def test_the_personal_head_goes_on_from_round_to_round_on_the_received_encoder()
     bound = FEATURES**-0.5
     start = torch.empty(CLASSES, FEATURES).uniform_(-bound, bound, generator=generator(1, "head")).numpy()
     for round, arrays in ((1, first), (2, second)):
-        client.train(round, "ce", "cross_entropy", arrays)
+        client.train(round, Task("ce"), arrays)
         expected = personal_by_hand(client, arrays, start, generator(1, "personal", round, 1), epochs=2)
         kept = state_of(client).load("ce", round)
         assert kept is not None
         torch.testing.assert_close(torch.tensor(kept["personal_head.weight"]), expected, rtol=1e-3, atol=1e-4)
         start = kept["personal_head.weight"]
-    client.statistics(3, "ce", first)
+    client.statistics(3, Task("ce"), first)
     expected = personal_by_hand(client, first, start, generator(1, "final", 3, 1), epochs=2)
     kept = state_of(client).load("ce", 3)
     assert kept is not None
@@ -152,20 +153,20 @@ def test_all_clients_start_from_one_personal_head() -> None:
     heads = []
     for partition in (0, 2):
         client = device(partition, model=network(seed=partition), personal_epochs=0)
-        client.train(1, "ce", "cross_entropy", global_arrays(network()))
+        client.train(1, Task("ce"), global_arrays(network()))
         heads.append(state_of(client).entries["ce", 1]["personal_head.weight"])
     assert np.array_equal(*heads)
     other_seed = device(personal_epochs=0, seed=2)
-    other_seed.train(1, "ce", "cross_entropy", global_arrays(network()))
+    other_seed.train(1, Task("ce"), global_arrays(network()))
     assert not np.array_equal(state_of(other_seed).entries["ce", 1]["personal_head.weight"], heads[0])
 
 
 def test_trainings_keep_their_heads_apart() -> None:
     client, alone = device(), device()
     for round in (1, 2):
-        client.train(round, "ce", "cross_entropy", global_arrays(network()))
-        client.train(round, "balanced", "balanced_softmax", global_arrays(network(seed=5)))
-        alone.train(round, "ce", "cross_entropy", global_arrays(network()))
+        client.train(round, Task("ce"), global_arrays(network()))
+        client.train(round, Task("balanced", objective="balanced_softmax"), global_arrays(network(seed=5)))
+        alone.train(round, Task("ce"), global_arrays(network()))
     assert same(state_of(client).entries["ce", 2], state_of(alone).entries["ce", 2])
     assert not same(state_of(client).entries["ce", 2], state_of(client).entries["balanced", 2])
 
@@ -173,7 +174,7 @@ def test_trainings_keep_their_heads_apart() -> None:
 def test_the_objective_matters_to_the_shared_part_only() -> None:
     clients = device(), device()
     sent = [
-        client.train(1, "t", objective, global_arrays(network()))[0]
+        client.train(1, Task("t", objective=objective), global_arrays(network()))[0]
         for client, objective in zip(clients, ("cross_entropy", "balanced_softmax"), strict=True)
     ]
     assert not same(*sent)
@@ -186,7 +187,7 @@ def test_the_objective_matters_to_the_shared_part_only() -> None:
 def test_statistics_are_those_of_the_final_model_and_head_without_augmentation() -> None:
     client = device(1, augment=True)
     arrays = global_arrays(network(seed=4))
-    sent, metrics = client.statistics(5, "ce", arrays)
+    sent, metrics = client.statistics(5, Task("ce"), arrays)
     kept = state_of(client).entries["ce", 5]
     twin = network(seed=4)
     with torch.no_grad():
@@ -204,7 +205,7 @@ def test_statistics_are_those_of_the_final_model_and_head_without_augmentation()
 def test_validation_counts_the_received_global_head_and_the_new_personal_head() -> None:
     client = device(2, eval_batch_size=3)
     arrays = global_arrays(network(seed=4))
-    _, metrics = client.train(1, "ce", "cross_entropy", arrays)
+    _, metrics = client.train(1, Task("ce"), arrays)
     twin = network(seed=4).eval()
     with torch.no_grad():
         twin.personal_head.weight.copy_(torch.tensor(state_of(client).entries["ce", 1]["personal_head.weight"]))

@@ -16,6 +16,7 @@ from client.app import ContextState
 from client.device import Device
 from client.evaluation import Row
 from client.state import DirectoryState
+from client.task import Task
 from data import Federation
 from tests.client.tiny import (
     CLASSES,
@@ -40,15 +41,15 @@ def test_evaluation_needs_the_statistics_of_its_round() -> None:
     means |= {"entropy_local": np.ones(1), "entropy_global": np.ones(1)}
     rows = [Row("fedavg", "none")]
     with pytest.raises(ValueError, match="this client has no statistics of round 1"):
-        client.evaluate(1, "ce", arrays, means, rows, ["original"])
-    client.train(1, "ce", "cross_entropy", arrays)
+        client.evaluate(1, Task("ce"), arrays, means, rows, ["original"])
+    client.train(1, Task("ce"), arrays)
     with pytest.raises(ValueError, match="this client has no statistics of round 2"):
-        client.evaluate(2, "ce", arrays, means, rows, ["original"])
-    client.statistics(2, "ce", arrays)
-    client.evaluate(2, "ce", arrays, means, rows, ["original"])
+        client.evaluate(2, Task("ce"), arrays, means, rows, ["original"])
+    client.statistics(2, Task("ce"), arrays)
+    client.evaluate(2, Task("ce"), arrays, means, rows, ["original"])
     # a training that went on and lost this client's last statistics must not fall back on the earlier ones
     with pytest.raises(ValueError, match="this client has no statistics of round 4"):
-        client.evaluate(4, "ce", arrays, means, rows, ["original"])
+        client.evaluate(4, Task("ce"), arrays, means, rows, ["original"])
 
 
 # -- bad input
@@ -72,9 +73,9 @@ def spoiled(arrays: Arrays, how: str) -> Arrays:
 
 
 CALLS: dict[str, Callable[[Device, Arrays], Any]] = {
-    "train": lambda client, arrays: client.train(3, "ce", "cross_entropy", arrays),
-    "statistics": lambda client, arrays: client.statistics(3, "ce", arrays),
-    "evaluate": lambda client, arrays: client.evaluate(3, "ce", arrays, {}, [Row("a", "none")], ["original"]),
+    "train": lambda client, arrays: client.train(3, Task("ce"), arrays),
+    "statistics": lambda client, arrays: client.statistics(3, Task("ce"), arrays),
+    "evaluate": lambda client, arrays: client.evaluate(3, Task("ce"), arrays, {}, [Row("a", "none")], ["original"]),
 }
 
 
@@ -82,8 +83,8 @@ CALLS: dict[str, Callable[[Device, Arrays], Any]] = {
 @pytest.mark.parametrize("how", ["not finite", "missing", "unknown", "shape", "dtype", "variance"])
 def test_arrays_that_do_not_fit_are_refused_by_name_and_change_nothing(call: str, how: str) -> None:
     client = device(model=network(norm=True))
-    arrays, _ = client.train(1, "ce", "cross_entropy", global_arrays(network(norm=True)))
-    client.statistics(2, "ce", arrays)
+    arrays, _ = client.train(1, Task("ce"), global_arrays(network(norm=True)))
+    client.statistics(2, Task("ce"), arrays)
     before, weights = dict(state_of(client).entries), global_arrays(client.model)
     named = {"unknown": "personal_head.weight", "not finite": "head.weight", "variance": "encoder.norm.running_var"}
     with pytest.raises(ValueError, match=named.get(how, "head.bias")):
@@ -110,28 +111,28 @@ def test_means_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], told
     arrays, means = through_statistics(client, rounds=0)
     spoiled_means = {name: value for name, value in {**means, **changes}.items() if value is not None}
     with pytest.raises(ValueError, match=told):
-        client.evaluate(1, "ce", arrays, spoiled_means, [Row("a", "none")], ["original"])
+        client.evaluate(1, Task("ce"), arrays, spoiled_means, [Row("a", "none")], ["original"])
 
 
 def test_an_unknown_objective_is_refused_before_anything_changes() -> None:
     client = device()
     with pytest.raises(ValueError, match="there are: cross_entropy, balanced_softmax"):
-        client.train(1, "ce", "focal", global_arrays(network()))
+        client.train(1, Task("ce", objective="focal"), global_arrays(network()))
     assert not state_of(client).entries
 
 
 @pytest.mark.parametrize("phase", ["personal", "local"])
 def test_a_round_that_diverges_leaves_the_private_state_as_it_was(phase: str) -> None:
     client = device()
-    arrays, _ = client.train(1, "ce", "cross_entropy", global_arrays(network()))
+    arrays, _ = client.train(1, Task("ce"), global_arrays(network()))
     before = dict(state_of(client).entries)
     wild = device(
         state=client.state, model=client.model, learning_rate=1e30, personal_epochs=3 if phase == "personal" else 0
     )
     with pytest.raises(FloatingPointError, match="personal head" if phase == "personal" else "local training"):
-        wild.train(2, "ce", "cross_entropy", arrays)
+        wild.train(2, Task("ce"), arrays)
     assert state_of(client).entries == before
-    client.train(2, "ce", "cross_entropy", arrays)  # and the network works again
+    client.train(2, Task("ce"), arrays)  # and the network works again
 
 
 # -- the same bits
@@ -140,7 +141,7 @@ def test_a_round_that_diverges_leaves_the_private_state_as_it_was(phase: str) ->
 def a_run(client: Device) -> tuple[Arrays, Arrays, list[dict[str, Any]]]:
     arrays, means = through_statistics(client)
     rows = [Row("fedthe", "fedthe"), Row("btfl", "btfl")]
-    _, results = client.evaluate(3, "ce", arrays, means, rows, ["original", "corrupted", "mixture"])
+    _, results = client.evaluate(3, Task("ce"), arrays, means, rows, ["original", "corrupted", "mixture"])
     return arrays, means, [{k: v for k, v in result.items() if k != "seconds"} for result in results]
 
 
@@ -164,7 +165,7 @@ def test_partition_round_and_seed_each_make_a_difference() -> None:
     trained, heads = [], []
     for partition, round, seed in ((0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)):
         client = device(partition, world=twins, augment=True, seed=seed)
-        trained.append(client.train(round, "ce", "cross_entropy", global_arrays(network()))[0])
+        trained.append(client.train(round, Task("ce"), global_arrays(network()))[0])
         heads.append(state_of(client).entries["ce", round])
     for i, j in itertools.combinations(range(4), 2):
         assert not same(trained[i], trained[j])
@@ -183,10 +184,10 @@ def test_a_device_made_anew_for_every_message_computes_the_same(backend: str, tm
 
     arrays = global_arrays(network(seed=9))
     for round in (1, 2):
-        arrays, _ = again().train(round, "ce", "cross_entropy", arrays)
-    means, _ = again().statistics(3, "ce", arrays)
+        arrays, _ = again().train(round, Task("ce"), arrays)
+    means, _ = again().statistics(3, Task("ce"), arrays)
     rows = [Row("fedthe", "fedthe"), Row("btfl", "btfl")]
-    _, results = again().evaluate(3, "ce", arrays, means, rows, ["original", "corrupted", "mixture"])
+    _, results = again().evaluate(3, Task("ce"), arrays, means, rows, ["original", "corrupted", "mixture"])
     expected = a_run(device())
     assert same(arrays, expected[0])
     assert same(means, expected[1])
@@ -197,8 +198,8 @@ def test_a_round_may_be_done_again_after_a_step_back() -> None:
     client = device()
     arrays = [global_arrays(network())]
     for round in (1, 2):
-        arrays.append(client.train(round, "ce", "cross_entropy", arrays[-1])[0])
-    again, _ = client.train(2, "ce", "cross_entropy", arrays[1])
+        arrays.append(client.train(round, Task("ce"), arrays[-1])[0])
+    again, _ = client.train(2, Task("ce"), arrays[1])
     assert same(again, arrays[2])
 
 
@@ -211,10 +212,10 @@ def odd(sizes: tuple[int, int, int], norm: bool = False, **changes: Any) -> tupl
     )
     arrays = global_arrays(client.model)
     for round in (1, 2):
-        arrays, metrics = client.train(round, "ce", "balanced_softmax", arrays)
+        arrays, metrics = client.train(round, Task("ce", objective="balanced_softmax"), arrays)
         assert all(np.isfinite(value) for value in metrics.values())
         assert all(np.isfinite(value).all() for value in arrays.values())
-    means, _ = client.statistics(3, "ce", arrays)
+    means, _ = client.statistics(3, Task("ce"), arrays)
     return client, arrays, means
 
 
@@ -226,7 +227,7 @@ TUNED = [Row("memo", "memo", {"views": 2, "steps": 1}), Row("plus", "fedthe_plus
 @pytest.mark.parametrize("sizes", [(1, 0, 1), (2, 0, 1), (5, 1, 2), (9, 3, 3)])
 def test_a_client_with_fewer_samples_than_a_batch(sizes: tuple[int, int, int], norm: bool) -> None:
     client, arrays, means = odd(sizes, norm, batch_size=8)
-    check, results = client.evaluate(3, "ce", arrays, means, ALL, ["original", "corrupted", "out_of_client"])
+    check, results = client.evaluate(3, Task("ce"), arrays, means, ALL, ["original", "corrupted", "out_of_client"])
     assert check == {"checked": 3 * sizes[2], "leaked": 0}
     assert [result["total"] for result in results] == [sizes[2]] * 15
 
@@ -235,16 +236,16 @@ def test_a_client_with_one_class() -> None:
     pictures = dataclasses.replace(images(60), labels=np.repeat([1, 0, 2], 20).astype(np.int64))
     client = device(world=federation_of_splits(pictures, (12, 4, 4), (10, 5, 5), (10, 5, 5)))
     arrays = global_arrays(client.model)
-    arrays, metrics = client.train(1, "ce", "balanced_softmax", arrays)
+    arrays, metrics = client.train(1, Task("ce", objective="balanced_softmax"), arrays)
     assert np.isfinite(metrics["train-loss"])
-    means, _ = client.statistics(2, "ce", arrays)
-    _, results = client.evaluate(2, "ce", arrays, means, ALL, ["original", "out_of_client"])
+    means, _ = client.statistics(2, Task("ce"), arrays)
+    _, results = client.evaluate(2, Task("ce"), arrays, means, ALL, ["original", "out_of_client"])
     assert all(0 <= result["correct"] <= result["total"] == 4 for result in results)
 
 
 def test_an_empty_test_stream_counts_nothing() -> None:
     client, arrays, means = odd((4, 2, 0))
-    check, results = client.evaluate(3, "ce", arrays, means, ALL + TUNED, ["original", "corrupted", "mixture"])
+    check, results = client.evaluate(3, Task("ce"), arrays, means, ALL + TUNED, ["original", "corrupted", "mixture"])
     assert check == {"checked": 0, "leaked": 0}
     assert len(results) == 21
     for result in results:
@@ -254,5 +255,5 @@ def test_an_empty_test_stream_counts_nothing() -> None:
 
 def test_an_empty_validation_split_counts_nothing() -> None:
     client, arrays, _ = odd((4, 0, 2))
-    _, metrics = client.statistics(4, "ce", arrays)
+    _, metrics = client.statistics(4, Task("ce"), arrays)
     assert (metrics["validation-total"], metrics["validation-correct"]) == (0, 0)

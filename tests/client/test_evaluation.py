@@ -13,6 +13,7 @@ import tta
 from client import evaluation
 from client.device import Device
 from client.evaluation import BINS, RANDOM_VIEWS, Row, evaluate_row
+from client.task import Task
 from data import Federation, Stream, check_no_leak, stream
 from data.split import Split
 from models import TwoHead
@@ -44,9 +45,9 @@ def trained() -> tuple[Device, Arrays, Arrays]:
     clients = [device(partition, natural=images(40, seed=8, name="natural")) for partition in range(3)]
     arrays = global_arrays(network(seed=1))
     for round in (1, 2):
-        sent = [client.train(round, "t", "balanced_softmax", arrays)[0] for client in clients]
+        sent = [client.train(round, Task("t", objective="balanced_softmax"), arrays)[0] for client in clients]
         arrays = {name: np.mean([one[name] for one in sent], 0, dtype=np.float64).astype(np.float32) for name in arrays}
-    local = [client.statistics(3, "t", arrays)[0] for client in clients]
+    local = [client.statistics(3, Task("t"), arrays)[0] for client in clients]
     return clients[1], arrays, {name: np.mean([one[name] for one in local], 0) for name in local[0]}
 
 
@@ -89,7 +90,7 @@ def by_hand(
 def test_results_are_those_of_an_independent_loop(trained: tuple[Device, Arrays, Arrays], row: Row) -> None:
     client, arrays, means = trained
     client = with_settings(client, eval_batch_size=3)  # several batches a stream
-    check, results = client.evaluate(3, "t", arrays, means, [row], SHIFTS)
+    check, results = client.evaluate(3, Task("t"), arrays, means, [row], SHIFTS)
     assert check["leaked"] == 0
     assert check["checked"] == sum(result["total"] for result in results) > 0
     for shift, result in zip(SHIFTS, results, strict=True):
@@ -113,7 +114,7 @@ def test_rows_share_one_trained_state_and_do_not_touch_each_other(trained: tuple
     before = client.state.load("t", 3)
 
     def found(rows: list[Row]) -> dict[tuple[str, str], dict[str, Any]]:
-        _, results = client.evaluate(3, "t", arrays, means, rows, ["corrupted", "original"])
+        _, results = client.evaluate(3, Task("t"), arrays, means, rows, ["corrupted", "original"])
         return {(r["method"], r["shift"]): {k: v for k, v in r.items() if k != "seconds"} for r in results}
 
     together = found(ROWS)
@@ -129,26 +130,28 @@ def test_rows_share_one_trained_state_and_do_not_touch_each_other(trained: tuple
 def test_an_unknown_adapter_lists_what_exists(trained: tuple[Device, Arrays, Arrays]) -> None:
     client, arrays, means = trained
     with pytest.raises(ValueError, match=r"unknown adapter 'magic'; there are: .*btfl.*personal"):
-        client.evaluate(3, "t", arrays, means, [Row("x", "magic")], ["original"])
+        client.evaluate(3, Task("t"), arrays, means, [Row("x", "magic")], ["original"])
 
 
 def test_an_unknown_shift_lists_what_exists(trained: tuple[Device, Arrays, Arrays]) -> None:
     client, arrays, means = trained
     with pytest.raises(ValueError, match=r"unknown shift 'nowhere'.*there are: original"):
-        client.evaluate(3, "t", arrays, means, [Row("x", "none")], ["nowhere"])
+        client.evaluate(3, Task("t"), arrays, means, [Row("x", "none")], ["nowhere"])
 
 
 def test_tune_samples_limits_methods_that_take_gradients_only(trained: tuple[Device, Arrays, Arrays]) -> None:
     client, arrays, means = trained
     client = with_settings(client, tune_samples=3)
-    check, results = client.evaluate(3, "t", arrays, means, ROWS, ["original"])
+    check, results = client.evaluate(3, Task("t"), arrays, means, ROWS, ["original"])
     totals = {result["method"]: result["total"] for result in results}
     assert {name: total for name, total in totals.items() if total == 3} == {"memo": 3, "fedthe_plus": 3}
     assert set(totals.values()) == {3, 8}
     assert check["checked"] == 8
     first_three = by_hand_first(client, arrays, means, ROWS[-1], 3)
     assert results[-1]["correct"] == first_three
-    _, all_of_them = with_settings(client, tune_samples=99).evaluate(3, "t", arrays, means, ROWS[-1:], ["original"])
+    _, all_of_them = with_settings(client, tune_samples=99).evaluate(
+        3, Task("t"), arrays, means, ROWS[-1:], ["original"]
+    )
     assert all_of_them[0]["total"] == 8
 
 
@@ -164,7 +167,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> di
     """What `evaluate_row` asks the registry for."""
     seen: dict[str, Any] = {}
 
-    def create(name: str, model: Any, statistics: Any, rates: Any, **options: Any) -> tta.Adapter:
+    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, **options: Any) -> tta.Adapter:
         seen.update(options)
         return tta.create("none", model, statistics)
 
@@ -234,9 +237,9 @@ def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.Monkey
     rates = {variant: dict.fromkeys(modules(model), rate) for variant, rate in (("all", 0.1), ("params", 0.2))}
     given: list[Any] = []
 
-    def create(name: str, model: Any, statistics: Any, rates: Any, **options: Any) -> tta.Adapter:
+    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, **options: Any) -> tta.Adapter:
         given.append(rates)
-        return tta.create(name, model, statistics, rates, **options)
+        return tta.create(name, model, statistics, rates, store, **options)
 
     monkeypatch.setattr(evaluation, "create", create)
     for options in ({}, {"mode": "online"}, {"adapt": "params"}):
@@ -253,9 +256,9 @@ def test_leave_one_out_takes_the_own_share_out(trained: tuple[Device, Arrays, Ar
     assert private is not None
     others = {**means, "dle": np.clip((3 * means["dle"] - private["statistics.dle"]) / 2, 0, 1)}
     rows = [Row("btfl", "btfl")]
-    _, on = with_settings(client, leave_one_out=True).evaluate(3, "t", arrays, means, rows, ["mixture"])
-    _, off = client.evaluate(3, "t", arrays, others, rows, ["mixture"])
-    _, plain = client.evaluate(3, "t", arrays, means, rows, ["mixture"])
+    _, on = with_settings(client, leave_one_out=True).evaluate(3, Task("t"), arrays, means, rows, ["mixture"])
+    _, off = client.evaluate(3, Task("t"), arrays, others, rows, ["mixture"])
+    _, plain = client.evaluate(3, Task("t"), arrays, means, rows, ["mixture"])
     assert on[0]["weight_mean"] == pytest.approx(off[0]["weight_mean"], rel=1e-12)
     assert on[0]["weight_mean"] != plain[0]["weight_mean"]
 
@@ -265,6 +268,7 @@ class _Noting:
 
     def __init__(self, adapter: tta.Adapter, log: list[torch.Tensor]) -> None:
         self.adapter, self.log, self.per = adapter, log, adapter.per
+        self.takes_whole_set = adapter.takes_whole_set
 
     def reset(self) -> None:
         self.adapter.reset()
@@ -315,17 +319,17 @@ def leaky(world: Federation, client: int, moved: int) -> Federation:
 def test_test_samples_in_a_training_split_are_counted_once(client: int, shift: str, expected: int) -> None:
     one = device(client, world=leaky(federation(), 0, 3))
     arrays = global_arrays(one.model)
-    means, _ = one.statistics(1, "t", arrays)
-    check, _ = one.evaluate(1, "t", arrays, means, [Row("a", "none")], [shift])
+    means, _ = one.statistics(1, Task("t"), arrays)
+    check, _ = one.evaluate(1, Task("t"), arrays, means, [Row("a", "none")], [shift])
     assert check == {"checked": 8, "leaked": expected}
 
 
 def test_a_leak_at_another_client_is_seen_in_the_out_of_client_stream() -> None:
     one = device(1, world=leaky(federation(), 0, 8))
     arrays = global_arrays(one.model)
-    means, _ = one.statistics(1, "t", arrays)
+    means, _ = one.statistics(1, Task("t"), arrays)
     samples = stream(one.federation, 1, "out_of_client", seed=1)
-    check, _ = one.evaluate(1, "t", arrays, means, [Row("a", "none")], ["out_of_client"])
+    check, _ = one.evaluate(1, Task("t"), arrays, means, [Row("a", "none")], ["out_of_client"])
     assert check["leaked"] == check_no_leak(samples, one.federation) > 0
 
 
@@ -333,12 +337,12 @@ def test_samples_that_were_trained_on_in_an_earlier_round_are_remembered() -> No
     """The published code draws the split anew in every round; a device would notice."""
     moved = federation(seed=77)  # another split of the same pictures
     before = device(0, world=moved)
-    arrays, _ = before.train(1, "t", "cross_entropy", global_arrays(network()))
+    arrays, _ = before.train(1, Task("t"), global_arrays(network()))
     after = device(0, state=before.state)
     for round in (2, 3):
-        arrays, _ = after.train(round, "t", "cross_entropy", arrays)
-    means, _ = after.statistics(4, "t", arrays)
-    check, _ = after.evaluate(4, "t", arrays, means, [Row("a", "none")], ["original"])
+        arrays, _ = after.train(round, Task("t"), arrays)
+    means, _ = after.statistics(4, Task("t"), arrays)
+    check, _ = after.evaluate(4, Task("t"), arrays, means, [Row("a", "none")], ["original"])
     overlap = np.intersect1d(moved.splits[0].train, after.federation.splits[0].test)
     assert len(overlap) > 0
     assert check == {"checked": 8, "leaked": len(overlap)}
@@ -347,7 +351,7 @@ def test_samples_that_were_trained_on_in_an_earlier_round_are_remembered() -> No
 def test_natural_samples_come_from_elsewhere_and_count_as_checked() -> None:
     one = device(natural=images(40, seed=8, name="natural"))
     arrays = global_arrays(one.model)
-    means, _ = one.statistics(1, "t", arrays)
-    check, results = one.evaluate(1, "t", arrays, means, [Row("a", "none")], ["natural"])
+    means, _ = one.statistics(1, Task("t"), arrays)
+    check, results = one.evaluate(1, Task("t"), arrays, means, [Row("a", "none")], ["natural"])
     assert check == {"checked": results[0]["total"], "leaked": 0}
     assert results[0]["total"] > 0

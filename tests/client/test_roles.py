@@ -14,6 +14,7 @@ from client.device import Device
 from client.evaluation import Row
 from client.runtime import federation_of, make_device
 from client.state import MemoryState
+from client.task import Task
 from data import Federation
 from settings import Settings
 from strategies.broadcast import digest
@@ -49,8 +50,8 @@ def test_a_target_neither_trains_nor_gives_statistics_nor_refines_rates() -> Non
     client = tiny.device(federation.roles.index("target"), world=federation)
     arrays = tiny.global_arrays(client.model)
     for act in (
-        lambda: client.train(1, "ce", "cross_entropy", arrays),
-        lambda: client.statistics(1, "ce", arrays),
+        lambda: client.train(1, Task("ce"), arrays),
+        lambda: client.statistics(1, Task("ce"), arrays),
         lambda: client.refine_rates(1, arrays, {}, "all"),
     ):
         with pytest.raises(ValueError, match=f"client {client.partition} is a target: it has no labels to train on"):
@@ -63,7 +64,7 @@ def test_a_target_is_evaluated_on_all_its_samples() -> None:
     federation = world(target_fraction=0.34, domains="corruptions")
     client = tiny.device(federation.roles.index("target"), world=federation)
     arrays = tiny.global_arrays(client.model)
-    check, results = client.evaluate(1, "ce", arrays, None, [Row("fedavg", "none")], ["original"])
+    check, results = client.evaluate(1, Task("ce"), arrays, None, [Row("fedavg", "none")], ["original"])
     images = federation.images
     predicted = tiny.network()(images.batch(federation.splits[client.partition].test)).argmax(1).numpy()
     labels = images.labels[federation.splits[client.partition].test]
@@ -77,7 +78,7 @@ def test_a_source_trains_and_refines_on_the_held_out_part() -> None:
     assert client.describe()["sizes"] == [32, 8, 0]
     assert client.describe()["role"] == "source"
     arrays = tiny.global_arrays(client.model)
-    _, metrics = client.train(1, "ce", "cross_entropy", arrays)
+    _, metrics = client.train(1, Task("ce"), arrays)
     assert metrics["num-examples"] == 32
     _, metrics = client.refine_rates(1, arrays, {}, "all")
     assert metrics["num-examples"] == 8
@@ -97,7 +98,7 @@ def test_a_node_whose_data_allow_everything_may_do_less(role: str) -> None:
     assert client.describe()["role"] == role
     if role == "target":
         with pytest.raises(ValueError, match="client 1 is a target"):
-            client.train(1, "ce", "cross_entropy", tiny.global_arrays(client.model))
+            client.train(1, Task("ce"), tiny.global_arrays(client.model))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,8 @@ def context(partition: int = 1, **config: Any) -> Context:
 
 
 def ask(node: Context, kind: str, settings: Settings, records: Any = None, **changes: Any) -> RecordDict:
-    config = {**settings.flat(), "run": "run1", "training": "ce", "objective": "cross_entropy", "server-round": 1}
+    task = {"training": "ce", "rule": "joint", "objective": "cross_entropy"}
+    config = {**settings.flat(), "run": "run1", **task, "server-round": 1}
     content = RecordDict({"config": ConfigRecord({**config, **changes}), **(records or {})})
     message: Message = request(kind=kind, content=content)
     return app(message, node).content

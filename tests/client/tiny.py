@@ -11,6 +11,7 @@ from torch import nn
 
 from client.device import Device
 from client.state import Arrays, MemoryState, PrivateState
+from client.task import Task
 from client.training import TrainingSet
 from data import Federation, Images, Role
 from data.split import Split
@@ -147,6 +148,6 @@ def through_statistics(client: Device, rounds: int = 2) -> tuple[Arrays, Arrays]
     """Train alone for some rounds and take statistics in the next one."""
     arrays = global_arrays(network(seed=9))
     for round in range(1, rounds + 1):
-        arrays, _ = client.train(round, "ce", "cross_entropy", arrays)
-    means, _ = client.statistics(rounds + 1, "ce", arrays)
+        arrays, _ = client.train(round, Task("ce"), arrays)
+    means, _ = client.statistics(rounds + 1, Task("ce"), arrays)
     return arrays, means

@@ -49,7 +49,7 @@ def rows(x):
 
 
 @pytest.mark.parametrize("with_natural", [False, True])
-@pytest.mark.parametrize("name", SHIFTS)
+@pytest.mark.parametrize("name", BRFL + BTGFL)
 def test_every_stream(federation, natural, name, with_natural):
     given_ = natural if with_natural else None
     if name not in available(given_):
@@ -256,8 +256,23 @@ def test_resolve():
         resolve("natural", has_natural=False)
 
 
+def test_an_unseen_domain_is_everybodys_test_set():
+    plain = make_images(60)
+    domain = np.arange(60, dtype=np.int64) % 3
+    images = Images("made", plain.pixels, plain.labels, plain.classes, ("a", "b", "c"), domain)
+    made = Federation.create(images, 2, "domain", unseen_domain="b", seed=1)
+    streams = [stream(made, client, "unseen_domain", seed=4) for client in range(2)]
+    for one in streams:
+        assert sorted(one.index) == list(range(1, 60, 3))
+        np.testing.assert_array_equal(one.y.numpy(), images.labels[one.index])
+        assert set(one.source) == {"unseen_domain"}
+        assert check_no_leak(one, made) == 0
+    assert streams[0].index.tolist() != streams[1].index.tolist()
+    assert len(stream(Federation.create(plain, 2, "iid"), 0, "unseen_domain", 4)) == 0
+
+
 def test_names_that_can_be_made(natural):
-    assert available(natural) == tuple(SHIFTS) == BRFL + BTGFL
+    assert available(natural) == tuple(SHIFTS) == (*BRFL, *BTGFL, "unseen_domain")
     assert set(SHIFTS) - set(available(None)) == {"natural"}
 
 

@@ -1,20 +1,31 @@
 """Rows of the methods table: parsing, grouping by training, refusals."""
 
+from typing import Any
+
 import pytest
 
-from client.objectives import OBJECTIVES as CLIENT_OBJECTIVES
-from server.methods import METHODS, OBJECTIVES, check_roles, parse_rows, plan
+from client.objectives import OBJECTIVES
+from client.rules import RULES
+from server.methods import METHODS, check_roles, parse_rows, plan
+from server.trainings import TRAININGS
 from settings import Settings, SettingsError
-from strategies import STRATEGIES
 from tta.registry import ADAPTERS
 
 
 def test_every_method_names_things_that_exist() -> None:
-    assert set(OBJECTIVES) == set(CLIENT_OBJECTIVES)
     for method in METHODS.values():
         assert method.adapter in ADAPTERS
-        assert method.strategy in STRATEGIES
-        assert method.objective in OBJECTIVES
+        assert method.training in TRAININGS
+    for recipe in TRAININGS.values():
+        for phase in recipe.phases:
+            assert phase.rule in RULES
+            assert phase.objective in OBJECTIVES
+        assert recipe.makes_personal_head == RULES[recipe.phases[-1].rule].uses_personal_head
+        recipe.settings(Settings())  # its changes are settings
+
+
+def test_every_adapter_has_a_method() -> None:
+    assert {method.adapter for method in METHODS.values()} == set(ADAPTERS)
 
 
 def test_rows_with_options_are_typed() -> None:
@@ -29,13 +40,52 @@ def test_rows_with_options_are_typed() -> None:
     assert "training" not in rows[2].options
 
 
-def test_methods_of_one_objective_share_one_training() -> None:
-    trainings = plan(Settings(methods="fedavg,fedthe,personal,btfl,fedthe_plus"))
-    assert [(t.objective, t.strategy, [r.label for r in t.rows]) for t in trainings] == [
-        ("cross_entropy", "StatisticsFedAvg", ["fedavg", "personal", "btfl"]),
-        ("balanced_softmax", "StatisticsFedAvg", ["fedthe", "fedthe_plus"]),
+def test_methods_of_one_training_share_it() -> None:
+    trainings = plan(Settings(methods="fedavg,fedthe,personal,btfl,fedthe_plus,fedavg_ft"))
+    assert [(t.name, [r.label for r in t.rows]) for t in trainings] == [
+        ("cross_entropy", ["fedavg", "personal", "btfl", "fedavg_ft"]),
+        ("balanced_softmax", ["fedthe", "fedthe_plus"]),
     ]
-    assert [t.strategy for t in plan(Settings(methods="fedavg,personal"))] == ["FedAvg"]
+
+
+def test_the_network_that_an_adapter_gets() -> None:
+    rows = parse_rows("fedavg,fedavg_ft,t3a[base=personalised],ditto[base=global],memo[base=personalised;views=4]")
+    assert [row.base for row in rows] == ["global", "personalised", "personalised", "global", "personalised"]
+    assert rows[4].options == {"views": 4}
+    with pytest.raises(SettingsError, match="base = 'mine'; allowed: global, personalised"):
+        parse_rows("t3a[base=mine]")
+
+
+def test_what_a_training_changes_and_keeps_on_clients() -> None:
+    names = ["encoder.a.weight", "encoder.n.weight", "encoder.n.running_mean", "head.weight"]
+    assert TRAININGS["fedrep"].joined_names(names) == names[:3]
+    assert TRAININGS["fedbn"].joined_names(names) == [names[0], names[3]]
+    assert TRAININGS["local"].joined_names(names) == []
+    assert TRAININGS["fedicon"].joined_names(names) == names
+    settings = Settings(rounds=7, classifier_rounds=3, model_options="width=4")
+    assert TRAININGS["fedicon"].rounds(settings) == 10
+    assert TRAININGS["fedper"].rounds(settings) == 7
+    assert TRAININGS["rotation"].settings(settings).model_options == "width=4;rotation_head=true"
+    assert TRAININGS["qffl"].settings(settings).aggregation == "qffl"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"methods": "ttt[training=cross_entropy]"}, "ttt.*training = 'cross_entropy'; allowed: rotation"),
+        ({"methods": "fedrod[training=ditto]"}, "training = 'ditto'; allowed: fedrod"),
+        ({"methods": "btfl[training=ditto]"}, "training = 'ditto'; with a personal head are: cross_entropy, "),
+        ({"methods": "fedbn"}, "fedbn keeps BatchNorm on the clients, which cnn lacks"),
+        ({"methods": "fedrep", "aggregation": "gma"}, "fedrep: aggregation = 'gma'; allowed is fedavg"),
+        ({"methods": "fedavg_ft", "target_fraction": 0.5}, "fedavg_ft need clients that train"),
+        ({"methods": "fedper", "target_fraction": 0.5}, "fedper need clients that train"),
+        ({"methods": "knn_per", "target_fraction": 0.5}, "knn_per need clients that train"),
+    ],
+)
+def test_adapters_and_trainings_that_do_not_fit(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        plan(Settings(**settings))
+    assert plan(Settings(methods="em,bbse,surgical,shot,t3a", target_fraction=0.5))
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from server.errors import NoReplies
 from server.events import Event, Events
+from server.methods import Training
 from server.rounds import Federation, to_numpy, to_record, train, train_round
 from server.run import make_strategy
+from server.trainings import Phase
 from settings import Settings
 from tests.flower import LocalGrid, record
 
+CE = Training("cross_entropy", ())
 START = {"w": np.zeros(3, np.float32), "n.running_var": np.ones(2, np.float32)}
 METRICS = {
     "train-loss": 1.0,
@@ -59,8 +62,8 @@ def run_round(
     nodes: dict[int, Callable], strategy: FedAvg | None = None, order: Callable = list
 ) -> tuple[dict, list[Event]]:
     place, events = federation(nodes, order)
-    chosen = strategy or make_strategy("StatisticsFedAvg", place.settings)
-    return to_numpy(train_round(place, chosen, "cross_entropy", to_record(START), "cross_entropy", 1)), events
+    chosen = strategy or make_strategy(Phase(), place.settings)
+    return to_numpy(train_round(place, chosen, Phase(), to_record(START), "cross_entropy", 1)), events
 
 
 def test_mean_weighted_by_examples_by_hand() -> None:
@@ -137,8 +140,8 @@ def test_qffl_without_fairness_is_the_plain_mean_of_the_clients() -> None:
     """q = 0: Δ_k = L (w - w_k), h_k = L: (1 + 5) / 2 whoever has how many examples and whatever their losses."""
     nodes = {0: node(1, 1, **{"global-loss": 9.0}), 1: node(5, 3, **{"global-loss": 0.5})}
     place, _ = federation(nodes, aggregation="qffl", fairness=0.0)
-    made = make_strategy("FedAvg", place.settings)
-    new = to_numpy(train_round(place, made, "cross_entropy", to_record(START), "cross_entropy", 1))
+    made = make_strategy(Phase(), place.settings)
+    new = to_numpy(train_round(place, made, Phase(), to_record(START), "cross_entropy", 1))
     np.testing.assert_allclose(new["w"], 3.0, rtol=1e-6)
 
 
@@ -146,8 +149,8 @@ def test_qffl_by_hand() -> None:
     """q = 1, L = 1/0.5, w = (0, 0, 0), w_k = 1 and 5: Δ = F L (w - w_k), h = L² ‖w - w_k‖² + L F; no norm of n.var."""
     nodes = {0: node(1, 1, **{"global-loss": 2.0}), 1: node(5, 3, **{"global-loss": 0.5})}
     place, _ = federation(nodes, aggregation="qffl", fairness=1.0, learning_rate=0.5)
-    made = make_strategy("StatisticsFedAvg", place.settings)
-    new = to_numpy(train_round(place, made, "cross_entropy", to_record(START), "cross_entropy", 1))
+    made = make_strategy(Phase(), place.settings)
+    new = to_numpy(train_round(place, made, Phase(), to_record(START), "cross_entropy", 1))
     delta = 2.0 * 2 * (0 - 1) + 0.5 * 2 * (0 - 5)
     h = (4 * 3 * 1 + 2 * 2.0) + (4 * 3 * 25 + 2 * 0.5)
     np.testing.assert_allclose(new["w"], -delta / h, rtol=1e-6)
@@ -157,8 +160,8 @@ def test_qffl_by_hand() -> None:
 def test_qffl_refuses_a_reply_without_a_possible_loss_and_goes_on(loss: dict[str, float]) -> None:
     nodes = {0: node(1, 1, **{"global-loss": 2.0}), 1: node(5, 3, **loss)}
     place, events = federation(nodes, aggregation="qffl", fairness=0.0)
-    made = make_strategy("FedAvg", place.settings)
-    new = to_numpy(train_round(place, made, "cross_entropy", to_record(START), "cross_entropy", 1))
+    made = make_strategy(Phase(), place.settings)
+    new = to_numpy(train_round(place, made, Phase(), to_record(START), "cross_entropy", 1))
     np.testing.assert_allclose(new["w"], 1.0, rtol=1e-6)
     (refused,) = of_kind(events, "refused")
     assert refused["partition"] == 1
@@ -167,8 +170,8 @@ def test_qffl_refuses_a_reply_without_a_possible_loss_and_goes_on(loss: dict[str
 
 def test_fedprox_tells_its_clients_how_strong_the_pull_is() -> None:
     place, _ = federation({0: node(1), 1: node(5, 3)}, aggregation="fedprox", proximal_mu=0.25)
-    made = make_strategy("FedAvg", place.settings)
-    new = to_numpy(train_round(place, made, "cross_entropy", to_record(START), "cross_entropy", 1))
+    made = make_strategy(Phase(), place.settings)
+    new = to_numpy(train_round(place, made, Phase(), to_record(START), "cross_entropy", 1))
     np.testing.assert_allclose(new["w"], 4.0)
     assert isinstance(place.grid, LocalGrid)
     assert {message.content.config_records["config"]["proximal-mu"] for message in place.grid.sent} == {0.25}
@@ -179,16 +182,16 @@ def test_flowers_own_strategies_run_unchanged(strategy: type[FedAvg]) -> None:
     options = {"proximal_mu": 0.1} if strategy is FedProx else {}
     made = strategy(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1, **options)
     place, events = federation({0: node(1), 1: node(2), 2: node(3)}, rounds=3)
-    if strategy in (FedAvgM, FedAdam):
+    if strategy is FedAdam:
         made.current_arrays = {name: array.copy() for name, array in START.items()}
-    final = to_numpy(train(place, made, "cross_entropy", to_record(START), "cross_entropy"))
+    final = to_numpy(train(place, [made], CE, to_record(START)))
     assert [event["round"] for event in of_kind(events, "round")] == [1, 2, 3]
     assert all(np.isfinite(array).all() and array.dtype == np.float32 for array in final.values())
 
 
 def test_a_fraction_is_sampled_by_partition_and_all_messages_carry_the_settings() -> None:
     place, events = federation({i: node(i) for i in range(10)}, fraction_train=0.3, rounds=4, seed=5)
-    train(place, make_strategy("StatisticsFedAvg", place.settings), "cross_entropy", to_record(START), "cross_entropy")
+    train(place, [make_strategy(Phase(), place.settings)], CE, to_record(START))
     cohorts = [event["sampled"] for event in of_kind(events, "round")]
     assert all(len(cohort) == 3 for cohort in cohorts)
     assert len({tuple(cohort) for cohort in cohorts}) > 1

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from strategies import QFFL, STRATEGIES, weighted_mean
+from strategies import QFFL, FedAvgM, weighted_mean
 from strategies.fedamp import fedamp_weights
 from strategies.fedprox import FedProx
 from strategies.pfedgraph import pfedgraph_weights, project_simplex
@@ -274,4 +274,21 @@ def test_fedprox_sends_its_weight() -> None:
     assert messages[0].content["config"]["proximal-mu"] == 0.01
     with pytest.raises(ValueError, match="proximal_mu = -1"):
         FedProx(-1)
-    assert set(STRATEGIES) == {"FedAvg", "StatisticsFedAvg", "FedProx", "QFFL"}
+
+
+def test_fedavgm_moves_on_and_leaves_no_variance_below_zero() -> None:
+    grid = LocalGrid({1: lambda message: None})
+    made = FedAvgM(0.9, **everyone())
+    with pytest.raises(ValueError, match="server_momentum = 1"):
+        FedAvgM(1)
+    velocity = {"w": 0.0, "running_var": 0.0}
+    held = {"w": np.array([1.0]), "running_var": np.array([1.0])}
+    for round, new in enumerate(({"w": 0.0, "running_var": 0.2}, {"w": -0.5, "running_var": 0.1}), 1):
+        list(made.configure_train(round, record(**held), ConfigRecord({}), grid))
+        arrays, _ = made.aggregate_train(round, [reply(record(**{name: np.array([v]) for name, v in new.items()}))])
+        assert arrays is not None
+        for name, value in new.items():
+            velocity[name] = 0.9 * velocity[name] + float(held[name][0]) - value
+            held[name] = np.maximum(held[name] - velocity[name], 0 if name == "running_var" else -np.inf)
+            np.testing.assert_allclose(arrays[name].numpy(), held[name], atol=1e-12)
+    assert held["running_var"][0] == 0

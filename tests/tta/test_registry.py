@@ -21,6 +21,7 @@ def test_every_row_holds_together():
     assert list(ADAPTERS) == [
         "none", "personal", "fixed_mix", "fedthe", "btfl", "memo", "fedthe_plus", "atp",
         "bn_adapt", "tent", "cotta", "rotta", "roid", "bbn",
+        "eata", "ttt", "t3a", "shot", "surgical", "em", "bbse", "tsa", "knn_per", "fedrod", "fedicon",
     ]  # fmt: skip
     for row in ADAPTERS.values():
         adapter = row.load()

@@ -1,0 +1,103 @@
+"""What a client keeps of a training between messages, as named arrays of its private state.
+
+- `personal_head.*`: the personal head;
+- `kept.<name>`: arrays of the network that the training does not join (FedPer's head, FedBN's layers);
+- `own.<name>`: what the client's rule keeps (Ditto's personal model);
+- `trained-indices`: which images it has trained on;
+- `statistics.*`: see `client.summary`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from client.checks import check_model
+from client.randomness import generator
+from client.state import Arrays
+from models import PERSONAL_PREFIX, TwoHead
+
+KEPT = "kept."
+OWN = "own."
+TRAINED = "trained-indices"
+
+
+def receive(
+    model: TwoHead,
+    arrays: Arrays,
+    private: Mapping[str, NDArray[Any]],
+    seed: int,
+    joined: Collection[str] | None = None,
+) -> None:
+    """Load what came, and what was kept where nothing came; the personal head is the kept one or its initial value.
+
+    Of arrays that are not `joined` (None: all are) a kept value goes before one that came.
+
+    Raises
+    ------
+    ValueError
+        Arrays do not fit the network, or one neither came nor was kept.
+    """
+    kept = _part(private, KEPT)
+    own = {} if joined is None else {name: value for name, value in kept.items() if name not in joined}
+    together = {**kept, **arrays, **own}
+    missing = [name for name in model.global_state() if name not in together]
+    if missing:
+        raise ValueError(f"global state does not fit: missing {missing}, which this client has not kept either")
+    load_network(model, together)
+    draw = generator(seed, "head")
+    for name, value in personal_head(model).items():
+        value.copy_(torch.tensor(private[name]) if name in private else _initial(model, value, draw))
+
+
+def load_network(model: TwoHead, arrays: Arrays) -> None:
+    """Load a whole `global_state`; ValueError if it does not fit."""
+    check_model(arrays, model)
+    model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
+
+
+def own_tensors(private: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
+    """Return what the rule kept after its last round; empty in the first."""
+    return {name: torch.tensor(value, device=device) for name, value in _part(private, OWN).items()}
+
+
+def network_entries(model: TwoHead, joined: Collection[str], own: Mapping[str, Tensor]) -> Arrays:
+    """Return the entries that a round of training leaves: what is not joined, and what the rule keeps."""
+    state = model.global_state()
+    kept = {f"{KEPT}{name}": value for name, value in state.items() if name not in joined}
+    return _arrays({**kept, **{f"{OWN}{name}": value for name, value in own.items()}})
+
+
+def carried_entries(private: Mapping[str, NDArray[Any]]) -> Arrays:
+    """Return the entries of `network_entries` as an earlier round left them."""
+    return {name: value for name, value in private.items() if name.startswith((KEPT, OWN))}
+
+
+def head_entries(model: TwoHead, private: Mapping[str, NDArray[Any]], trained: NDArray[np.int64]) -> Arrays:
+    """Return the personal head, and the indices of all images trained on, `trained` included."""
+    earlier = private.get(TRAINED, np.empty(0, np.int64))
+    return {**_arrays(personal_head(model)), TRAINED: np.union1d(earlier, trained)}
+
+
+def personal_head(model: TwoHead) -> dict[str, Tensor]:
+    """Return the personal head's tensors (not copies) by `state_dict` name."""
+    return model.personal_head.state_dict(prefix=PERSONAL_PREFIX)
+
+
+def _initial(model: TwoHead, value: Tensor, draw: torch.Generator) -> Tensor:
+    """Return torch's initial value of a linear layer, the same on every client, from the seed."""
+    bound = model.feature_dim**-0.5
+    return torch.empty(value.shape, dtype=value.dtype).uniform_(-bound, bound, generator=draw)
+
+
+def _part(private: Mapping[str, NDArray[Any]], prefix: str) -> Arrays:
+    return {name.removeprefix(prefix): value for name, value in private.items() if name.startswith(prefix)}
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> Arrays:
+    return {name: value.detach().cpu().numpy().copy() for name, value in tensors.items()}

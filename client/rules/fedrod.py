@@ -1,0 +1,51 @@
+"""FedRoD: "On Bridging Generic and Personalized Federated Learning for Image Classification", Chen & Chao, ICLR 2022.
+
+Two heads on one encoder, trained in the same steps. The global head and the encoder have a loss that is robust to class
+imbalance (balanced softmax; `Local.objective`). The personal head has plain cross-entropy on the sum of both logits,
+CE(global(z) + personal(z), y), in which encoder and global head are constants; it never leaves the device.
+
+Decisions
+- Both losses use the values before the step: one forward pass, one optimiser.
+- Both heads are linear, as in FedTHE's comparison (ICLR 2023, appendix C.2). The personal one may have no bias.
+- What the client predicts with is the sum of the logits: `tta.fedrod.FedRoD`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn import functional
+
+from client.rules.base import Local, Rule, minimise, smallest_batch, train_epochs
+from client.training import optimizer
+
+
+class FedRoD(Rule):
+    """Encoder, global head and personal head together."""
+
+    uses_personal_head: ClassVar[bool] = False
+
+    def train(self, local: Local) -> float:
+        """See `Rule.train`; the loss is that of the global head."""
+        smallest, model = smallest_batch(local), local.model
+        weights = list(model.parameters())
+        descent = optimizer(weights, local.settings)
+
+        def step(x: Tensor, labels: Tensor) -> Tensor:
+            z = local.outputs(model.features, x)  # (B, d)
+            logits = model.head(z)
+            both = logits.detach() + model.personal_head(z.detach())
+            loss = local.loss(logits, labels)
+            minimise(loss + functional.cross_entropy(both, labels), weights, descent)
+            return loss.detach()
+
+        model.train()
+        trained = [*weights, *model.buffers()]
+        loss = train_epochs(local, "FedRoD", local.settings.local_epochs, step, trained, smallest)
+        model.eval()
+        return loss
+
+    def personalise(self, local: Local) -> None:
+        """Leave the network as it is: the personal head is part of it."""
+        local.model.eval()

@@ -1,0 +1,58 @@
+"""Encoder and global head trained together: FedAvg (McMahan et al., AISTATS 2017), and what differs from it elsewhere.
+
+FedProx, q-FFL and GMA differ on the server or by a term of the loss; FedPer (Arivazhagan et al., 2019), FedBN (Li et
+al., ICLR 2021) and Local by what is shared. FedAvg+FT (FedTHE, section 5; FedICON, appendix) tunes the final global
+model, all parameters, for `finetune-epochs` (default 1) on the client's training split before it tests.
+
+Decisions
+- Fine-tuning has the optimiser, rate, objective and augmentation of local training, and no pull of FedProx: it is meant
+  to leave the global model.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from client.rules.base import Local, Rule, minimise, shared_parameters, smallest_batch, train_epochs
+from client.training import optimizer, train_network
+
+
+class Joint(Rule):
+    """Local training as in FedAvg.
+
+    Parameters
+    ----------
+    finetune : bool
+        Whether the client tunes the final model before it tests; False for methods whose network is personal as it is
+        (FedPer, FedBN, Local).
+    """
+
+    uses_personal_head: ClassVar[bool] = True
+
+    def __init__(self, finetune: bool = True) -> None:
+        self.finetune = finetune
+
+    def train(self, local: Local) -> float:
+        """See `Rule.train`; this is `client.training.train_network`."""
+        return train_network(local.model, local.data, local.objective, local.settings, local.draw)
+
+    def personalise(self, local: Local) -> None:
+        """Tune encoder and head on the training split, or leave them as they are."""
+        epochs = local.settings.finetune_epochs
+        if not self.finetune or not epochs:
+            local.model.eval()
+            return
+        smallest, model = smallest_batch(local), local.model
+        weights = list(shared_parameters(model).values())
+        descent = optimizer(weights, local.settings)
+
+        def step(x: Tensor, labels: Tensor) -> Tensor:
+            loss = local.loss(local.outputs(model, x), labels)
+            minimise(loss, weights, descent)
+            return loss.detach()
+
+        model.train()
+        train_epochs(local, "fine-tuning", epochs, step, [*weights, *model.buffers()], smallest)
+        model.eval()

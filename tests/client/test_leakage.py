@@ -1,0 +1,62 @@
+"""No adapter can see labels: with permuted labels each predicts the same, sample by sample."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tta
+from client import evaluation
+from client.evaluation import Row, evaluate_row
+from client.neighbours import memorise
+from client.summary import join_statistics
+from client.task import Task
+from models import build
+from tests.client import tiny
+from tta.atp import zero_rates
+
+WANTED = ["label_prior", "confusion", "block_scores"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "memo": {"views": 2, "steps": 1},
+    "fedthe_plus": {"views": 2, "steps": 1},
+    "ttt": {"views": 2},
+    "cotta": {"views": 2},
+}
+
+
+@pytest.mark.parametrize("name", list(tta.ADAPTERS))
+def test_permuted_labels_change_no_prediction(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("cnn", tiny.CLASSES, image_size=tiny.SIZE, seed=3, norm="batch", rotation_head=True)
+    client = tiny.device(model=model, adapt_batch_size=4, eval_batch_size=4)
+    arrays = tiny.global_arrays(model)
+    means, _ = client.statistics(1, Task("t"), arrays, WANTED)
+    private = client.state.load("t", 1)
+    assert private is not None
+    known = join_statistics(private, means, 1, client.device)
+    rates = {"all": dict.fromkeys(zero_rates(model), 0.05)}
+    own = memorise(model, client.federation, 0, client.settings, client.device)
+    samples = client._stream("corrupted")
+    order = torch.randperm(len(samples.y), generator=torch.Generator().manual_seed(1))
+    poisoned = dataclasses.replace(samples, y=(samples.y[order] + 1) % tiny.CLASSES)
+
+    seen: list[list[Tensor]] = []
+    create = evaluation.create
+
+    def noting(*args: Any, **options: Any) -> Any:
+        adapter, log = create(*args, **options), list[Tensor]()
+        predict = adapter.predict
+        monkeypatch.setattr(adapter, "predict", lambda x: log.append(predict(x)) or log[-1])
+        seen.append(log)
+        return adapter
+
+    monkeypatch.setattr(evaluation, "create", noting)
+    row = Row(name, name, OPTIONS.get(name, {}))
+    for one in (samples, poisoned):
+        evaluate_row(row, model, known, one, client.settings, rates, own)
+    first, second = (torch.cat(log) for log in seen)
+    assert len(first) == len(samples.y)
+    assert torch.equal(first, second)

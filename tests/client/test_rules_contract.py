@@ -1,0 +1,123 @@
+"""What holds for every rule of local training: what a turn changes, keeps and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from client.objectives import balanced_softmax
+from client.rules import RULES, rule
+from client.rules.apfl import APFL
+from client.rules.base import Local
+from client.rules.fedrep import FedRep
+from tests.client.tiny import changed, network, picture_set, settings, snapshot
+
+COUNT, BATCH, EPOCHS = 9, 4, 2
+EVERY = list(RULES)
+both = pytest.mark.parametrize("norm", [False, True])
+
+
+def turn(model: Any, seed: int = 3, own: dict[str, Tensor] | None = None, count: int = COUNT, **changes: Any) -> Local:
+    options = settings(**{"learning_rate": 0.05, "batch_size": BATCH, "local_epochs": EPOCHS, **changes})
+    draw = torch.Generator().manual_seed(seed)
+    return Local(model.eval(), picture_set(count), balanced_softmax, options, draw, {} if own is None else own)
+
+
+def test_rules_by_name() -> None:
+    assert EVERY == ["joint", "own", "fedrep", "ditto", "apfl", "fedrod"]
+    assert rule("apfl") is RULES["apfl"]
+    assert {name for name in EVERY if RULES[name].uses_personal_head} == {"joint", "own"}
+    with pytest.raises(ValueError, match="unknown rule 'scaffold'; there are: joint, own, fedrep"):
+        rule("scaffold")
+    for bad in (lambda: FedRep(0), lambda: APFL(-0.1), lambda: APFL(float("nan"))):
+        with pytest.raises(ValueError, match="allowed is"):
+            bad()
+
+
+@both
+@pytest.mark.parametrize("name", EVERY)
+def test_what_a_turn_changes(name: str, norm: bool) -> None:
+    model = network(norm)
+    model.encoder.conv.bias.requires_grad_(True)
+    grads = {n: p.requires_grad for n, p in model.named_parameters()}
+    before, local = snapshot(model), turn(model, momentum=0.9)
+    loss = rule(name).train(local)
+    assert loss > 0
+    assert not model.training
+    kept = set() if name == "fedrod" else {"personal_head.weight"}
+    assert changed(before, model) == set(before) - kept
+    if norm:  # 9 samples in batches of 4: the last one is left out
+        epochs = 1 if name == "fedrep" else EPOCHS
+        assert int(model.state_dict()["encoder.norm.num_batches_tracked"]) == 2 * epochs
+    rule(name).personalise(local)
+    assert not model.training
+    assert {n: p.requires_grad for n, p in model.named_parameters()} == grads
+    assert bool(local.own) == (name in ("ditto", "apfl"))
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_two_rounds_are_the_same_bits_after_storage(name: str, autocast: bool) -> None:
+    """Whatever torch's global seed, and with private tensors that went through numpy."""
+    results = []
+    for store in (False, True):
+        torch.manual_seed(int(store))
+        own: dict[str, Tensor] = {}
+        for round in (1, 2):
+            model = network(True, seed=round)
+            rule(name).train(turn(model, seed=round, own=own, autocast=autocast))
+            if store:
+                own = {key: torch.tensor(value.numpy().copy()) for key, value in own.items()}
+        rule(name).personalise(turn(model, seed=9, own=own, autocast=autocast))
+        results.append((model, own))
+    (one, first), (other, second) = results
+    assert not changed(snapshot(one), other)
+    assert all(torch.equal(first[key], second[key]) for key in {*first, *second})
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in one.parameters())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_divergence_is_an_error_and_leaves_no_trace(name: str) -> None:
+    model, own = network(), {}
+    rule(name).train(turn(model, own=own))
+    kept = {key: value.clone() for key, value in own.items()}
+    with torch.no_grad():
+        model.encoder.fc.weight *= 1e3
+    with pytest.raises(FloatingPointError, match="diverged"):
+        rule(name).train(turn(model, own=own, learning_rate=1e38))
+    assert set(own) == set(kept)
+    assert all(torch.equal(own[key], kept[key]) for key in kept)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_batchnorm_needs_two_samples(name: str) -> None:
+    model = network(norm=True)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"batch-size = 1.*BatchNorm"):
+        rule(name).train(turn(model, batch_size=1))
+    assert not changed(before, model)
+    one = turn(model, count=1)
+    assert rule(name).train(one) == 0
+    assert changed(before, model) == ({"head.weight", "head.bias"} if name == "fedrep" else set())
+    rule(name).personalise(one)
+
+
+@pytest.mark.parametrize("name", ["ditto", "apfl"])
+def test_private_tensors_that_do_not_fit_are_refused(name: str) -> None:
+    own: dict[str, Tensor] = {}
+    before = snapshot(network())
+    rule(name).personalise(turn(model := network()))
+    assert not changed(before, model), "a client that never trained tests with what it received"
+    rule(name).train(turn(model, own=own))
+    for key, message in ((f"{name}.head.bias", r"missing \['head.bias'\]"), ("apfl.alpha", "apfl.alpha = None")):
+        if key in own:
+            with pytest.raises(ValueError, match=message):
+                rule(name).train(turn(network(), own={k: value for k, value in own.items() if k != key}))
+    if name == "apfl":
+        with pytest.raises(ValueError, match="no model that belongs to it"):
+            APFL().train(turn(network(), own={"apfl.alpha": own["apfl.alpha"]}))
+        with pytest.raises(ValueError, match="expected is one number from 0 to 1"):
+            APFL().personalise(turn(network(), own={**own, "apfl.alpha": torch.tensor([1.5])}))
