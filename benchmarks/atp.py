@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.atp_tables import markdown
 from benchmarks.protocol import WHERE_KEYS, load_protocol
-from benchmarks.record import RESULTS, provenance, write_json
+from benchmarks.record import RESULTS, differing, provenance, write_json
 from benchmarks.stages import stage
 from benchmarks.start import label_path
 from models import write_atomically
@@ -164,10 +164,8 @@ def read_cell(out: Path, name: str) -> dict[str, Any]:
 
 def require_same(path: Path, found: dict[str, Any], settings: Settings) -> None:
     """Raise SettingsError unless a kept file was made with these settings, wherever its files lay."""
-    expected = settings.flat()
-    differing = [key for key in expected if key not in (*WHERE_KEYS, *FILES) and found.get(key) != expected[key]]
-    if differing:
-        raise SettingsError(f"{path} was made with other settings ({', '.join(differing)}); choose another --out")
+    if other := differing(found, settings, (*WHERE_KEYS, *FILES)):
+        raise SettingsError(f"{path} was made with other settings ({', '.join(other)}); choose another --out")
 
 
 def about(results: Results) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from benchmarks.protocol import WHERE_KEYS, load_protocol
 from benchmarks.record import RESULTS, provenance, write_json
 from benchmarks.stages import stage
 from benchmarks.start import label_path
+from client.runtime import federation_of
+from client.streams import streams_of
 from models import write_atomically
 from server.report import Results
 from server.report.collaboration import matrix
@@ -101,7 +103,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     base = load_protocol("pfedbbn", arguments.set).replace(seed=arguments.seed, init=str(arguments.source))
     plans = [one.split("@") for one in arguments.cells] or [[base.methods, base.collaborations]]
     path, same = arguments.out / "collaborate.json", identity(base, arguments.source)
-    cells = earlier(path, same)
+    known = earlier(path, same)
+    cells: dict[str, dict[str, dict[str, Any]]] = known.get("cells", {})
+    constant: dict[str, float] = known.get("constant_percent", {})
     for plan in plans:
         if len(plan) not in (2, 3):
             raise SettingsError(f"--cells {'@'.join(plan)!r}: allowed is METHODS@COLLABORATIONS, or with @MIXES")
@@ -109,9 +113,11 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             settings = with_mix(base, mix).replace(methods=plan[0], collaborations=plan[1])
             folder = arguments.folder / folder_name(mix, plan[0], plan[1])
             collect(stage(folder, settings), mix, cells)
+            constant[mix] = round(100 * constant_accuracy(settings), 2)
             html = (folder / "report.html").read_bytes()
             write_atomically(arguments.out / f"collaborate-{folder.name}.html", html)
-    content = {"protocol": "pfedbbn", **same, "source_label": trained, "cells": cells, **provenance()}
+    content = {"protocol": "pfedbbn", **same, "source_label": trained, "cells": cells, "constant_percent": constant}
+    content |= provenance()
     words = ["python", "-m", "benchmarks", "collaborate", "--source", arguments.source.name, "--mixes", arguments.mixes]
     words += [word for text in arguments.cells for word in ("--cells", text)]
     write_json(path, content)
@@ -127,8 +133,8 @@ def identity(settings: Settings, source: Path) -> dict[str, Any]:
     return {"settings": common, "source": source.name, "source_sha256": sha256(source.read_bytes()).hexdigest()}
 
 
-def earlier(path: Path, same: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the cells that an earlier call wrote; none without a file.
+def earlier(path: Path, same: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an earlier call wrote; nothing without a file.
 
     Raises
     ------
@@ -137,10 +143,19 @@ def earlier(path: Path, same: Mapping[str, Any]) -> dict[str, dict[str, dict[str
     """
     if not path.exists():
         return {}
-    known = json.loads(path.read_text())
-    if differing := [key for key, value in same.items() if known.get(key) != value]:
-        raise SettingsError(f"{path} holds cells of another {' and '.join(differing)}; choose another --out")
-    return known["cells"]
+    known: dict[str, Any] = json.loads(path.read_text())
+    defaults = Settings().flat()
+    missing = {key: defaults[key] for key in same["settings"] if key not in known["settings"]}
+    known["settings"] |= missing  # a younger setting had what is its default today
+    if other := [key for key, value in same.items() if known.get(key) != value]:
+        raise SettingsError(f"{path} holds cells of another {' and '.join(other)}; choose another --out")
+    return known
+
+
+def constant_accuracy(settings: Settings) -> float:
+    """Return how often each client would be right by always naming the most frequent class of its own stream."""
+    counts = streams_of(settings, federation_of(settings)).counts  # (N, K)
+    return float((counts.max(axis=1) / counts.sum(axis=1)).mean())
 
 
 def with_mix(settings: Settings, mix: str) -> Settings:
@@ -204,12 +219,16 @@ def markdown(content: Mapping[str, Any], command: str) -> str:
                 ours = f"{cell[mix]['global']:.1f} ({cell[mix]['mean_over_classes']:.1f})" if mix in cell else "–"
                 texts.append(ours + beside)
             lines.append(f"| {method} | {together} | {' | '.join(texts)} |")
+    constant = [f"{content['constant_percent'][mix]:.1f}" for mix in mixes]
+    lines.append(f"| always the client's most frequent class | | {' | '.join(constant)} |")
     parts = [
         "# Collaboration at test time on CIFAR-10-C streams",
         "Global accuracy in % here (in brackets the mean over the classes that occur), beside it the paper's (pFedBBN, "
         f"Table 1, WideResNet-28). Source network: {content['settings']['model']}, "
         f"{content['settings']['model-options']}, {content['source_label']}; "
-        f"seed {content['settings']['seed']}; `fedavg` is the source network unadapted.",
+        f"seed {content['settings']['seed']}; `fedavg` is the source network unadapted. The last row knows each "
+        "stream's labels and nothing of its images: what comes near it has learned which classes a client has, more "
+        "than what is to be seen (accuracies of each client are in the JSON file).",
         "\n".join(lines),
         f"{content['hardware']}; torch {content['versions'].get('torch')}, flwr {content['versions'].get('flwr')}; "
         f"commit {content['commit']}.",

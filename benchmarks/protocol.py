@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.record import RESULTS, write_json
+from benchmarks.record import RESULTS, differing, write_json
 from benchmarks.start import check_start
 from server.errors import RunError
 from server.report import METRICS_FILE, Results, read_results, table
@@ -113,12 +113,9 @@ def check_complete(folder: Path, settings: Settings) -> None:
     results = read_results(folder / METRICS_FILE)
     if results.end is None or results.end.status != "completed":
         raise SettingsError(f"{folder} holds a run that did not complete; remove it to run that seed again")
-    expected = settings.flat()
-    found = results.run.settings if results.run else {}
-    differing = [key for key in expected if key not in WHERE_KEYS and found.get(key) != expected[key]]
-    if differing:
+    if other := differing(results.run.settings if results.run else {}, settings, WHERE_KEYS):
         raise SettingsError(
-            f"{folder} holds a run with other settings ({', '.join(differing)}); remove it or choose another --folder"
+            f"{folder} holds a run with other settings ({', '.join(other)}); remove it or choose another --folder"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ def provenance() -> dict[str, Any]:
     """
     known = {key: value for key, value in describe(Settings()).items() if key != "settings"}
     return {**known, "load_average": round(os.getloadavg()[0], 2)}
+
+
+def differing(found: Mapping[str, Any], settings: Settings, ignored: Collection[str] = ()) -> list[str]:
+    """Return the keys in which recorded settings differ from these.
+
+    A key that a record does not have is younger than the record: it was made with what is the default today.
+    """
+    defaults, expected = Settings().flat(), settings.flat()
+    return [key for key in expected if key not in ignored and found.get(key, defaults[key]) != expected[key]]
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> Path:

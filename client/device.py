@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -19,9 +18,9 @@ from client.neighbours import Neighbours, memorise
 from client.objectives import objective as find_objective
 from client.pooled import pooled_statistics
 from client.private import (
-    TRAINED,
     carried_entries,
     head_entries,
+    leaks,
     load_network,
     network_entries,
     own_tensors,
@@ -158,7 +157,8 @@ class Device:
         local = summarise(self.model, data.pixels, self.settings.eval_batch_size)
         private = {**carried_entries(before), **head_entries(self.model, before, data.index)}
         self.state.save(task.training, round, {**private, **own_statistics(local, round)})
-        local |= self._pooled(data, wanted)
+        held_out = labelled(self.federation, self.federation.splits[self.partition].validation, self.device)
+        local |= pooled_statistics(self.model, data.counts, *held_out, wanted, self.settings)
         return local, {
             **validate(self.model, self.federation, self.partition, self.settings.eval_batch_size, self.device),
             "num-examples": len(data),
@@ -211,7 +211,7 @@ class Device:
             for samples in streams:
                 for row in members:
                     results.append(evaluate_row(row, self.model, known, samples, self.settings, rates, own))
-        leaked = sum(self._leaks(samples.index, private) for samples in streams)
+        leaked = sum(leaks(samples.index, private, self.federation) for samples in streams)
         return {"checked": sum(len(samples.y) for samples in streams), "leaked": leaked}, results
 
     def refine_rates(
@@ -240,10 +240,8 @@ class Device:
         """
         self._require_source()
         load_network(self.model, arrays)
-        indices = self.federation.splits[self.partition].validation
         start = time.perf_counter()
-        x = self.federation.images.batch(indices, self.device).contiguous(memory_format=torch.channels_last)
-        y = torch.from_numpy(self.federation.images.labels[indices]).to(self.device)
+        x, y = labelled(self.federation, self.federation.splits[self.partition].validation, self.device)
         draw = generator(self.settings.seed, "rates", round, self.partition)
         refined = refine_rates(self.model, x, y, rates or zero_rates(self.model), variant, self.settings, draw)
         return refined.rates, {
@@ -328,11 +326,6 @@ class Device:
         data = training_set(self.federation, self.partition, self.settings, self.device)
         rule(task.rule).personalise(self._local(data, task, private, "personalise", round))
 
-    def _pooled(self, data: TrainingSet, wanted: Collection[str]) -> Arrays:
-        """Return the statistics that clients pool for methods which test elsewhere."""
-        x, y = labelled(self.federation, self.federation.splits[self.partition].validation, self.device)
-        return pooled_statistics(self.model, data.counts, x, y, wanted, self.settings)
-
     def _neighbours(self, rows: Sequence[Row]) -> Neighbours | None:
         """Return what the client memorises under the network as it is, if a row needs it."""
         if not any("datastore" in info(row.adapter).needs for row in rows):
@@ -341,18 +334,6 @@ class Device:
         return memorise(self.model, self.federation, self.partition, self.settings, self.device)
 
     def _stream(self, shift: str) -> Stream:
-        return stream(
-            self.federation,
-            self.partition,
-            shift,
-            seed=self.settings.seed,
-            severity=self.settings.severity,
-            device=self.device,
-            natural=self.natural,
-        )
-
-    def _leaks(self, index: NDArray[np.int64], private: Arrays) -> int:
-        """Count the samples of a stream that this device has in fact trained on, or that any client trains on."""
-        own = private.get(TRAINED, np.empty(0, np.int64))  # a target has trained on nothing
-        trained = np.union1d(own, self.federation.train_indices)
-        return int(np.isin(index, trained).sum())
+        """Return a test stream of this client."""
+        known: dict[str, Any] = {"seed": self.settings.seed, "severity": self.settings.severity}
+        return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **known)

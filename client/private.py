@@ -20,6 +20,7 @@ from torch import Tensor
 from client.checks import check_model
 from client.randomness import generator
 from client.state import Arrays
+from data import Federation
 from models import PERSONAL_PREFIX, TwoHead
 
 KEPT = "kept."
@@ -82,6 +83,12 @@ def head_entries(model: TwoHead, private: Mapping[str, NDArray[Any]], trained: N
     """Return the personal head, and the indices of all images trained on, `trained` included."""
     earlier = private.get(TRAINED, np.empty(0, np.int64))
     return {**_arrays(personal_head(model)), TRAINED: np.union1d(earlier, trained)}
+
+
+def leaks(index: NDArray[np.int64], private: Mapping[str, NDArray[Any]], federation: Federation) -> int:
+    """Count the samples of a stream that this client has in fact trained on, or that any client trains on."""
+    own = private.get(TRAINED, np.empty(0, np.int64))  # a target has trained on nothing
+    return int(np.isin(index, np.union1d(own, federation.train_indices)).sum())
 
 
 def personal_head(model: TwoHead) -> dict[str, Tensor]:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collaborate import earlier, folder_name, identity, label, markdown, with_mix
+from benchmarks.collaborate import constant_accuracy, earlier, folder_name, identity, label, markdown, with_mix
 from benchmarks.protocol import load_protocol
+from client.runtime import federation_of
+from client.streams import streams_of
 from settings import Settings, SettingsError
 
 
@@ -34,7 +36,12 @@ def test_a_table_grows_with_cells_of_one_kind_only(tmp_path: Path) -> None:
     path = tmp_path / "collaborate.json"
     assert earlier(path, same) == {}
     path.write_text(json.dumps({**same, "cells": {"tent": {"none": {"iid": {}}}}}))
-    assert earlier(path, same) == {"tent": {"none": {"iid": {}}}}
+    assert earlier(path, same)["cells"] == {"tent": {"none": {"iid": {}}}}
+    older = {key: value for key, value in same["settings"].items() if key != "temperature"}  # not yet a setting then
+    path.write_text(json.dumps({**same, "settings": older, "cells": {"tent": {}}}))
+    assert earlier(path, same)["cells"] == {"tent": {}}
+    with pytest.raises(SettingsError, match="another settings"):
+        earlier(path, identity(Settings(temperature=0.1), source))
     source.write_bytes(b"other weights")
     with pytest.raises(SettingsError, match="another source_sha256"):
         earlier(path, identity(Settings(), source))
@@ -58,6 +65,7 @@ def test_the_page_sets_the_papers_number_beside_ours() -> None:
         "cells": {"bbn": {"pfedbbn[share=statistics]": {"0.01": one}, "none": {"iid": one}}},
         "settings": {"model": "resnet20-bn", "model-options": "depth=8", "seed": 1},
         "source_label": {"accuracy": 0.83},
+        "constant_percent": {"0.01": 81.25, "iid": 12.0},
         "hardware": "a box",
         "versions": {},
         "commit": None,
@@ -65,3 +73,14 @@ def test_the_page_sets_the_papers_number_beside_ours() -> None:
     page = markdown(content, "command")
     assert "| bbn | pfedbbn[share=statistics] | 46.8 (45.0) \\| 72.0 | – \\| 70.1 |" in page
     assert "| bbn | none | – \\| 52.3 | 46.8 (45.0) \\| 72.3 |" in page
+    assert "| always the client's most frequent class | | 81.2 | 12.0 |" in page
+
+
+def test_what_naming_one_class_would_give() -> None:
+    settings = load_protocol("pfedbbn").replace(
+        dataset="digits", dataset_options="", clients=3, stream_size=20, stream_batch=10, stream_mix="dirichlet"
+    )
+    counts = streams_of(settings, federation_of(settings)).counts
+    expected = sum(max(row) / sum(row) for row in counts.tolist()) / 3
+    assert constant_accuracy(settings) == pytest.approx(expected)
+    assert 0.1 < expected <= 1

@@ -64,7 +64,9 @@ def federation_of_splits(pictures: Images, *sizes: tuple[int, int, int]) -> Fede
     return Federation(pictures, tuple(splits), 1)
 
 
-def network(norm: bool = False, seed: int = 0, size: int = SIZE, classes: int = CLASSES) -> TwoHead:
+def network(
+    norm: bool = False, seed: int = 0, size: int = SIZE, classes: int = CLASSES, rotation: bool = False
+) -> TwoHead:
     """A small convolutional network whose features are not negative, d = FEATURES."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -78,7 +80,7 @@ def network(norm: bool = False, seed: int = 0, size: int = SIZE, classes: int = 
         with torch.no_grad():
             layers["fc"].weight *= 20  # so that features lie on both sides of the threshold of the DLE
             layers["fc"].bias.fill_(0.3)
-        return TwoHead(nn.Sequential(layers), FEATURES, classes)
+        return TwoHead(nn.Sequential(layers), FEATURES, classes, rotation_head=rotation)
 
 
 def device(

@@ -40,8 +40,16 @@ RUNS = {
         methods="bbn", model="resnet20-bn", model_options="depth=8;width=4", rounds=0,
         collaborations="pfedbbn[temperature=1]", stream_mix="iid", stream_size=40, stream_batch=20, stream_rounds=2,
     ),
+    # FedICON's three phases, and a training that keeps a model of the client's own
+    "personal": SHARED.replace(
+        methods="fedicon[mode=offline],fedicon,ditto", model_options="norm=batch", rounds=1, classifier_rounds=1,
+        classifier_epochs=1,
+    ),
 }  # fmt: skip
-MESSAGES = 5 + 3  # to each node: identify, train, rates twice, evaluate; identify, two test-time rounds
+BROADCAST = ("rates", "adapt")  # whose network travels once
+#: To each node: identify, train, rates twice, evaluate; identify, two test-time rounds; identify, FedICON's encoder and
+#: classifier, evaluate, Ditto's round, evaluate.
+MESSAGES = 5 + 3 + 6
 TIMES = {"at", "seconds", "wall_seconds", "train_seconds"}
 
 
@@ -123,7 +131,8 @@ def test_models_rates_and_tables_are_those_of_one_process(runs: Runs, name: str)
     assert_same_results(runs.deployed(name), runs.reference(name))
     files = {path.name for path in runs.deployed(name).iterdir()}
     assert files == {path.name for path in runs.reference(name).iterdir()}
-    assert {"rates": "rates.safetensors", "adapt": "collaboration.csv"}[name] in files
+    expected = {"rates": "rates.safetensors", "adapt": "collaboration.csv", "personal": "model-ditto.safetensors"}
+    assert expected[name] in files
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -152,7 +161,8 @@ def test_what_a_node_has_learned_is_what_it_learns_in_one_process(runs: Runs) ->
     for partition in range(2):
         ours = sorted(runs.node(partition).glob(f"*/{partition}/*@*.safetensors"))
         theirs = sorted(runs.root.glob(f"state of all/*/*/{partition}/*@*.safetensors"))
-        assert len(ours) == 1 + 2  # the personal head; the last two test-time rounds
+        # the personal head; the last two test-time rounds; FedICON's two rounds and Ditto's
+        assert len(ours) == 1 + 2 + 3
         by_name = {path.name: load_arrays(path)[0] for path in theirs}
         assert sorted(by_name) == sorted(path.name for path in ours)
         for path in ours:
@@ -163,9 +173,21 @@ def test_what_a_node_has_learned_is_what_it_learns_in_one_process(runs: Runs) ->
 def test_private_state_stays_on_its_node(runs: Runs) -> None:
     for partition in range(2):
         folders = [path for path in runs.node(partition).glob("*/*") if path.is_dir()]
-        assert [path.name for path in folders] == [str(partition)] * 2  # two runs
+        assert [path.name for path in folders] == [str(partition)] * len(RUNS)
         kept = sorted(path.name for path in (runs.node(partition) / "networks").iterdir())
-        assert kept == sorted(network(runs, name, partition).name for name in RUNS)
+        assert kept == sorted(network(runs, name, partition).name for name in BROADCAST)
+
+
+def test_what_a_phase_does_not_join_stays_on_the_nodes(runs: Runs) -> None:
+    encoder, classifier, ditto = told(runs.deployed("personal"), "round")
+    arrays = load_arrays(runs.deployed("personal") / "model.safetensors")[0]
+    head = sum(value.nbytes for name, value in arrays.items() if name.startswith("head."))
+    whole = sum(value.nbytes for value in arrays.values())
+    assert (encoder["bytes_up"], classifier["bytes_up"]) == (2 * (whole - head), 2 * head)
+    assert encoder["bytes_down"] == classifier["bytes_down"] == 2 * whole  # each phase's first message
+    assert ditto["bytes_up"] == ditto["bytes_down"] == 2 * whole
+    scores = {event["method"]: event["correct"] for event in told(runs.deployed("personal"), "evaluation")}
+    assert set(scores) == {"fedicon[mode=offline]", "fedicon", "ditto"}
 
 
 def test_after_the_network_only_rates_travel(runs: Runs) -> None:

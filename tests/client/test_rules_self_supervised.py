@@ -1,0 +1,116 @@
+"""FedICON's rounds and training with rotations, against loops written out here, in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from client.rules import contrastive as rounds
+from client.rules.base import Local
+from client.rules.contrastive import Classifier, Contrastive
+from client.rules.rotation import Rotation
+from data import DATASETS
+from models import TwoHead
+from tests.client.test_rules import assert_close, batches, both, descend, draw, network64, objective, options, shared
+from tests.client.test_rules import turn as plain_turn
+from tests.client.tiny import network
+from tta.contrastive_views import ContrastiveViews
+
+EPOCHS, TEMPERATURE = 2, 0.3
+
+
+def turn(model: TwoHead, **changes: Any) -> Local:
+    return plain_turn(model, temperature=TEMPERATURE, **changes)
+
+
+def contrastive(z: Tensor, labels: list[int]) -> Tensor:
+    """Eq. 2, anchor by anchor."""
+    unit = [row / row.norm() for row in z]
+    total, anchors = z.new_zeros(()), 0
+    for i, one in enumerate(unit):
+        others = [j for j in range(len(unit)) if j != i]
+        denominator = torch.stack([torch.exp(one @ unit[j] / TEMPERATURE) for j in others]).sum()
+        positives = [j for j in others if labels[j] == labels[i]]
+        if positives:
+            terms = [torch.log(torch.exp(one @ unit[j] / TEMPERATURE) / denominator) for j in positives]
+            total, anchors = total - torch.stack(terms).mean(), anchors + 1
+    return total / anchors
+
+
+@both
+@pytest.mark.parametrize("with_labels", [True, False])
+def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels: bool) -> None:
+    views = ContrastiveViews(flip=DATASETS["npz"].flip)
+    monkeypatch.setattr(
+        rounds, "ContrastiveViews", lambda flip: lambda x, g: ContrastiveViews(flip=flip)(x, g).double()
+    )
+    model, twin, g = network64(norm), network64(norm), draw(3)
+    loss = Contrastive(with_labels).train(turn(model))
+    twin.train()
+    losses, sizes = [], []
+    for x, y in batches(EPOCHS, g, 1 + norm):
+        x = x.float()  # what views are made of
+        z = twin.features(torch.cat([views(x, g), views(x, g)]).double())
+        value = contrastive(z, (y if with_labels else torch.arange(len(y))).repeat(2).tolist())
+        descend(list(twin.encoder.parameters()), torch.autograd.grad(value, list(twin.encoder.parameters())))
+        losses.append(float(value))
+        sizes.append(len(y))
+    half = len(losses) // EPOCHS
+    mean = sum(a * b for a, b in zip(losses[half:], sizes[half:], strict=True)) / sum(sizes[half:])
+    assert_close(model, twin)
+    assert loss == pytest.approx(mean)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Contrastive(with_labels).personalise(turn(model))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@both
+def test_classifier_rounds_and_the_clients_own_classifier(norm: bool) -> None:
+    model, twin, g = network64(norm), network64(norm), draw(3)
+    head = list(twin.head.parameters())
+    twin.eval()
+    Classifier().train(turn(model))
+    for x, y in batches(EPOCHS, g, 1):
+        descend(head, torch.autograd.grad(objective(twin(x), y), head))
+    assert_close(model, twin)
+    Classifier().personalise(turn(model, seed=5, classifier_epochs=3))
+    g = draw(5)
+    for x, y in batches(3, g, 1):
+        descend(head, torch.autograd.grad(objective(twin(x), y), head))
+    assert_close(model, twin)
+
+
+@both
+@pytest.mark.parametrize("weight", [0.0, 0.7])
+def test_rotations_are_told_apart_beside_the_classes(norm: bool, weight: float) -> None:
+    model, twin = (network(norm, rotation=True).double() for _ in range(2))
+    loss, g = Rotation().train(turn(model, rotation_weight=weight)), draw(3)
+    assert twin.rotation_head is not None
+    weights = [*shared(twin), *twin.rotation_head.parameters()]
+    twin.train()
+    seen: list[float] = []
+    # the order of an epoch is drawn first, then each batch's turns
+    for _ in range(EPOCHS):
+        order = torch.randperm(len(turn(model).data), generator=g)
+        for chosen in order.split(options().batch_size):
+            if len(chosen) < 1 + norm:
+                continue
+            data = turn(model).data
+            x, y = (data.pixels[chosen].float() / 255).double(), data.labels[chosen]
+            value = objective(twin(x), y)
+            turns = torch.randint(4, (len(x),), generator=g)
+            turned = torch.stack([torch.rot90(one, int(k), (1, 2)) for one, k in zip(x, turns, strict=True)])
+            told = functional.cross_entropy(twin.rotation_head(twin.features(turned)), turns)
+            slopes = torch.autograd.grad(value + weight * told, weights)
+            descend(weights, slopes)
+            seen.append(float(value))
+    for (name, ours), theirs in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+        # `train_network` takes its loss in float32
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
+    assert math.isfinite(loss)
+    assert loss > 0
