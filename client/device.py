@@ -200,7 +200,8 @@ class Device:
             The arrays do not fit, or this client has no statistics of `round`.
         """
         private = self._receive(arrays, task, round)
-        known = None if statistics is None else join_statistics(private, statistics, round, self.device)
+        trains = self.role != "target"
+        known = None if statistics is None else join_statistics(private, statistics, round, self.device, trains)
         streams = [self._stream(shift) for shift in shifts]
         results: list[Metrics] = []
         for base in ("global", "personalised"):

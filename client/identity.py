@@ -23,7 +23,7 @@ def identity(
     shifts, note = resolve(settings.shifts, has_natural)
     if "unseen_domain" in shifts and not len(federation.unseen):
         raise ValueError("shifts: unseen_domain is a test distribution with unseen-domain only")
-    if images.name != settings.dataset:  # some of its domains are not at hand
+    if " without " in images.name:  # some of its domains are not at hand
         note = "; ".join(filter(None, (note, f"pictures: {images.name}")))
     channels = int(images.pixels.shape[1])
     mean, std = DATASETS[settings.dataset].normalisation(channels)

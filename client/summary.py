@@ -73,16 +73,20 @@ def own_statistics(local: Mapping[str, NDArray[Any]], round: int) -> dict[str, N
 
 
 def join_statistics(
-    private: Mapping[str, NDArray[Any]], means: Mapping[str, NDArray[Any]], round: int, device: torch.device
+    private: Mapping[str, NDArray[Any]],
+    means: Mapping[str, NDArray[Any]],
+    round: int,
+    device: torch.device,
+    trains: bool = True,
 ) -> Statistics:
     """Join the client's own statistics of a round with the means over clients.
 
-    A client that never trains has none of its own: it gets the pooled means (`client.pooled`) alone.
+    A client that never `trains` has none of its own: it gets the pooled means (`client.pooled`) alone.
 
     Raises
     ------
     ValueError
-        A client that has trained has none of that round, or the means do not fit.
+        A client that trains has none of that round, or the means do not fit.
     """
 
     def tensor(value: NDArray[Any]) -> Tensor:
@@ -90,7 +94,7 @@ def join_statistics(
 
     check_pooled(means)
     pooled: dict[str, Any] = {name: tensor(means[name]) for name in POOLED if name in means}
-    if not private:
+    if not trains:
         return Statistics(**pooled)
     if int(private.get(STATISTICS_ROUND, np.array(-1))) != round:
         raise ValueError(f"this client has no statistics of round {round}")

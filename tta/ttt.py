@@ -32,9 +32,9 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, pad
 
+from models import PERSONAL_PREFIX
 from tta.base import Adapter
 from tta.bn_adapt import check_finite
-from tta.collaborator import shared_parameters
 from tta.heads import check_choice
 from tta.memo import checked_position
 from tta.statistics import Statistics
@@ -236,7 +236,8 @@ class TTT(Adapter):
         self._descent = Descent("sgd", lr, momentum=0.0)
         own = copy.deepcopy(model).requires_grad_(False)
         self._readout, self._rotation = Readout(own, head), _Rotation(own)
-        names = [name for name in shared_parameters(model) if not name.startswith("head.")]
+        left = ("head.", PERSONAL_PREFIX)
+        names = [n for n, value in model.named_parameters() if value.requires_grad and not n.startswith(left)]
         parameters = dict(own.named_parameters())
         self._source = {name: parameters[name].detach() for name in names}
         if not self._source:

@@ -21,6 +21,7 @@ from server.report.drawing import (
     to_svg,
 )
 from server.report.events import WEIGHT_BINS, Evaluation
+from server.report.plots_many import MANY_ROWS, accuracy_lines
 from server.report.results import Results
 from server.report.tables import Row, percent
 
@@ -31,6 +32,8 @@ def accuracy_bars(rows: list[Row]) -> Plot | None:
     shifts = list(rows[0].cells) if rows else []
     if not shifts:
         return None
+    if len(rows) >= MANY_ROWS:
+        return accuracy_lines(rows)
     width = 0.84 / len(rows)
     figure = new_figure(3.6)
     axes = figure.subplots()

@@ -23,6 +23,7 @@ from server.report.drawing import (
     to_svg,
 )
 from server.report.events import Clients, Round
+from server.report.plots_many import MANY_TRAININGS, curve_panels, time_bars
 from server.report.results import Results
 
 _MARKED_ROUNDS = 30  # with more, the marks of a curve run into each other
@@ -42,6 +43,8 @@ def learning_curves(results: Results) -> Plot | None:
     """Two panels per round and training: validation accuracy (global and personal) and training loss."""
     if not results.rounds:
         return None
+    if len(by_training(results)) >= MANY_TRAININGS:
+        return curve_panels(by_training(results))
     figure = new_figure(2.9)
     left, right = figure.subplots(1, 2)
     handles = []
@@ -148,6 +151,9 @@ def round_times(results: Results) -> Plot | None:
     if not groups:
         return None
     workers = workers_of(results)
+    if len(groups) >= MANY_TRAININGS:
+        times = {name: [local_training_seconds(entry, workers) for entry in found] for name, found in groups.items()}
+        return time_bars(groups, times)
     figure = new_figure(2.5)
     panels = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
     words = []

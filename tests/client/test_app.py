@@ -147,6 +147,7 @@ def test_a_client_without_statistics_says_so() -> None:
         ask(
             context, "evaluate", {"arrays": initial(), "statistics": zeros},
             **{"server-round": 3, "shifts-resolved": ["original"]}, labels=["a"], adapters=["none"], options=["{}"],
+            bases=["global"],
         )  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def context(partition: int = 1, **config: Any) -> Context:
 
 
 def ask(node: Context, kind: str, settings: Settings, records: Any = None, **changes: Any) -> RecordDict:
-    task = {"training": "ce", "rule": "joint", "objective": "cross_entropy"}
+    task = {"training": "ce", "rule": "joint", "objective": "cross_entropy", "wanted": list[str]()}
     config = {**settings.flat(), "run": "run1", **task, "server-round": 1}
     content = RecordDict({"config": ConfigRecord({**config, **changes}), **(records or {})})
     message: Message = request(kind=kind, content=content)
