@@ -13,7 +13,7 @@ from torch import Tensor
 from client.checks import check_means, check_pooled
 from models import TwoHead
 from tta import Statistics
-from tta.btfl import discretise
+from tta.statistics import discretise
 
 #: Statistics that clients pool for all, from labels; see `client.pooled`.
 POOLED = ("label_prior", "confusion", "block_scores")

@@ -18,7 +18,7 @@ the published code takes 100 points on [0.01, 0.99], up to 0.14 off.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from tta.base import Adapter
 from tta.heads import check_choice, check_number, check_two_heads, statistic_vector, two_heads
 from tta.posterior import BetaRule, mixing_weight
 from tta.prior import detect_event, prior_path
-from tta.statistics import Statistics
+from tta.statistics import Statistics, discretise
 
 __all__ = ["BTFL", "discretise", "mixing_weight"]
 
@@ -155,22 +155,6 @@ class BTFL(Adapter):
                 f"state 'prior' of BTFL is ({a}, {b}): both are at least 1, their sum at most {self._largest}"
             )
         self._prior = (a, b)
-
-
-def discretise(z: Any) -> Any:
-    """Return round(tanh z), ties to even (eq. 5): 1 where z > atanh(1/2) = 0.549..., else 0.
-
-    Parameters
-    ----------
-    z : Tensor or array
-        Not negative: features behind a ReLU.
-
-    Returns
-    -------
-    Tensor or np.ndarray
-        Of the kind, dtype and shape of z, with values in {0, 1}.
-    """
-    return torch.round(torch.tanh(z)) if isinstance(z, Tensor) else np.round(np.tanh(z))
 
 
 def check_non_negative(features: Array, width: int) -> None:

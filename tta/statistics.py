@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -45,3 +48,19 @@ class Statistics:
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
             raise ValueError(f"{method} needs the statistics {', '.join(missing)}, which are None")
+
+
+def discretise(z: Any) -> Any:
+    """Return round(tanh z), ties to even (eq. 5): 1 where z > atanh(1/2) = 0.549..., else 0.
+
+    Parameters
+    ----------
+    z : Tensor or array
+        Not negative: features behind a ReLU.
+
+    Returns
+    -------
+    Tensor or np.ndarray
+        Of the kind, dtype and shape of z, with values in {0, 1}.
+    """
+    return torch.round(torch.tanh(z)) if isinstance(z, Tensor) else np.round(np.tanh(z))

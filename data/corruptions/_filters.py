@@ -12,7 +12,6 @@ from functools import lru_cache
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import ndimage
 from torch import Tensor
 
 
@@ -23,6 +22,8 @@ def gaussian_matrix(size: int, sigma: float, mode: str = "nearest", truncate: fl
     The defaults of `mode` and `truncate` are those of `skimage.filters.gaussian`. The kernel has radius
     int(truncate * sigma + 0.5) pixels.
     """
+    from scipy import ndimage  # lazily: a process that corrupts nothing need not load it
+
     return ndimage.gaussian_filter1d(np.eye(size), sigma, axis=0, mode=mode, truncate=truncate)
 
 
@@ -35,6 +36,8 @@ def zoom_matrix(size: int, factor: float) -> np.ndarray:
     """
     crop = math.ceil(size / factor)
     start = (size - crop) // 2
+    from scipy import ndimage
+
     zoomed = ndimage.zoom(np.eye(size)[start : start + crop], (factor, 1.0), order=1)
     trim = (zoomed.shape[0] - size) // 2
     return zoomed[trim : trim + size]
