@@ -124,5 +124,9 @@ TRAININGS: dict[str, Recipe] = {
     ),
     "fedicon": Recipe("FedICON (2023): contrastive encoder, then classifier", _contrastive("supervised_contrastive")),
     "fedicon_us": Recipe("FedICON-us: no labels in the encoder phase", _contrastive("self_contrastive")),
+    "fedicon_local": Recipe(
+        "FedICON without sharing: every client for itself (its Table 8)",
+        (Phase("supervised_contrastive", shared=()), Phase("classifier", shared=(), rounds="classifier_rounds")),
+    ),
     "fedavg_views": Recipe("FedAvg with FedICON's augmentations", changes={"views": "contrastive"}),
 }
