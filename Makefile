@@ -11,8 +11,16 @@ export OMP_NUM_THREADS := 1
 help:          ## show this
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
-run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS=, ARGS="--rounds 20 ..."
-	$(BIN)/python -m simulation $(if $(DATASET),--dataset $(DATASET)) $(if $(METHODS),--methods '$(METHODS)') $(ARGS)
+# METHODS=all: a network with BatchNorm, which every method fits; on the embedded digits also fewer rounds and samples, so
+# that the whole table ends within ten minutes on two cores. ARGS come last and win; a settings file decides by itself.
+comma := ,
+ALL   := $(filter all,$(subst $(comma), ,$(METHODS)))
+FITS  := $(if $(ALL),$(if $(findstring --model,$(ARGS))$(findstring --settings,$(ARGS)),,--model-options norm=batch))
+SHORT := $(if $(ALL),$(if $(DATASET)$(findstring --settings,$(ARGS)),,--rounds 5 --classifier-rounds 5 --tune-samples 20))
+
+run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS= (or all), ARGS="--rounds 20 ..."
+	$(BIN)/python -m simulation $(if $(DATASET),--dataset $(DATASET)) $(if $(METHODS),--methods '$(METHODS)') \
+	  $(FITS) $(SHORT) $(ARGS)
 
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest $(ARGS)

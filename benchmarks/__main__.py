@@ -11,7 +11,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
-from benchmarks import atp, bbn, central, collaborate, fedicon, heads, mixing, rounds, run, source
+from benchmarks import atp, bbn, central, collaborate, fedicon, heads, methods, mixing, rounds, run, source
 from server.errors import RunError
 from settings import SettingsError
 
@@ -21,6 +21,7 @@ COMMANDS = {
     "rounds": (rounds, "wall time of a simulated round over the local training in it"),
     "atp": (atp, "ATP's tables for the shallow CNN: global model, rates, every shift's rates on every other"),
     "fedicon": (fedicon, "FedICON's tables and figures for Digit-5 and Office-10, beside the paper's numbers"),
+    "methods": (methods, "every method: what it trains, adapts and needs; with --cost also its cost at test time"),
     "collaborate": (collaborate, "test-time methods under collaborations on class-imbalanced corruption streams"),
     "bbn": (bbn, "time of adapting to a batch with BBN over a plain forward and backward pass of it"),
     "mixing": (mixing, "time and memory of the server's N x N work for 1,000 clients"),

@@ -87,15 +87,11 @@ def check_collaborations(settings: Settings, trainings: Sequence[Training]) -> l
             f"rounds = {settings.rounds}: allowed with collaborations is 0, since streams are drawn from all images of "
             "the data set; init names a network that was trained on others"
         )
-    alone = [row.label for training in trainings for row in training.rows if not _collaborates(row)]
+    alone = [row.label for training in trainings for row in training.rows if not row.collaborates]
     if alone:
         fitting = ", ".join(name for name, info in ADAPTERS.items() if info.collaborates)
         raise SettingsError(f"methods: {', '.join(alone)} cannot take part in collaborations; fitting: {fitting}")
     return parse_collaborations(settings.collaborations, settings.share)
-
-
-def _collaborates(row: MethodRow) -> bool:
-    return ADAPTERS[row.method.adapter].collaborates
 
 
 def rounds_of(settings: Settings, available: int) -> int:

@@ -1,13 +1,13 @@
 """The table of methods: a federated training and an adapter, by name, and what each needs.
 
 A row of a run is a name from the table with options, e.g. `fedthe[beta=1;training=cross_entropy]` or
-`tent[base=personalised]`.
+`tent[base=personalised]`; `all` stands for every method that fits the network and the clients.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -17,6 +17,8 @@ from settings import Settings, SettingsError, assignments
 from tta.registry import ADAPTERS, parse_options
 
 Base = Literal["global", "personalised"]
+#: In place of methods by name: all of them.
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -88,25 +90,32 @@ METHODS: dict[str, Method] = {
 
 
 #: Needs of an adapter that only a client with training of its own can meet.
-PERSONALISED = frozenset({"personal_head", "descriptor", "dle", "entropy", "datastore"})
+PERSONALISED = frozenset({"personal_head", "residual_head", "descriptor", "dle", "entropy", "datastore"})
 #: Needs that a statistics round meets.
 STATISTICS = frozenset({"personal_head", "descriptor", "dle", "entropy", "label_prior", "confusion", "block_scores"})
 
 
 @dataclass(frozen=True)
 class MethodRow:
-    """One row that a run evaluates."""
+    """One row that a run evaluates; `named` by the user, or one of those that `all` stands for."""
 
     label: str
     method: Method
     training: str
     options: dict[str, object] = field(default_factory=dict)
     base: Base = "global"
+    named: bool = True
 
     @property
     def needs(self) -> frozenset[str]:
         """Return what its adapter needs."""
         return ADAPTERS[self.method.adapter].needs
+
+    @property
+    def collaborates(self) -> bool:
+        """Tell whether it can take part in test-time rounds, which start from one network that nobody trains."""
+        untrained = self.base == "global" and self.training == "cross_entropy"
+        return untrained and ADAPTERS[self.method.adapter].collaborates
 
     @property
     def personal(self) -> bool:
@@ -140,7 +149,7 @@ class Training:
 
 
 def parse_rows(text: str) -> list[MethodRow]:
-    """Parse the setting `methods` into rows.
+    """Parse the setting `methods` into rows; `all` becomes one row for each method of the table.
 
     Raises
     ------
@@ -149,21 +158,27 @@ def parse_rows(text: str) -> list[MethodRow]:
     """
     rows: list[MethodRow] = []
     for part in (part.strip() for part in text.split(",")):
-        match = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", part)
-        if not match or match[1] not in METHODS:
-            raise SettingsError(f"methods: unknown method {part!r}; there are: {', '.join(METHODS)}")
-        method, label = METHODS[match[1]], part.replace(" ", "")
-        options = dict(assignments(match[2] or "", f"methods: {match[1]}"))
-        training = _choice(label, "training", str(options.pop("training", method.training)), tuple(TRAININGS))
-        base = _choice(label, "base", str(options.pop("base", method.base)), get_args(Base))
-        try:
-            typed = parse_options(method.adapter, {name: str(value) for name, value in options.items()})
-        except ValueError as error:
-            raise SettingsError(f"methods: {label}: {error}") from error
-        if any(row.label == label for row in rows):
-            raise SettingsError(f"methods: {label} is named twice")
-        rows.append(MethodRow(label, method, training, typed, "global" if base == "global" else "personalised"))
+        found = [_parse_row(name, False) for name in METHODS] if part == ALL else [_parse_row(part, True)]
+        for row in found:
+            if any(other.label == row.label for other in rows):
+                raise SettingsError(f"methods: {row.label} is named twice")
+            rows.append(row)
     return rows
+
+
+def _parse_row(part: str, named: bool) -> MethodRow:
+    match = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", part)
+    if not match or match[1] not in METHODS:
+        raise SettingsError(f"methods: unknown method {part!r}; there are: {ALL}, {', '.join(METHODS)}")
+    method, label = METHODS[match[1]], part.replace(" ", "")
+    options = dict(assignments(match[2] or "", f"methods: {match[1]}"))
+    training = _choice(label, "training", str(options.pop("training", method.training)), tuple(TRAININGS))
+    base = _choice(label, "base", str(options.pop("base", method.base)), get_args(Base))
+    try:
+        typed = parse_options(method.adapter, {name: str(value) for name, value in options.items()})
+    except ValueError as error:
+        raise SettingsError(f"methods: {label}: {error}") from error
+    return MethodRow(label, method, training, typed, "global" if base == "global" else "personalised", named)
 
 
 def _choice(label: str, option: str, value: str, allowed: Sequence[str]) -> str:
@@ -172,23 +187,53 @@ def _choice(label: str, option: str, value: str, allowed: Sequence[str]) -> str:
     return value
 
 
-def plan(settings: Settings) -> list[Training]:
+def plan(settings: Settings, roles: Sequence[str] = ()) -> list[Training]:
     """Group the rows by training: methods with the same one share it.
+
+    Parameters
+    ----------
+    roles : sequence of str
+        What the clients that are there can do, once that is known; see `check_roles`.
 
     Raises
     ------
     SettingsError
-        As `parse_rows`, or a method does not fit the network; the message says what would.
+        As `parse_rows`, or a method that was asked for by name does not fit; the message says what would.
     """
-    rows = parse_rows(settings.methods)
-    for row in rows:
-        _check_fits(row, settings.model, assignments(settings.model_options, "model-options"))
-        _check_training(row, settings)
+    rows, _ = choose(settings, roles)
     names = dict.fromkeys(row.training for row in rows)
     trainings = [Training(name, tuple(row for row in rows if row.training == name)) for name in names]
-    if settings.target_fraction:
-        check_roles(trainings, ["source", "target"])
+    if expected := roles or _expected_roles(settings):
+        check_roles(trainings, expected)
     return trainings
+
+
+def choose(settings: Settings, roles: Sequence[str] = ()) -> tuple[list[MethodRow], dict[str, list[str]]]:
+    """Return the rows of a run, and those of `all` that do not fit: reason → labels.
+
+    Raises as `plan`, roles apart.
+    """
+    if settings.model not in MODELS:
+        raise SettingsError(f"model = {settings.model!r}: allowed are {', '.join(MODELS)}")
+    rows: list[MethodRow] = []
+    left_out: dict[str, list[str]] = {}
+    for row in parse_rows(settings.methods):
+        _check_training(row)
+        reason = _misfit(row, settings)
+        if row.named and reason:
+            raise SettingsError(f"methods: {row.label} {reason}")
+        if not row.named:  # what named rows are refused for elsewhere
+            reason = reason or _misfit_of_run(row, settings, roles or _expected_roles(settings))
+        if reason:
+            left_out.setdefault(reason, []).append(row.label)
+        else:
+            rows.append(row)
+    return rows, left_out
+
+
+def _expected_roles(settings: Settings) -> list[str]:
+    """Return the roles that the settings give to clients; none where each trains and tests."""
+    return ["source", "target"] if settings.target_fraction or settings.target_domain else []
 
 
 def check_roles(trainings: Sequence[Training], roles: Sequence[str]) -> None:
@@ -207,16 +252,40 @@ def check_roles(trainings: Sequence[Training], roles: Sequence[str]) -> None:
         raise SettingsError(f"methods: {', '.join(personal)} need clients that train, and target clients do not")
 
 
-def _check_fits(row: MethodRow, model: str, options: Mapping[str, object]) -> None:
-    if model not in MODELS:
-        raise SettingsError(f"model = {model!r}: allowed are {', '.join(MODELS)}")
-    needs_batchnorm = "batchnorm" in ADAPTERS[row.method.adapter].needs
-    if needs_batchnorm and MODELS[model].normalisation_with(options) != "batch":
-        fitting = ", ".join(name for name, info in MODELS.items() if info.normalisation == "batch")
-        raise SettingsError(f"methods: {row.label} adapts BatchNorm, which {model} lacks; fitting: {fitting}")
+def _misfit(row: MethodRow, settings: Settings) -> str:
+    """Say why a row does not fit the network or the aggregation, and what would; empty if it does."""
+    kept = [phase for phase in TRAININGS[row.training].phases if phase.partial]
+    options = assignments(settings.model_options, "model-options")
+    if MODELS[settings.model].normalisation_with(options) != "batch":
+        lacking = f"BatchNorm{{}}, which {settings.model} lacks; fitting: {', '.join(_with_batchnorm())}"
+        if "batchnorm" in ADAPTERS[row.method.adapter].needs:
+            return f"adapts {lacking.format('')}"
+        if any(phase.kept == BATCHNORM for phase in kept):
+            return f"keeps {lacking.format(' on the clients')}"
+    if kept and settings.aggregation != "fedavg":
+        return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is fedavg"
+    return ""
 
 
-def _check_training(row: MethodRow, settings: Settings) -> None:
+def _with_batchnorm() -> list[str]:
+    """Return the networks that have BatchNorm, with the option that gives it to those that have a choice."""
+    having = [name for name, info in MODELS.items() if info.normalisation == "batch"]
+    choice = [(name, info.normalisation_option) for name, info in MODELS.items() if info.normalisation_option]
+    return [*(f"{name} with model-options {option}=batch" for name, option in choice), *having]
+
+
+def _misfit_of_run(row: MethodRow, settings: Settings, roles: Sequence[str]) -> str:
+    """Say why a row is nothing for these clients or this kind of run; empty if it is."""
+    if settings.collaborations:
+        return "" if row.collaborates else "cannot take part in test-time rounds"
+    if "target" in roles and row.personal:
+        return "needs clients that train, and target clients do not"
+    if settings.init and TRAININGS[row.training].rotation_head:
+        return f"needs a rotation head, which the network of init = {settings.init!r} need not have; ask for it by name"
+    return ""
+
+
+def _check_training(row: MethodRow) -> None:
     """Refuse an adapter on a training that does not make what it needs."""
     recipe = TRAININGS[row.training]
     for need, trained in (("rotation_head", "rotation"), ("residual_head", "fedrod")):
@@ -225,8 +294,3 @@ def _check_training(row: MethodRow, settings: Settings) -> None:
     if "personal_head" in row.needs and not recipe.makes_personal_head:
         fitting = ", ".join(name for name, other in TRAININGS.items() if other.makes_personal_head)
         raise SettingsError(f"methods: {row.label}: training = {row.training!r}; with a personal head are: {fitting}")
-    batchnorm = MODELS[settings.model].normalisation_with(assignments(settings.model_options, "model-options"))
-    if any(phase.kept == BATCHNORM for phase in recipe.phases) and batchnorm != "batch":
-        raise SettingsError(f"methods: {row.label} keeps BatchNorm on the clients, which {settings.model} lacks")
-    if any(phase.partial for phase in recipe.phases) and settings.aggregation != "fedavg":
-        raise SettingsError(f"methods: {row.label}: aggregation = {settings.aggregation!r}; allowed is fedavg")

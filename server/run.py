@@ -18,7 +18,7 @@ from server.collaboration import Collaboration, adaptation_rounds, cells, check_
 from server.environment import describe
 from server.events import Events
 from server.final import evaluation_round, statistics_round
-from server.methods import STATISTICS, Training, check_roles, plan
+from server.methods import STATISTICS, Training, choose, plan
 from server.nodes import identify, wait_for_nodes
 from server.rates import initial_rates, learn_rates, save_rates
 from server.rounds import Federation, to_numpy, to_record, train
@@ -57,10 +57,10 @@ def run(
     nodes, identities = identify(grid, expected, opening.config(), settings.node_timeout, events)
     world = World.agree(identities)
     random = "no init: the network that is adapted is random" if collaborations and not settings.init else ""
-    for note in filter(None, (world.note, tuning_note(settings, trainings), random)):
+    roles = [] if collaborations else world.roles  # collaborations neither train nor keep clients' test splits
+    trainings = plan(settings, roles)
+    for note in filter(None, (world.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), random)):
         events("note", text=note)
-    if not collaborations:  # these neither train nor keep clients' test splits
-        check_roles(trainings, world.roles)
     events("plan", steps=count_steps(settings, trainings, collaborations, world))
     events("clients", class_counts=class_counts, classes=world.classes, sizes=world.sizes, roles=world.roles)
     spec = model_spec(settings, world)
@@ -119,6 +119,15 @@ def count_steps(
         else:
             steps += 1 + bool(training.needs & STATISTICS) + len(training.variants) * settings.rates_rounds
     return steps
+
+
+def left_out_notes(settings: Settings, roles: Sequence[str]) -> list[str]:
+    """Say which methods `all` does not stand for in this run, and what they would need: one text for each reason."""
+    _, left_out = choose(settings, roles)
+    return [
+        f"methods = all leaves out {', '.join(labels)}: {'each' if len(labels) > 1 else 'it'} {reason}"
+        for reason, labels in left_out.items()
+    ]
 
 
 def tuning_note(settings: Settings, trainings: Sequence[Training]) -> str:

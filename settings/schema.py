@@ -44,7 +44,7 @@ class Settings:
     seed: int = _setting(1, "one seed, one result", low=0, high=2**31 - 1)
     methods: str = _setting(
         "fedavg,personal,fixed_mix,fedthe,fedthe_plus,btfl",
-        "rows of the table, e.g. 'fedavg,btfl,fedthe[beta=1;objective=em],btfl[training=balanced_softmax]'",
+        "rows of the table, or all that fit; e.g. 'fedavg,btfl,fedthe[beta=1;objective=em],tent[base=personalised]'",
     )
     shifts: str = _setting("brfl", "test distributions: brfl, btgfl, or names separated by commas")
     severity: int = _setting(5, "severity of the corruptions", low=1, high=5)

@@ -351,6 +351,9 @@ def test_methods_that_cannot_take_part_are_refused_before_training(tmp_path: Pat
     with pytest.raises(SettingsError, match=told):
         Watched(tmp_path, settings)
     assert check_collaborations(settings.replace(collaborations=""), plan(settings)) == []
+    for row in ("fedavg_ft", "tent[base=personalised]", "fedprox"):  # nobody trains in test-time rounds
+        with pytest.raises(SettingsError, match=f"methods: {re.escape(row)} cannot take part"):
+            check_collaborations(settings, plan(settings.replace(methods=row)))
 
 
 def test_rounds_go_to_the_end_of_the_streams_at_most() -> None:

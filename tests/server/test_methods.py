@@ -1,14 +1,18 @@
 """Rows of the methods table: parsing, grouping by training, refusals."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from client.objectives import OBJECTIVES
 from client.rules import RULES
-from server.methods import METHODS, check_roles, parse_rows, plan
+from server import methods as table_of_methods
+from server.methods import METHODS, check_roles, choose, parse_rows, plan
+from server.run import left_out_notes
 from server.trainings import TRAININGS
 from settings import Settings, SettingsError
+from tests.server.test_run import SMALL, events, run
 from tta.registry import ADAPTERS
 
 
@@ -76,10 +80,15 @@ def test_what_a_training_changes_and_keeps_on_clients() -> None:
         ({"methods": "fedrod[training=ditto]"}, "training = 'ditto'; allowed: fedrod"),
         ({"methods": "btfl[training=ditto]"}, "training = 'ditto'; with a personal head are: cross_entropy, "),
         ({"methods": "fedbn"}, "fedbn keeps BatchNorm on the clients, which cnn lacks"),
-        ({"methods": "fedrep", "aggregation": "gma"}, "fedrep: aggregation = 'gma'; allowed is fedavg"),
+        (
+            {"methods": "fedrep", "aggregation": "gma"},
+            "fedrep keeps arrays on the clients: aggregation = 'gma'; allowed is fedavg",
+        ),
         ({"methods": "fedavg_ft", "target_fraction": 0.5}, "fedavg_ft need clients that train"),
         ({"methods": "fedper", "target_fraction": 0.5}, "fedper need clients that train"),
         ({"methods": "knn_per", "target_fraction": 0.5}, "knn_per need clients that train"),
+        ({"methods": "fedrod", "target_fraction": 0.5}, "fedrod need clients that train"),
+        ({"methods": "fedavg_ft", "target_domain": "webcam"}, "fedavg_ft need clients that train"),
     ],
 )
 def test_adapters_and_trainings_that_do_not_fit(settings: dict[str, Any], told: str) -> None:
@@ -154,3 +163,106 @@ def test_methods_that_adapt_batchnorm_need_a_network_with_it(method: str) -> Non
 def test_unknown_model_lists_what_exists() -> None:
     with pytest.raises(SettingsError, match="resnet20-gn"):
         plan(Settings(model="vgg"))
+
+
+BATCHNORM = {"model_options": "norm=batch"}
+ON_BATCHNORM = {"bbn", "bn_adapt", "tent", "eata", "cotta", "rotta", "roid"}
+
+
+def labels_of(settings: Settings) -> set[str]:
+    return {row.label for training in plan(settings) for row in training.rows}
+
+
+def test_all_is_the_whole_table_where_everything_fits() -> None:
+    settings = Settings(methods="all", **BATCHNORM)
+    assert labels_of(settings) == set(METHODS)
+    assert choose(settings)[1] == {}
+    assert left_out_notes(settings, ["both"] * 10) == []
+    more = plan(settings.replace(methods="all,fedthe[beta=1]"))
+    assert [row.label for row in more[1].rows] == ["fedthe", "fedthe_plus", "fedthe[beta=1]"]
+    with pytest.raises(SettingsError, match="tent is named twice"):
+        plan(settings.replace(methods="all,tent"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing", "reason"),
+    [
+        (
+            {},
+            ON_BATCHNORM,
+            "adapts BatchNorm, which cnn lacks; fitting: cnn with model-options norm=batch, resnet20-bn",
+        ),
+        ({}, {"fedbn"}, "keeps BatchNorm on the clients, which cnn lacks; fitting: cnn with model-options norm=batch"),
+        ({"model": "cct-4/3x2"}, ON_BATCHNORM, "adapts BatchNorm, which cct-4/3x2 lacks"),
+        (
+            {"aggregation": "qffl", **BATCHNORM},
+            {"local", "fedper", "fedrep", "fedbn", "fedicon", "fedicon_us"},
+            "keeps arrays on the clients: aggregation = 'qffl'; allowed is fedavg",
+        ),
+        ({"init": "m.safetensors", **BATCHNORM}, {"ttt"}, "needs a rotation head"),
+    ],
+)
+def test_all_leaves_out_what_does_not_fit_and_says_why(changes: dict[str, Any], missing: set[str], reason: str) -> None:
+    settings = Settings(methods="all", **changes)
+    rows, left_out = choose(settings)
+    ((why, labels),) = [(why, labels) for why, labels in left_out.items() if why.startswith(reason)]
+    assert set(labels) == missing
+    everything = [row.label for row in rows] + [label for group in left_out.values() for label in group]
+    assert sorted(everything) == sorted(METHODS)
+    start = f"methods = all leaves out {', '.join(labels)}: {'it' if len(labels) == 1 else 'each'} {why}"
+    assert start in left_out_notes(settings, [])
+
+
+@pytest.mark.parametrize("changes", [{"target_fraction": 0.5}, {"target_domain": "webcam"}])
+def test_all_with_clients_that_only_test(changes: dict[str, Any]) -> None:
+    settings = Settings(methods="all", **BATCHNORM, **changes)
+    stay = {"fedavg", "fedprox", "fedavgm", "qffl", "gma", "fedavg_views", "ttt", "memo", "t3a", "shot", "surgical"}
+    assert labels_of(settings) == stay | ON_BATCHNORM | {"atp", "em", "bbse"}
+
+
+def test_all_with_clients_that_turn_out_to_only_test() -> None:
+    settings = Settings(methods="all", **BATCHNORM)
+    roles = ["both", "target", "both"]
+    (trained, *_) = plan(settings, roles)
+    assert {row.label for row in trained.rows} & {"fedavg", "personal", "atp"} == {"fedavg", "atp"}
+    (note,) = left_out_notes(settings, roles)
+    assert "btfl" in note
+    assert note.endswith("each needs clients that train, and target clients do not")
+    with pytest.raises(SettingsError, match="all clients are targets"):
+        plan(settings, ["target"])
+
+
+def test_all_in_test_time_rounds_is_what_clients_can_help_each_other_with() -> None:
+    settings = Settings(methods="all", rounds=0, collaborations="none,fedavg", **BATCHNORM)
+    assert labels_of(settings) == {"fedavg"} | ON_BATCHNORM
+
+
+def test_a_method_by_name_that_does_not_fit_is_refused_beside_all() -> None:
+    with pytest.raises(
+        SettingsError, match=r"methods: tent\[lr=0.1\] adapts BatchNorm, which cnn lacks; fitting: cnn with"
+    ):
+        plan(Settings(methods="all,tent[lr=0.1]"))
+
+
+def notes_of(folder: Path) -> list[str]:
+    return [event["text"] for event in events(folder) if event["event"] == "note"]
+
+
+def test_a_run_of_all_methods_fills_the_whole_table(tmp_path: Path) -> None:
+    few = {"clients": 2, "fraction": 0.1, "rounds": 1, "classifier_rounds": 1, "rates_rounds": 1, "tune_samples": 2}
+    folder = run(tmp_path / "r", SMALL.replace(methods="all", shifts="original", **BATCHNORM, **few))
+    found = events(folder)
+    assert not [event for event in found if event["event"] in ("failed", "late", "refused")]
+    cells = {(event["method"], event["partition"]) for event in found if event["event"] == "evaluation"}
+    assert cells == {(method, client) for method in METHODS for client in range(2)}
+    assert notes_of(folder) == ["memo, fedthe_plus, ttt: measured on the first 2 samples of each stream and client"]
+
+
+def test_a_run_notes_what_all_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    three = {name: METHODS[name] for name in ("fedavg", "tent", "personal")}
+    monkeypatch.setattr(table_of_methods, "METHODS", three)
+    folder = run(tmp_path / "r", SMALL.replace(methods="all", shifts="original", rounds=1))
+    (note,) = notes_of(folder)
+    assert note.startswith("methods = all leaves out tent: it adapts BatchNorm, which cnn lacks; fitting: cnn with")
+    assert {event["method"] for event in events(folder) if event["event"] == "evaluation"} == {"fedavg", "personal"}
+    assert "leaves out tent" in (folder / "report.html").read_text()

@@ -18,7 +18,8 @@ from tests.server.test_run import SMALL, assert_same_results, events, run
 ROWS = {
     "cross_entropy": "fedavg_ft", "balanced_softmax": "fedthe", "balanced_heads": "personal_balanced",
     "fedrod": "fedrod", "rotation": "ttt[views=2]", "fedicon": "fedicon", "fedicon_us": "fedicon_us[mode=offline]",
-    "fedicon_local": "fedicon[training=fedicon_local]", "fedavg_views": "fedavg_views", **{name: name for name in ("local", "fedper", "fedrep", "fedbn", "ditto", "apfl")},
+    "fedicon_local": "fedicon[training=fedicon_local]", "fedavg_views": "fedavg_views",
+    **{name: name for name in ("local", "fedper", "fedrep", "fedbn", "ditto", "apfl")},
     **{name: name for name in ("fedprox", "fedavgm", "qffl", "gma")},
 }  # fmt: skip
 EVERY = SMALL.replace(
