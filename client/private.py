@@ -57,8 +57,9 @@ def receive(
 
 
 def load_network(model: TwoHead, arrays: Arrays) -> None:
-    """Load a whole `global_state`; ValueError if it does not fit."""
+    """Load a whole `global_state` and switch to evaluation mode; ValueError if it does not fit."""
     check_model(arrays, model)
+    model.eval()  # a network just built is in training mode, where a look at it would move its statistics
     model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
 
 

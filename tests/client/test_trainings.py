@@ -67,6 +67,20 @@ def test_kept_arrays_go_before_those_of_a_server_that_sends_all_again() -> None:
     assert result["correct"] == plain["correct"]
 
 
+@pytest.mark.parametrize("rule", list(RULES))
+def test_a_process_of_its_own_for_every_message_gives_the_same_bits(rule: str) -> None:
+    """A network that has just been built is in training mode; one that has been used before is not."""
+    sent = []
+    for used in (False, True):
+        model = network(norm=True, seed=2, rotation=True)
+        client = device(model=model.eval() if used else model.train())
+        first = global_arrays(network(norm=True, seed=4, rotation=True))
+        arrays, metrics = client.train(1, Task("t", rule), first)
+        statistics, _ = device(model=model.eval() if used else model.train()).statistics(1, Task("t", rule), first)
+        sent.append({**arrays, **statistics, "right": np.array(metrics["validation-correct"])})
+    assert same(*sent)
+
+
 def test_a_client_that_has_never_had_an_array_says_so() -> None:
     what = task("own", HEAD)
     with pytest.raises(ValueError, match=r"missing \['head.weight', 'head.bias'\], which this client has not kept"):
