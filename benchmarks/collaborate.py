@@ -205,6 +205,14 @@ def label(source: Path) -> dict[str, Any]:
     return {key: known[key] for key in ("recipe", "accuracy", "measured_on", "training_samples") if key in known}
 
 
+def _label_words(label: Mapping[str, Any]) -> str:
+    """Return what a label says, in words."""
+    words = [f"{100 * label['accuracy']:.1f} %" + (f" on {label['measured_on']}" if "measured_on" in label else "")]
+    if "recipe" in label:
+        words.append(f"{label['recipe']['epochs']} epochs on {label.get('training_samples', 'its')} images")
+    return ", ".join(words)
+
+
 def markdown(content: Mapping[str, Any], command: str) -> str:
     """Return the page: global accuracy here beside the paper's, and the mean over the classes that occur."""
     cells: Mapping[str, Mapping[str, Mapping[str, Any]]] = content["cells"]
@@ -225,7 +233,7 @@ def markdown(content: Mapping[str, Any], command: str) -> str:
         "# Collaboration at test time on CIFAR-10-C streams",
         "Global accuracy in % here (in brackets the mean over the classes that occur), beside it the paper's (pFedBBN, "
         f"Table 1, WideResNet-28). Source network: {content['settings']['model']}, "
-        f"{content['settings']['model-options']}, {content['source_label']}; "
+        f"{content['settings']['model-options']}, {_label_words(content['source_label'])}; "
         f"seed {content['settings']['seed']}; `fedavg` is the source network unadapted. The last row knows each "
         "stream's labels and nothing of its images: what comes near it has learned which classes a client has, more "
         "than what is to be seen (accuracies of each client are in the JSON file).",
