@@ -58,7 +58,7 @@ def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels
         z = twin.features(torch.cat([views(x, g), views(x, g)]).double())
         value = contrastive(z, (y if with_labels else torch.arange(len(y))).repeat(2).tolist())
         descend(list(twin.encoder.parameters()), torch.autograd.grad(value, list(twin.encoder.parameters())))
-        losses.append(float(value))
+        losses.append(value.item())
         sizes.append(len(y))
     half = len(losses) // EPOCHS
     mean = sum(a * b for a, b in zip(losses[half:], sizes[half:], strict=True)) / sum(sizes[half:])
