@@ -108,7 +108,7 @@ def test_rotations_are_told_apart_beside_the_classes(norm: bool, weight: float) 
             told = functional.cross_entropy(twin.rotation_head(twin.features(turned)), turns)
             slopes = torch.autograd.grad(value + weight * told, weights)
             descend(weights, slopes)
-            seen.append(float(value))
+            seen.append(value.item())
     for (name, ours), theirs in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
         # `train_network` takes its loss in float32
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)

@@ -17,7 +17,7 @@ from simulation import simulate
 from tests.server.test_run import SMALL, assert_same_results, run
 
 pytestmark = pytest.mark.slow
-RAY = SMALL.replace(node_timeout=300.0)  # workers take a while to start
+RAY = SMALL.replace(node_timeout=300.0, round_timeout=300.0)  # workers take a while to start, on a busy machine longer
 CallNext = Callable[[Message, Context], Message]
 
 
