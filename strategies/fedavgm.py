@@ -1,7 +1,8 @@
 """FedAvgM: "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification" (Hsu, 2019).
 
-Flower's strategy with the paper's usual momentum, 0.9 (Flower's own default is 0, plain FedAvg). Deviation: a variance
-of a BatchNorm layer that the momentum takes below zero is set to zero; no network could use it, and clients refuse it.
+Flower's strategy with the paper's usual momentum, 0.9 (Flower's own default is 0, plain FedAvg). Deviation: running
+means and variances of BatchNorm have no gradient and get no momentum, which would overshoot and ruin the network: they
+are averaged plainly, by examples.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.serverapp import strategy
 
-#: Ending of the names of variances.
-VARIANCE = "running_var"
+from strategies.average import weighted_mean
+from strategies.broadcast import as_numpy
+from strategies.qffl import STATISTICS
 
 
 class FedAvgM(strategy.FedAvgM):
@@ -42,8 +43,13 @@ class FedAvgM(strategy.FedAvgM):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the new model; None without a reply."""
+        replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
         if arrays is not None:
-            for name in [name for name in arrays if name.endswith(VARIANCE)]:
-                arrays[name] = Array(np.maximum(arrays[name].numpy(), 0))
+            contents = [reply.content for reply in replies if not reply.has_error()]
+            trained = [as_numpy(next(iter(content.array_records.values()))) for content in contents]
+            statistics = [{n: value for n, value in one.items() if n.endswith(STATISTICS)} for one in trained]
+            counts = [next(iter(content.metric_records.values()))[self.weighted_by_key] for content in contents]
+            for name, value in weighted_mean(statistics, [float(n) for n in counts]).items():  # type: ignore[arg-type]
+                arrays[name] = Array(value)
         return arrays, metrics
