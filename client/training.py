@@ -18,6 +18,8 @@ from models import TwoHead
 from settings import Settings
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
+#: (x [B, C, H, W] in [0, 1], labels [B]) → mean loss of the batch, detached; it does all that one batch is for.
+Step = Callable[[Tensor, Tensor], Tensor]
 AUGMENTED_AT_ONCE = 64  # batches augmented in one call: enough to hide its fixed cost, little memory
 
 
@@ -99,30 +101,25 @@ def train_network(
     FloatingPointError
         The loss or a parameter is not finite.
     """
-    smallest = 2 if has_batchnorm(model) else 1
-    if settings.batch_size < smallest:
-        raise ValueError("batch-size = 1: a network with BatchNorm needs at least 2")
+    smallest = smallest_batch(model, settings)
     model.train()
-    shared = model.shared_parameters()
+    shared = list(model.shared_parameters().values())
     mu = settings.proximal_mu if settings.aggregation == "fedprox" else 0.0
     received = [value.detach().clone() for value in shared]
-    step = optimizer(shared, settings)
-    loss = float("nan")
-    for _ in range(settings.local_epochs):
-        total = torch.zeros((), device=data.labels.device)
-        seen = 0
-        for x, labels in epoch(data, settings.batch_size, generator, smallest):
-            with autocast(x.device, settings.autocast):
-                logits = model(x)
-            value = objective(logits.float(), labels, data.counts)
-            step.zero_grad(set_to_none=True)
-            more = auxiliary(model, x) if auxiliary is not None else 0.0
-            (value + more + proximal_term(shared, received, mu)).backward()
-            step.step()
-            total += value.detach() * len(labels)
-            seen += len(labels)
-        loss = float(total) / max(seen, 1)
-        require_finite("local training", loss, [*shared, *model.buffers()])
+    descent = optimizer(shared, settings)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        with autocast(x.device, settings.autocast):
+            logits = model(x)
+        value = objective(logits.float(), labels, data.counts)
+        descent.zero_grad(set_to_none=True)
+        more = auxiliary(model, x) if auxiliary is not None else 0.0
+        (value + more + proximal_term(shared, received, mu)).backward()
+        descent.step()
+        return value.detach()
+
+    trained = [*shared, *model.buffers()]
+    loss = train_epochs(data, settings, generator, "local training", settings.local_epochs, step, trained, smallest)
     model.eval()
     return loss
 
@@ -152,21 +149,70 @@ def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, g
     model.eval()
     loss_function = find_objective(settings.personal_objective)
     own = list(model.personal_head.parameters())
-    step = optimizer(own, settings)
+    descent = optimizer(own, settings)
+
+    def step(x: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad(), autocast(x.device, settings.autocast):
+            z = model.features(x)
+        value = loss_function(model.personal_head(z.float()), labels, data.counts)
+        descent.zero_grad(set_to_none=True)
+        value.backward()
+        descent.step()
+        return value.detach()
+
+    return train_epochs(data, settings, generator, "training of the personal head", settings.personal_epochs, step, own)
+
+
+def train_epochs(
+    data: TrainingSet,
+    settings: Settings,
+    generator: torch.Generator,
+    what: str,
+    epochs: int,
+    step: Step,
+    trained: Sequence[Tensor],
+    smallest: int = 1,
+) -> float:
+    """Call `step` on every batch of shuffled epochs; return the mean loss over the samples of the last one.
+
+    Parameters
+    ----------
+    what : str
+        Named in the error.
+    trained : sequence of Tensor
+        What the steps change; looked at after every epoch.
+    smallest : int
+        A last batch with fewer samples is left out.
+
+    Raises
+    ------
+    FloatingPointError
+        The loss or a trained value is not finite.
+    """
     loss = float("nan")
-    for _ in range(settings.personal_epochs):
-        total = torch.zeros((), device=data.labels.device)
-        for x, labels in epoch(data, settings.batch_size, generator):
-            with torch.no_grad(), autocast(x.device, settings.autocast):
-                z = model.features(x)
-            value = loss_function(model.personal_head(z.float()), labels, data.counts)
-            step.zero_grad(set_to_none=True)
-            value.backward()
-            step.step()
-            total += value.detach() * len(labels)
-        loss = float(total) / max(len(data), 1)
-        require_finite("training of the personal head", loss, [*own])
+    for _ in range(epochs):
+        total = torch.zeros((), device=data.labels.device, dtype=torch.float64)
+        seen = 0
+        for x, labels in epoch(data, settings.batch_size, generator, smallest):
+            total += step(x, labels) * len(labels)
+            seen += len(labels)
+        loss = float(total) / max(seen, 1)
+        require_finite(what, loss, [*trained])
     return loss
+
+
+def smallest_batch(model: nn.Module, settings: Settings) -> int:
+    """Return how many samples a batch needs: 2 with BatchNorm, whose batch statistics need two values, else 1.
+
+    Raises
+    ------
+    ValueError
+        No batch could be trained on.
+    """
+    smallest = 2 if has_batchnorm(model) else 1
+    if settings.batch_size < smallest:
+        raise ValueError("batch-size = 1: a network with BatchNorm needs at least 2")
+    return smallest
 
 
 def require_finite(what: str, loss: float, trained: list[Tensor]) -> None:

@@ -56,9 +56,9 @@ class TwoHead(nn.Module):
         """Return the global head's logits [B, K]."""
         return self.head(self.features(x))
 
-    def shared_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of what travels: all but the personal head's."""
-        return [value for name, value in self.named_parameters() if not name.startswith(PERSONAL_PREFIX)]
+    def shared_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of what travels by name: all but the personal head's."""
+        return {name: value for name, value in self.named_parameters() if not name.startswith(PERSONAL_PREFIX)}
 
     def global_state(self) -> dict[str, Tensor]:
         """Return what travels: all but the personal head by `state_dict` name, floating-point entries only.

@@ -32,11 +32,9 @@ from client.rules.base import (
     keep_network,
     kept_network,
     minimise,
-    shared_parameters,
-    smallest_batch,
     train_epochs,
 )
-from client.training import optimizer
+from client.training import optimizer, smallest_batch
 from models import TwoHead
 
 PREFIX, ALPHA = "apfl.", "apfl.alpha"
@@ -65,7 +63,7 @@ class APFL(Rule):
 
     def train(self, local: Local) -> float:
         """See `Rule.train`; the loss is that of the global model."""
-        smallest, settings = smallest_batch(local), local.settings
+        smallest, settings = smallest_batch(local.model, local.settings), local.settings
         mixture = self._mixture(local)
         w, v = list(mixture.w.values()), list(mixture.v.values())
         descent_w, descent_v = optimizer(w, settings), optimizer(v, settings)
@@ -117,7 +115,7 @@ class APFL(Rule):
             raise ValueError(f"{ALPHA} is there, but no model that belongs to it")
         personal = kept_network(local.model, local.own, PREFIX)
         number = alpha.detach().to(local.data.labels.device, torch.float64).reshape(()).clone()
-        return _Mixture(number, personal, shared_parameters(local.model), shared_parameters(personal))
+        return _Mixture(number, personal, local.model.shared_parameters(), personal.shared_parameters())
 
 
 @dataclass

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from client import training
 from client.compute import autocast
 from client.objectives import Objective
-from client.training import TrainingSet, epoch, has_batchnorm, require_finite
+from client.training import Step, TrainingSet
 from models import TwoHead
 from settings import Settings
-
-#: (x [B, C, H, W] in [0, 1], labels [B]) → mean loss of the batch, detached; it does all that one batch is for.
-Step = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -92,26 +90,6 @@ class Rule(ABC):
         """
 
 
-def smallest_batch(local: Local) -> int:
-    """Return how many samples a batch needs: 2 with BatchNorm, whose batch statistics need two values, else 1.
-
-    Raises
-    ------
-    ValueError
-        No batch could be trained on.
-    """
-    smallest = 2 if has_batchnorm(local.model) else 1
-    if local.settings.batch_size < smallest:
-        raise ValueError("batch-size = 1: a network with BatchNorm needs at least 2")
-    return smallest
-
-
-def shared_parameters(model: TwoHead) -> dict[str, nn.Parameter]:
-    """Return the parameters of encoder and global head by name."""
-    own = {id(value) for value in model.personal_head.parameters()}
-    return {name: value for name, value in model.named_parameters() if id(value) not in own}
-
-
 def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Return the gradient of a scalar for each parameter, None where it plays no part; nothing is accumulated."""
     return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
@@ -127,32 +105,8 @@ def minimise(loss: Tensor, parameters: Sequence[Tensor], descent: torch.optim.Op
 def train_epochs(
     local: Local, what: str, epochs: int, step: Step, trained: Sequence[Tensor], smallest: int = 1
 ) -> float:
-    """Call `step` on every batch of shuffled epochs; return the mean loss over the samples of the last one.
-
-    Parameters
-    ----------
-    what : str
-        Named in the error.
-    trained : sequence of Tensor
-        What the steps change; looked at after every epoch.
-    smallest : int
-        A last batch with fewer samples is left out.
-
-    Raises
-    ------
-    FloatingPointError
-        The loss or a trained value is not finite.
-    """
-    loss = float("nan")
-    for _ in range(epochs):
-        total = torch.zeros((), device=local.data.labels.device, dtype=torch.float64)
-        seen = 0
-        for x, labels in epoch(local.data, local.settings.batch_size, local.draw, smallest):
-            total += step(x, labels) * len(labels)
-            seen += len(labels)
-        loss = float(total) / max(seen, 1)
-        require_finite(what, loss, [*trained])
-    return loss
+    """Call `step` on every batch of the client's shuffled epochs; see `client.training.train_epochs`."""
+    return training.train_epochs(local.data, local.settings, local.draw, what, epochs, step, trained, smallest)
 
 
 def kept_network(model: TwoHead, own: Mapping[str, Tensor], prefix: str) -> TwoHead:

@@ -25,11 +25,9 @@ from client.rules.base import (
     keep_network,
     kept_network,
     minimise,
-    shared_parameters,
-    smallest_batch,
     train_epochs,
 )
-from client.training import optimizer, proximal_term, train_network
+from client.training import optimizer, proximal_term, smallest_batch, train_network
 from models import TwoHead
 
 PREFIX = "ditto."
@@ -44,15 +42,15 @@ class Ditto(Rule):
         """See `Rule.train`; the loss is that of the global model."""
         strength = local.settings.ditto_lambda  # λ
         personal = kept_network(local.model, local.own, PREFIX)
-        received = [value.detach().clone() for value in shared_parameters(local.model).values()]
+        received = [value.detach().clone() for value in local.model.shared_parameters().values()]
         loss = train_network(local.model, local.data, local.objective, local.settings, local.draw)
         self._train_personal(local, personal, received, strength)
         local.own.update(keep_network(personal, PREFIX))
         return loss
 
     def _train_personal(self, local: Local, personal: TwoHead, received: list[Tensor], strength: float) -> None:
-        smallest = smallest_batch(local)
-        weights = list(shared_parameters(personal).values())
+        smallest = smallest_batch(local.model, local.settings)
+        weights = list(personal.shared_parameters().values())
         descent = optimizer(weights, local.settings.replace(weight_decay=0.0))
 
         def step(x: Tensor, labels: Tensor) -> Tensor:

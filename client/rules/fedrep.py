@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client.rules.base import Local, Rule, minimise, smallest_batch, train_epochs
-from client.training import optimizer
+from client.rules.base import Local, Rule, minimise, train_epochs
+from client.training import optimizer, smallest_batch
 
 
 class FedRep(Rule):
@@ -46,7 +46,7 @@ class FedRep(Rule):
 
     def train(self, local: Local) -> float:
         """See `Rule.train`; the loss is that of the encoder's last epoch."""
-        smallest = smallest_batch(local)
+        smallest = smallest_batch(local.model, local.settings)
         self._train_head(local)
         model = local.model
         weights = list(model.encoder.parameters())

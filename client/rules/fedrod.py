@@ -17,8 +17,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional
 
-from client.rules.base import Local, Rule, minimise, smallest_batch, train_epochs
-from client.training import optimizer
+from client.rules.base import Local, Rule, minimise, train_epochs
+from client.training import optimizer, smallest_batch
 
 
 class FedRoD(Rule):
@@ -28,7 +28,7 @@ class FedRoD(Rule):
 
     def train(self, local: Local) -> float:
         """See `Rule.train`; the loss is that of the global head."""
-        smallest, model = smallest_batch(local), local.model
+        smallest, model = smallest_batch(local.model, local.settings), local.model
         weights = list(model.parameters())
         descent = optimizer(weights, local.settings)
 

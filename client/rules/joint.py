@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from client.rules.base import Local, Rule, minimise, shared_parameters, smallest_batch, train_epochs
-from client.training import optimizer, train_network
+from client.rules.base import Local, Rule, minimise, train_epochs
+from client.training import optimizer, smallest_batch, train_network
 
 
 class Joint(Rule):
@@ -44,8 +44,8 @@ class Joint(Rule):
         if not self.finetune or not epochs:
             local.model.eval()
             return
-        smallest, model = smallest_batch(local), local.model
-        weights = list(shared_parameters(model).values())
+        smallest, model = smallest_batch(local.model, local.settings), local.model
+        weights = list(model.shared_parameters().values())
         descent = optimizer(weights, local.settings)
 
         def step(x: Tensor, labels: Tensor) -> Tensor:
