@@ -110,10 +110,10 @@ def test_em_is_a_distribution_that_raises_the_likelihood_and_ignores_order(seed:
     assert all(float(prior.sum()) == pytest.approx(1, abs=1e-12) for prior in path)
     shuffled = posteriors[torch.randperm(n, generator=Generator().manual_seed(seed))]
     torch.testing.assert_close(em_prior(shuffled, source, 5), em_prior(posteriors, source, 5))
-    # A converged prior is a fixed point: Σ_b r_b(y) / B = p(y).
+    # In the end the prior is a fixed point: Σ_b r_b(y) / B = p(y); where it tends to 0, steps shrink like 1/t² only.
     final = em_prior(posteriors, source, 2000, tolerance=1e-9)
     ratio = posteriors * final / source
-    torch.testing.assert_close((ratio / ratio.sum(1, keepdim=True)).mean(0), final, atol=1e-8, rtol=0)
+    torch.testing.assert_close((ratio / ratio.sum(1, keepdim=True)).mean(0), final, atol=1e-5, rtol=0)
 
 
 def test_em_where_the_source_lacks_a_class_or_a_posterior_is_tiny() -> None:
