@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
-    """Run what is missing, write collaborate.json and .md and each run's page, print the table.
+    """Run what is missing, write collaborate.json and .md, print the table; each run's page is in its folder.
 
     Raises
     ------
@@ -114,8 +114,6 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
             folder = arguments.folder / folder_name(mix, plan[0], plan[1])
             collect(stage(folder, settings), mix, cells)
             constant[mix] = round(100 * constant_accuracy(settings), 2)
-            html = (folder / "report.html").read_bytes()
-            write_atomically(arguments.out / f"collaborate-{folder.name}.html", html)
     content = {"protocol": "pfedbbn", **same, "source_label": trained, "cells": cells, "constant_percent": constant}
     content |= provenance()
     words = ["python", "-m", "benchmarks", "collaborate", "--source", arguments.source.name, "--mixes", arguments.mixes]
@@ -176,7 +174,7 @@ def folder_name(mix: str, methods: str, collaborations: str) -> str:
 
 def collect(results: Results, mix: str, cells: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Add the outcomes of a run: method → collaboration → mix → accuracies in percent."""
-    found = matrix(results)
+    found, commit = matrix(results), results.run.commit if results.run else None
     for one in found.outcomes if found else []:
         scores = one.scores
         cells.setdefault(one.method, {}).setdefault(one.collaboration, {})[mix] = {
@@ -184,6 +182,7 @@ def collect(results: Results, mix: str, cells: dict[str, dict[str, dict[str, Any
             "mean_over_classes": round(100 * float(scores.mean_class), 2),
             "per_client": [round(100 * float(value), 2) for value in scores.per_client],
             "rounds": len(one.rounds),
+            "commit": commit,
         }
 
 
@@ -227,6 +226,7 @@ def markdown(content: Mapping[str, Any], command: str) -> str:
                 ours = f"{cell[mix]['global']:.1f} ({cell[mix]['mean_over_classes']:.1f})" if mix in cell else "–"
                 texts.append(ours + beside)
             lines.append(f"| {method} | {together} | {' | '.join(texts)} |")
+    commits = sorted({str(cell["commit"]) for row in cells.values() for one in row.values() for cell in one.values()})
     constant = [f"{content['constant_percent'][mix]:.1f}" for mix in mixes]
     lines.append(f"| always the client's most frequent class | | {' | '.join(constant)} |")
     parts = [
@@ -239,7 +239,7 @@ def markdown(content: Mapping[str, Any], command: str) -> str:
         "than what is to be seen (accuracies of each client are in the JSON file).",
         "\n".join(lines),
         f"{content['hardware']}; torch {content['versions'].get('torch')}, flwr {content['versions'].get('flwr')}; "
-        f"commit {content['commit']}.",
+        f"cells of commit {', '.join(commits)}.",
         f"```\n{command}\n```",
     ]
     return "\n\n".join(parts) + "\n"

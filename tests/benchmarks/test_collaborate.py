@@ -60,7 +60,7 @@ def test_a_source_must_not_have_been_trained_on_the_streams(tmp_path: Path) -> N
 
 
 def test_the_page_sets_the_papers_number_beside_ours() -> None:
-    one = {"global": 46.78, "mean_over_classes": 45.0}
+    one = {"global": 46.78, "mean_over_classes": 45.0, "commit": "abc"}
     content = {
         "cells": {"bbn": {"pfedbbn[share=statistics]": {"0.01": one}, "none": {"iid": one}}},
         "settings": {"model": "resnet20-bn", "model-options": "depth=8", "seed": 1},
@@ -73,6 +73,7 @@ def test_the_page_sets_the_papers_number_beside_ours() -> None:
     page = markdown(content, "command")
     assert "| bbn | pfedbbn[share=statistics] | 46.8 (45.0) \\| 72.0 | – \\| 70.1 |" in page
     assert "| bbn | none | – \\| 52.3 | 46.8 (45.0) \\| 72.3 |" in page
+    assert "cells of commit abc." in page
     assert "| always the client's most frequent class | | 81.2 | 12.0 |" in page
 
 
