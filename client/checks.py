@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models import TwoHead
+from tta.table import POOLED
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -53,7 +54,7 @@ def check_means(means: Arrays, own: Arrays) -> None:
 
 def check_pooled(means: Arrays) -> None:
     """Refuse pooled frequencies or accuracies that are none; ValueError names the array."""
-    for name in ("label_prior", "confusion", "block_scores"):
+    for name in POOLED:
         if name in means and not ((means[name] >= 0) & (means[name] <= 1)).all():  # also refuses NaN
             value = means[name]
             raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to 1")

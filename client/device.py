@@ -106,8 +106,8 @@ class Device:
         -------
         arrays, metrics
             The trained arrays that are joined, and `num-examples`, `train-loss`, `seconds` (of the two training phases
-            alone), and correct predictions of the *received* global and of the new personal head on the validation
-            split.
+            alone), and correct predictions on the validation split of the *received* global head and, where the rule
+            has one, of the new personal head.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class Device:
             self._train_head(data, "personal", round)
         seconds = time.perf_counter() - start
         size = self.settings.eval_batch_size
-        metrics = validate(self.model, self.federation, self.partition, size, self.device)
+        metrics = validate(self.model, self.federation, self.partition, size, self.device, what.uses_personal_head)
         if self.settings.aggregation == "qffl":  # its server weighs clients by the loss of what they received
             metrics["global-loss"] = mean_loss(self.model, data, loss_function, size)
         local = self._local(data, task, private, "local", round)
@@ -146,21 +146,23 @@ class Device:
 
         `round` is the tag of the private state that this writes: one after the last training round. Statistics are
         float64: `descriptor` [d], `dle` [d], `entropy_local`, `entropy_global` [1] (ALGORITHMS, section 0), and those
-        of `client.summary.POOLED` that are `wanted`.
+        of `tta.table.POOLED` that are `wanted`.
         """
         start = time.perf_counter()
         self._require_source()
         before = self._receive(arrays, task, round - 1)
         data = training_set(self.federation, self.partition, self.settings, self.device)
-        if rule(task.rule).uses_personal_head:
+        personal = rule(task.rule).uses_personal_head
+        if personal:
             self._train_head(data, "final", round)
-        local = summarise(self.model, data.pixels, self.settings.eval_batch_size)
+        size = self.settings.eval_batch_size
+        local = summarise(self.model, data.pixels, size)
         private = {**carried_entries(before), **head_entries(self.model, before, data.index)}
         self.state.save(task.training, round, {**private, **own_statistics(local, round)})
         held_out = labelled(self.federation, self.federation.splits[self.partition].validation, self.device)
         local |= pooled_statistics(self.model, data.counts, *held_out, wanted, self.settings)
         return local, {
-            **validate(self.model, self.federation, self.partition, self.settings.eval_batch_size, self.device),
+            **validate(self.model, self.federation, self.partition, size, self.device, personal),
             "num-examples": len(data),
             "seconds": time.perf_counter() - start,
         }

@@ -48,18 +48,17 @@ def _augmentation(settings: Settings) -> Augment | None:
 
 @torch.no_grad()
 def validate(
-    model: TwoHead, federation: Federation, partition: int, batch_size: int, device: torch.device
+    model: TwoHead, federation: Federation, partition: int, batch_size: int, device: torch.device, personal: bool
 ) -> dict[str, Any]:
-    """Count what the global and the personal head get right on a client's validation split."""
+    """Count what the global head, and with `personal` the personal one, get right on a client's validation split."""
     indices = federation.splits[partition].validation
-    right = {"global": 0, "personal": 0}
+    heads = {"validation-correct": model.head}
+    if personal:
+        heads["personal-validation-correct"] = model.personal_head
+    right = dict.fromkeys(heads, 0)
     for chosen in np.array_split(indices, max(1, len(indices) // batch_size)):
         labels = torch.from_numpy(federation.images.labels[chosen]).to(device)
         z = model.features(federation.images.batch(chosen, device))
-        right["global"] += int((model.head(z).argmax(1) == labels).sum())
-        right["personal"] += int((model.personal_head(z).argmax(1) == labels).sum())
-    return {
-        "validation-total": len(indices),
-        "validation-correct": right["global"],
-        "personal-validation-correct": right["personal"],
-    }
+        for name, head in heads.items():
+            right[name] += int((head(z).argmax(1) == labels).sum())
+    return {"validation-total": len(indices), **right}

@@ -31,9 +31,9 @@ class Neighbours:
     y: Tensor
 
     def best_weight(self, adapter: KNNPer, batch_size: int) -> float:
-        """Return the weight of the vote that is right most often on the validation split; 0.5 without one."""
+        """Return the weight of the vote that is right most often on the validation split; ValueError without one."""
         if not len(self.y):
-            return 0.5
+            raise ValueError("knn_per: this client has no validation samples to choose weight on; set knn_per[weight=]")
         parts = [adapter.parts(part) for part in self.x.split(batch_size)]
         votes, heads = (torch.cat(column) for column in zip(*parts, strict=True))
         return choose_weight(votes, heads, self.y)

@@ -14,9 +14,8 @@ from client.checks import check_means, check_pooled
 from models import TwoHead
 from tta import Statistics
 from tta.statistics import discretise
+from tta.table import POOLED
 
-#: Statistics that clients pool for all, from labels; see `client.pooled`.
-POOLED = ("label_prior", "confusion", "block_scores")
 OWN = "statistics."  # before the names of the client's own statistics in its private state
 STATISTICS_ROUND = "statistics-round"  # under which round's model they were computed
 

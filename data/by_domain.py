@@ -57,9 +57,7 @@ def by_domain(
     ValueError
         The images have no domains, `num_clients` is no multiple of D, or a client would have too little.
     """
-    if images.domain is None:
-        raise ValueError(f"partition {scheme!r}: {images.name} has no domains")
-    domain = images.domain[samples]
+    domain = _domain_numbers(images, scheme)[samples]
     present = np.unique(domain)
     names = [images.domains[one] for one in present]
     if not names or num_clients % len(names):
@@ -81,6 +79,12 @@ def by_domain(
             )
         clients.extend(np.sort(members[part]) for part in parts)
     return clients
+
+
+def _domain_numbers(images: Images, scheme: str) -> np.ndarray:
+    if images.domain is None:
+        raise ValueError(f"partition {scheme!r}: {images.name} has no domains")
+    return images.domain
 
 
 def _even(labels: np.ndarray, parts: int, rng: np.random.Generator) -> list[np.ndarray]:

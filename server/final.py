@@ -16,10 +16,9 @@ from server.rates import as_record
 from server.rounds import Federation, metrics_of
 from server.validation import Expected
 from strategies import StatisticsFedAvg
+from tta.registry import POOLED
 
 EVALUATE = "evaluate"
-#: Statistics of labels, which clients send only if a row needs them.
-POOLED = ("label_prior", "confusion", "block_scores")
 
 
 def statistics_round(federation: Federation, training: Training, arrays: ArrayRecord, model: TwoHead) -> ArrayRecord:

@@ -28,9 +28,10 @@ from strategies.broadcast import array_bytes
 from strategies.partial import shared_names
 
 Arrays = Mapping[str, NDArray[Any]]
-#: What `summarise` counts with.
-NUMBERS = ("train-loss", "seconds", "validation-total", "validation-correct", "personal-validation-correct")
-SHARES = (("validation-correct", "validation-total"), ("personal-validation-correct", "validation-total"))
+#: What `summarise` counts with, and of what the second is a share.
+NUMBERS = ("train-loss", "seconds", "validation-total", "validation-correct")
+SHARES = (("validation-correct", "validation-total"),)
+PERSONAL = "personal-validation-correct"
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,12 @@ def train_round(
     config = federation.config(training, phase)
     messages = list(strategy.configure_train(round, arrays, config, federation.view(cohort)))
     sent = to_numpy(arrays)
-    numbers = (*NUMBERS, "global-loss") if settings.aggregation == "qffl" else NUMBERS
+    personal = (PERSONAL,) if phase.makes_personal_head else ()
+    numbers = (*NUMBERS, *personal, *(("global-loss",) if settings.aggregation == "qffl" else ()))
+    shares = (*SHARES, *((one, "validation-total") for one in personal))
     joined = set(shared_names(list(sent), phase.shared, phase.kept))
     wanted = {name: value for name, value in sent.items() if name in joined}
-    expected = Expected.like("arrays", wanted, numbers=numbers, shares=SHARES)
+    expected = Expected.like("arrays", wanted, numbers=numbers, shares=shares)
     replies = federation.collect(messages, expected, training, round, f"train {training}")
     aggregated, _ = strategy.aggregate_train(round, [reply for _, reply in replies])
     if aggregated is None:
@@ -165,9 +168,7 @@ def train_round(
         replied=[partition for partition, _ in replies],
         **summarise([metrics_of(reply) for _, reply in replies]),
         wall_seconds=time.perf_counter() - start,
-        bytes_down=sum(
-            array_bytes(record) for message in messages for record in message.content.array_records.values()
-        ),
+        bytes_down=sent_bytes(messages),
         bytes_up=sum(value.nbytes for value in wanted.values()) * len(replies),
     )
     return to_record(new)
@@ -185,14 +186,14 @@ def summarise(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "train_loss": float((losses * examples).sum() / examples.sum()),
         "validation_accuracy": _mean_accuracy(metrics, "validation-correct"),
-        "personal_validation_accuracy": _mean_accuracy(metrics, "personal-validation-correct"),
+        "personal_validation_accuracy": _mean_accuracy(metrics, PERSONAL),
         "train_seconds": [float(m["seconds"]) for m in metrics],
     }
 
 
 def _mean_accuracy(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Return the mean accuracy over the clients that have validation samples, None without any."""
-    accuracies = [m[key] / m["validation-total"] for m in metrics if m["validation-total"]]
+    """Return the mean accuracy over the clients that have validation samples and say it, None without any."""
+    accuracies = [m[key] / m["validation-total"] for m in metrics if m["validation-total"] and key in m]
     return float(np.mean(accuracies)) if accuracies else None
 
 

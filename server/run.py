@@ -70,14 +70,13 @@ def run(
     federation = Federation(grid, nodes, settings, identity, events, dict(zip(sorted(nodes), world.roles, strict=True)))
     for position, training in enumerate(trainings):
         suffix = "" if position == 0 else f"-{training.name}"
-        _one_training(federation, training, spec, world, collaborations, folder, suffix)
+        _one_training(federation, training, world, collaborations, folder, suffix)
     events("end", seconds=time.perf_counter() - start, status="completed")
 
 
 def _one_training(
     federation: Federation,
     training: Training,
-    spec: dict[str, Any],
     world: World,
     collaborations: Sequence[Collaboration],
     folder: Path,
@@ -85,7 +84,7 @@ def _one_training(
 ) -> None:
     """Train, personalise, learn rates, evaluate and save one training; or train and run its test-time rounds."""
     federation = replace(federation, settings=training.recipe.settings(federation.settings))
-    spec = {**spec, **({"rotation_head": True} if training.recipe.rotation_head else {})}
+    spec = model_spec(federation.settings, world)
     model = initial_model(federation.settings, spec)
     strategies = [make_strategy(phase, federation.settings) for phase in training.recipe.phases]
     arrays = to_record({name: value.numpy() for name, value in model.global_state().items()})

@@ -42,6 +42,11 @@ class Phase:
     rounds: Literal["rounds", "classifier_rounds"] = "rounds"
 
     @property
+    def makes_personal_head(self) -> bool:
+        """Tell whether clients train a personal head on the frozen encoder beside it."""
+        return self.rule in ("joint", "own", "rotation")
+
+    @property
     def partial(self) -> bool:
         """Tell whether anything stays on the clients."""
         return self.shared != EVERYTHING or bool(self.kept)
@@ -81,8 +86,8 @@ class Recipe:
 
     @property
     def makes_personal_head(self) -> bool:
-        """Tell whether clients train a personal head on the frozen encoder beside it."""
-        return self.phases[-1].rule in ("joint", "own", "rotation")
+        """Tell whether clients train a personal head on the final encoder."""
+        return self.phases[-1].makes_personal_head
 
     def joined_names(self, names: Sequence[str]) -> list[str]:
         """Return the names of a network's arrays that any phase joins; a client keeps its own values of the others."""

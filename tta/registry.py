@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from tta.table import ADAPTERS, NEEDS, AdapterInfo, Share
+from tta.table import ADAPTERS, NEEDS, POOLED, AdapterInfo, Share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tta.knn_per import Datastore
     from tta.statistics import Statistics
 
-__all__ = ["ADAPTERS", "NEEDS", "AdapterInfo", "Share", "create", "info", "parse_options"]
+__all__ = ["ADAPTERS", "NEEDS", "POOLED", "AdapterInfo", "Share", "create", "info", "parse_options"]
 
 
 def info(name: str) -> AdapterInfo:

@@ -23,6 +23,9 @@ NEEDS = frozenset(
     }
 )  # fmt: skip
 
+#: Needs that are statistics of labels: clients send them only if a row asks, and use their mean.
+POOLED = ("label_prior", "confusion", "block_scores")
+
 #: What a collaborating adapter lets others mix; see `tta.collaborator`.
 Share = Literal["affine", "statistics", "all"]
 

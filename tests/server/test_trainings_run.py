@@ -55,6 +55,10 @@ def test_every_training_ends_in_a_row(finished: tuple[Path, list[tuple[int, Mess
     assert all(event["leaked"] == 0 for event in events(folder) if event["event"] == "leak_check")
     rounds = [event["training"] for event in events(folder) if event["event"] == "round"]
     assert all(rounds.count(name) == (3 if name.startswith("fedicon") else 2) for name in TRAININGS)
+    # a head that nobody trains has no accuracy worth showing
+    for event in (one for one in events(folder) if one["event"] == "round"):
+        known = event["personal_validation_accuracy"] is not None
+        assert known == TRAININGS[event["training"]].makes_personal_head, event["training"]
 
 
 def test_pictures_of_many_methods_and_trainings(finished: tuple[Path, list[tuple[int, Message]]]) -> None:
