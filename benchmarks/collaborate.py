@@ -215,13 +215,15 @@ def _label_words(label: Mapping[str, Any]) -> str:
 def markdown(content: Mapping[str, Any], command: str) -> str:
     """Return the page: global accuracy here beside the paper's, and the mean over the classes that occur."""
     cells: Mapping[str, Mapping[str, Mapping[str, Any]]] = content["cells"]
-    mixes = list(dict.fromkeys(mix for row in cells.values() for cell in row.values() for mix in cell))
+    mixes = sorted({mix for row in cells.values() for cell in row.values() for mix in cell}, key=_number)
     lines = [f"| method | collaboration | {' | '.join(mixes)} |", "| --- | --- |" + " --: |" * len(mixes)]
-    for method, row in cells.items():
-        for together, cell in row.items():
+    papers = list(TABLE_1)
+    for method, row in sorted(cells.items(), key=lambda item: _place(papers, item[0])):
+        known = TABLE_1.get(method.partition("[")[0], {})
+        for together, cell in sorted(row.items(), key=lambda item: _place([*known], item[0])):
             texts = []
             for mix in mixes:
-                theirs = TABLE_1.get(method, {}).get(together.partition("[")[0], {}).get(mix)
+                theirs = known.get(together.partition("[")[0], {}).get(mix)
                 beside = f" \\| {theirs:.1f}" if theirs is not None else ""
                 ours = f"{cell[mix]['global']:.1f} ({cell[mix]['mean_over_classes']:.1f})" if mix in cell else "–"
                 texts.append(ours + beside)
@@ -243,3 +245,14 @@ def markdown(content: Mapping[str, Any], command: str) -> str:
         f"```\n{command}\n```",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _place(papers: list[str], label: str) -> tuple[int, str]:
+    """Order as the paper's table does; what it does not have comes last."""
+    name = label.partition("[")[0]
+    return (papers.index(name) if name in papers else len(papers), label)
+
+
+def _number(mix: str) -> float:
+    """Order class mixes as the paper's table does: iid, then by concentration."""
+    return float(mix) if mix.replace(".", "", 1).isdigit() else -1.0
