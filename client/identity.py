@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from client.state import PrivateState
 from client.streams import streams_of
 from data import CORRUPTIONS, DATASETS, Federation, Role, resolve
 from settings import Settings
@@ -42,3 +43,12 @@ def identity(
         "corruptions": list(CORRUPTIONS) if in_rounds else [],
         "stream-rounds": streams_of(settings, federation).rounds if in_rounds else 0,
     }
+
+
+def kept(*states: PrivateState) -> dict[str, Any]:
+    """Return what private states hold of a run, as two lists: `kept-keys` and, for each, a tag in `kept-tags`.
+
+    A server that goes on with a run learns from it whether this client can go on too; no contents are told.
+    """
+    found = sorted({(key, tag) for state in states for key, tags in state.tags().items() for tag in tags})
+    return {"kept-keys": [key for key, _ in found], "kept-tags": [tag for _, tag in found]}

@@ -16,9 +16,10 @@ import numpy as np
 
 from client.device import Device
 from client.evaluation import Row
+from client.identity import kept
 from client.networks import NetworkStore, private_folder
 from client.runtime import make_device
-from client.state import DirectoryState, PrivateState
+from client.state import DirectoryState, Keeping, PrivateState
 from client.task import Task
 from client.work import Arrays, Done, Work
 from settings import Settings, SettingsError, from_config
@@ -27,6 +28,7 @@ from settings import Settings, SettingsError, from_config
 ENVELOPE = (
     "server-round", "training", "rule", "objective", "shared-names", "wanted", "run", "labels", "adapters", "options",
     "bases", "shifts-resolved", "variant", "network", "send-normalisation", "send-start", "cell", "mixed",
+    "checkpoint-rounds",
 )  # fmt: skip
 #: Settings that a node may set for itself in its node config.
 NODE_KEYS = ("data-dir", "device", "state-dir")
@@ -69,8 +71,9 @@ def perform(work: Work, node: Node) -> Done:
 
 
 def identify(work: Work, node: Node) -> Done:
-    """Say which partition this node holds and what its data look like; no label counts."""
-    return Done(identity=device_of(work, node).describe())
+    """Say which partition this node holds, what its data look like (no label counts), and what it kept of the run."""
+    device = device_of(work, node)
+    return Done(identity={**device.describe(), **kept(device.state, device.memory)})
 
 
 def train(work: Work, node: Node) -> Done:
@@ -189,7 +192,8 @@ def device_of(work: Work, node: Node) -> Device:
     state = DirectoryState(folder, run, node.partition) if folder else node.state
     # on disk in any case, since Flower would ship its context with every message
     memory = DirectoryState(private_folder(settings), run, node.partition)
-    return make_device(settings, node.partition, state, memory, node.role)
+    keep = [int(round) for round in work.config.get("checkpoint-rounds", [])]
+    return make_device(settings, node.partition, Keeping(state, keep), Keeping(memory, keep), node.role)
 
 
 def network_of(work: Work, node: Node) -> Arrays:

@@ -1,13 +1,14 @@
 """A device's private state: what it keeps between messages and never sends.
 
 Entries are named arrays under a key, tagged with the training round after which they hold. The last two tags are kept,
-so that a device one round ahead of a resumed server can step back.
+and the newest up to each round that the server could go back to, so that a device that is ahead of a resumed server
+can step back.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +27,41 @@ class PrivateState(Protocol):
     def load(self, key: str, round: int) -> Arrays | None:
         """Return the newest entry of `key` tagged with `round` or earlier, or None."""
 
-    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Store an entry of `key` tagged with `round`; entries with later tags are forgotten."""
+    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
+        """Store an entry of `key` tagged with `round`; entries with later tags are forgotten.
+
+        For each round in `keep`, the newest entry up to it stays beside the last two.
+        """
+
+    def tags(self) -> dict[str, list[int]]:
+        """Return the tags of all entries by key, sorted."""
+
+
+class Keeping:
+    """Private state that knows which rounds the server could go back to.
+
+    Parameters
+    ----------
+    state : PrivateState
+        Where the entries live.
+    keep : collection of int
+        Given to it with every save.
+    """
+
+    def __init__(self, state: PrivateState, keep: Collection[int]) -> None:
+        self.state, self.keep = state, keep
+
+    def load(self, key: str, round: int) -> Arrays | None:
+        """See `PrivateState.load`."""
+        return self.state.load(key, round)
+
+    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
+        """See `PrivateState.save`."""
+        self.state.save(key, round, arrays, {*self.keep, *keep})
+
+    def tags(self) -> dict[str, list[int]]:
+        """See `PrivateState.tags`."""
+        return self.state.tags()
 
 
 class MemoryState:
@@ -41,11 +75,15 @@ class MemoryState:
         tags = [tag for name, tag in self.entries if name == key and tag <= round]
         return {name: value.copy() for name, value in self.entries[key, max(tags)].items()} if tags else None
 
-    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
         """See `PrivateState.save`."""
         self.entries[key, round] = {name: np.array(value) for name, value in arrays.items()}
-        for tag in outdated([tag for name, tag in self.entries if name == key], round):
+        for tag in outdated(self.tags()[key], round, keep):
             del self.entries[key, tag]
+
+    def tags(self) -> dict[str, list[int]]:
+        """See `PrivateState.tags`."""
+        return by_key(self.entries)
 
 
 class DirectoryState:
@@ -64,15 +102,18 @@ class DirectoryState:
     def __init__(self, root: str | Path, run: str, partition: int) -> None:
         self.folder = Path(root) / plain_name("run identity", run) / str(partition)
 
-    def _files(self, key: str) -> dict[int, Path]:
-        pattern = re.compile(re.escape(key) + r"@(\d+)\.safetensors")
+    def _files(self) -> dict[tuple[str, int], Path]:
         paths = list(self.folder.iterdir()) if self.folder.is_dir() else []
-        found = ((pattern.fullmatch(path.name), path) for path in paths)
-        return {int(match[1]): path for match, path in found if match}
+        found = ((re.fullmatch(r"([\w.-]+)@(\d+)\.safetensors", path.name), path) for path in paths)
+        return {(match[1], int(match[2])): path for match, path in found if match}
+
+    def tags(self) -> dict[str, list[int]]:
+        """See `PrivateState.tags`; the files' names say it, they are not read."""
+        return by_key(self._files())
 
     def load(self, key: str, round: int) -> Arrays | None:
         """See `PrivateState.load`; ValueError names a file that cannot be read."""
-        files = {tag: path for tag, path in self._files(key).items() if tag <= round}
+        files = {tag: path for (name, tag), path in self._files().items() if name == key and tag <= round}
         if not files:
             return None
         tag = max(files)
@@ -81,13 +122,13 @@ class DirectoryState:
             raise ValueError(f"{files[tag]}: tagged {metadata.get('round')} inside, {tag} in its name")
         return arrays
 
-    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]]) -> None:
+    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
         """See `PrivateState.save`; the file appears whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{plain_name('key', key)}@{round}.safetensors"
         save_arrays(path, dict(arrays), {"round": str(round)})
-        files = self._files(key)
-        for tag in outdated(list(files), round):
+        files = {tag: path for (name, tag), path in self._files().items() if name == key}
+        for tag in outdated(list(files), round, keep):
             files[tag].unlink()
 
 
@@ -98,7 +139,19 @@ def plain_name(what: str, name: str) -> str:
     return name
 
 
-def outdated(tags: list[int], newest: int) -> list[int]:
-    """Return the tags to forget: those after `newest`, and all but the last `KEPT` up to it."""
-    kept = sorted(tag for tag in tags if tag <= newest)[-KEPT:]
-    return [tag for tag in tags if tag not in kept]
+def outdated(tags: list[int], newest: int, keep: Collection[int] = ()) -> list[int]:
+    """Return the tags to forget: those after `newest`; of the others all but the last `KEPT` and those of `keep`.
+
+    For each round in `keep`, the newest tag up to it stays.
+    """
+    known = sorted(tag for tag in tags if tag <= newest)
+    back = {max(before) for round in keep if (before := [tag for tag in known if tag <= round])}
+    return [tag for tag in tags if tag not in known[-KEPT:] and tag not in back]
+
+
+def by_key(entries: Collection[tuple[str, int]]) -> dict[str, list[int]]:
+    """Return key → sorted tags of (key, tag) pairs."""
+    found: dict[str, list[int]] = {}
+    for key, tag in sorted(entries):
+        found.setdefault(key, []).append(tag)
+    return found

@@ -15,7 +15,7 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
-from server.validation import arrays_refused, metrics_refused
+from server.validation import NO_LIMITS, Limits, arrays_refused, metrics_refused
 
 #: record → name → (shape, dtype).
 Signature = dict[str, dict[str, tuple[tuple[int, ...], str]]]
@@ -42,8 +42,8 @@ class AdaptReplies:
     records: Sequence[str] = ("shared",)
     signature: Signature = field(default_factory=dict)
 
-    def why_refused(self, reply: Message) -> str | None:
-        """Return the reason to refuse a reply, or None."""
+    def why_refused(self, reply: Message, examples: int | None = None) -> str | None:
+        """Return the reason to refuse a reply, or None; it may not claim more `examples` than these."""
         found = set(reply.content.array_records)
         if found != set(self.records):
             return f"array records {sorted(found)}, expected {sorted(self.records)}"
@@ -60,11 +60,15 @@ class AdaptReplies:
         if "start" in records and signature_of(records)["start"] != signature_of(records)["shared"]:
             return "start: other names, shapes or dtypes than shared"
         metrics: dict[str, Any] = dict(next(iter(reply.content.metric_records.values())))
-        return metrics_refused(metrics) or self._counts_refused(metrics)
+        return metrics_refused(metrics, examples) or self._counts_refused(metrics)
 
-    def refusals(self, replies: Sequence[Message]) -> list[str | None]:
-        """Check replies one by one, then against each other where nothing is agreed on yet (of a tie, the first)."""
-        reasons = [self.why_refused(reply) for reply in replies]
+    def refusals(self, replies: Sequence[Message], limits: Limits = NO_LIMITS) -> list[str | None]:
+        """Check replies one by one, then against each other where nothing is agreed on yet (of a tie, the first).
+
+        What clients share at test time has no norm to be held against: they adapt to streams of their own.
+        """
+        most: Sequence[int | None] = limits.examples or [None] * len(replies)
+        reasons = [self.why_refused(reply, one) for reply, one in zip(replies, most, strict=True)]
         self._agree([reply for reply, reason in zip(replies, reasons, strict=True) if reason is None])
         return [
             reason or self._odd(signature_of(unpack(reply))) for reply, reason in zip(replies, reasons, strict=True)

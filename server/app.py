@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from flwr.app import Context
@@ -11,11 +12,17 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from models import write_atomically
+from server.checkpoints import FOLDER, Checkpoints
+from server.environment import describe
 from server.events import Events, JsonLines, Listener
 from server.progress import TerminalProgress
 from server.report import METRICS_FILE, read_results, write_report, write_table
+from server.resume import alone, cut, earlier_events, find, run_folder_of
 from server.run import run
-from settings import Settings, from_config, to_toml
+from settings import Settings, SettingsError, from_config, to_toml
+
+#: Events that progress counts as a step of the plan.
+STEPS = ("round", "statistics", "rates_round", "adapt_round", "leak_check")
 
 app = ServerApp()
 
@@ -54,33 +61,70 @@ def serve(
     listeners: Sequence[Listener] = (),
     class_counts: list[list[int]] | None = None,
 ) -> None:
-    """Run with progress and write the run folder; a run that fails leaves what it has, and says so."""
+    """Run with progress and write the run folder; a run that fails leaves what it has, and says so.
+
+    Raises
+    ------
+    SettingsError, RunError
+        As `run`, and as `resume.find` before anything is changed.
+    RunError
+        Another process is writing this folder.
+    """
+    if settings.resume and folder.resolve() != run_folder_of(settings.resume).resolve():
+        raise SettingsError(f"resume = {settings.resume!r}: a run goes on in its own folder, not in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "settings.toml", to_toml(settings).encode())
-    console = Console(stderr=True)
-    progress = TerminalProgress(console)
-    events = Events(JsonLines(folder / "metrics.jsonl"), progress, *listeners)
-    start = time.perf_counter()
-    try:
-        with progress:
-            run(grid, settings, folder, events, class_counts)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        events("end", seconds=time.perf_counter() - start, status=f"failed: {text}")
-        raise
-    finally:
-        write_report(folder)
-        write_table(read_results(folder / METRICS_FILE), folder / "table.csv")
+    with alone(folder):
+        progress = TerminalProgress(Console(stderr=True))
+        events = Events(JsonLines(folder / METRICS_FILE), progress, *listeners)
+        if settings.resume:
+            checkpoints = _go_on(settings, events, progress)
+        else:
+            write_atomically(folder / "settings.toml", to_toml(settings).encode())
+            checkpoints = Checkpoints(folder, settings)
+        try:
+            with progress:
+                run(grid, settings, folder, events, class_counts, checkpoints)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            events("end", seconds=checkpoints.seconds(), status=f"failed: {text}")
+            raise
+        finally:
+            write_report(folder)
+            write_table(read_results(folder / METRICS_FILE), folder / "table.csv")
+
+
+def _go_on(settings: Settings, events: Events, progress: Listener) -> Checkpoints:
+    """Bring the run folder back to a checkpoint and say so; progress is told what was done before."""
+    found = find(settings)
+    tail = cut(found)
+    earlier = earlier_events(found.folder)
+    steps = sum(event["event"] in STEPS for event in earlier)
+    for event in earlier:
+        if event["event"] in ("run", "clients", "plan"):
+            progress({**event, "steps": event["steps"] - steps} if event["event"] == "plan" else event)
+    place, name = found.checkpoint.place, f"{FOLDER}/{found.path.name}"
+    about = {key: value for key, value in describe(settings).items() if key != "settings"}
+    events("resumed", **about, checkpoint=name, **asdict(place), cut=tail)
+    for path, reason in found.damaged.items():
+        events("note", text=f"a checkpoint was not used: {FOLDER}/{path.name}: {reason.removeprefix(f'{path}: ')}")
+    events("note", text=f"resumed after {place} ({name})" + (f"; what came later is in {tail}" if tail else ""))
+    return Checkpoints(found.folder, settings, found.checkpoint, found.kept)
 
 
 def run_folder(settings: Settings) -> Path:
     """Return the run's folder: `results/<run-name>`, or data set, seed and time where no name is set.
 
+    A run that is resumed goes on in its own folder.
+
     Raises
     ------
+    SettingsError
+        There is no such run to resume.
     FileExistsError
         A folder of that name already holds a run.
     """
+    if settings.resume:
+        return run_folder_of(settings.resume)
     name = settings.run_name or f"{settings.dataset}-{settings.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(settings.results).expanduser() / name
     if (folder / "metrics.jsonl").exists():

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 
 from server.adapt_validation import AdaptReplies
+from server.checkpoints import STRATEGY, Checkpoints, Place, memory_key
 from server.methods import MethodRow, Training
 from server.rounds import Federation, metrics_of
 from server.world import World
@@ -109,9 +110,14 @@ def cells(training: Training, how: Sequence[Collaboration]) -> list[tuple[Method
 
 
 def adaptation_rounds(
-    federation: Federation, training: Training, network: ArrayRecord, how: Sequence[Collaboration], world: World
+    federation: Federation,
+    training: Training,
+    network: ArrayRecord,
+    how: Sequence[Collaboration],
+    world: World,
+    checkpoints: Checkpoints,
 ) -> None:
-    """Run every cell of the matrix, each from the start of the streams.
+    """Run every cell of the matrix, each from the start of the streams, or after the last round of `checkpoints`.
 
     Parameters
     ----------
@@ -122,13 +128,20 @@ def adaptation_rounds(
     """
     last = rounds_of(federation.settings, world.stream_rounds)
     everyone = Broadcast(network)
+    matrix = []
     for row, collaboration in cells(training, how):
-        strategy = collaboration.strategy()
-        strategy.begin(everyone)
         checks = AdaptReplies(len(world.classes), len(world.corruptions))
-        cell = Cell(training.name, row, collaboration, strategy, checks, world.corruptions)
-        for round in range(1, last + 1):
+        matrix.append(Cell(training.name, row, collaboration, collaboration.strategy(), checks, world.corruptions))
+    keys = [cell.key for cell in matrix]
+    for cell in matrix[keys.index(checkpoints.place.part) if checkpoints.place.stage == "cell" else 0 :]:
+        cell.strategy.begin(everyone)
+        done = checkpoints.done("cell", cell.key)
+        if done:
+            cell.load(checkpoints, federation)
+        for round in range(done + 1, last + 1):
             _round(federation, cell, round)
+            if checkpoints.due(round, last):
+                cell.save(checkpoints, federation, round)
 
 
 @dataclass(frozen=True)
@@ -148,10 +161,27 @@ class Cell:
         return f"{self.row.label}@{self.collaboration.label}"
 
     @property
+    def key(self) -> str:
+        """Return what its memory is called on the clients."""
+        return memory_key(self.row.label, self.collaboration.label)
+
+    def save(self, checkpoints: Checkpoints, federation: Federation, round: int) -> None:
+        """Write a checkpoint: what the strategy goes on from, and what the clients' replies have to look like."""
+        records = {STRATEGY: self.strategy.state_arrays(federation.nodes)}
+        notes = {"signature": self.checks.signature}
+        checkpoints.save(Place(self.training, "cell", self.key, round), records, notes)
+
+    def load(self, checkpoints: Checkpoints, federation: Federation) -> None:
+        """Go on from a checkpoint."""
+        self.strategy.load_state_arrays(checkpoints.records[STRATEGY], federation.nodes)
+        for record, names in checkpoints.notes["signature"].items():
+            self.checks.signature[record] = {name: (tuple(shape), dtype) for name, (shape, dtype) in names.items()}
+
+    @property
     def envelope(self) -> dict[str, Any]:
         """Return what its messages say beside the settings."""
         return {
-            "cell": re.sub(r"[^\w.-]", "_", self.name),  # names the client's memory
+            "cell": self.key,
             "mixed": self.collaboration.share,
             "labels": [self.row.label],
             "adapters": [self.row.method.adapter],
@@ -174,10 +204,9 @@ def _round(federation: Federation, cell: Cell, round: int) -> None:
     start = time.perf_counter()
     strategy = cell.strategy
     config = federation.config(cell.training, **cell.envelope)
-    everyone = federation.view(federation.testers)
-    messages: list[Message] = list(strategy.configure_train(round, ArrayRecord(), config, everyone))
     cell.checks.records = required(strategy)
-    replies = federation.collect(messages, cell.checks, cell.training, round, cell.name)
+    testers = federation.testers
+    _, replies = federation.ask(strategy, round, ArrayRecord(), config, testers, cell.checks, cell.training, cell.name)
     strategy.aggregate_train(round, [reply for _, reply in replies])
     about = {"method": cell.row.label, "collaboration": cell.collaboration.label, "round": round}
     metrics = [(partition, metrics_of(reply)) for partition, reply in replies]

@@ -9,7 +9,11 @@ class NodesMissing(RunError):
     """Nodes that a run needs are not there, or do not say who they are."""
 
 
-class NoReplies(RunError):
+class QuorumMissed(RunError):
+    """A round brought fewer usable replies than it needs, also when it was done again, or could not be done again."""
+
+
+class NoReplies(QuorumMissed):
     """A round brought no usable reply at all."""
 
 

@@ -12,6 +12,7 @@ from models import ROTATION_PREFIX, TwoHead
 from models.blocks import by_block
 from server.errors import Leak, RunError
 from server.methods import Training
+from server.protection import joining_rule
 from server.rates import as_record
 from server.rounds import Federation, metrics_of
 from server.validation import Expected
@@ -34,7 +35,7 @@ def statistics_round(federation: Federation, training: Training, arrays: ArrayRe
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
     everyone = federation.view(federation.sources)
     weighting: Any = federation.settings.statistics_weighting
-    averaging = StatisticsFedAvg(weighting=weighting)
+    averaging = StatisticsFedAvg(weighting=weighting, rule=joining_rule(federation.settings))
     shapes = statistics_shapes(training, model)
     config = federation.config(name, training.recipe.phases[-1], wanted=[need for need in POOLED if need in shapes])
     messages = averaging.configure_statistics(round, joined(training, arrays), config, everyone)

@@ -254,7 +254,9 @@ def check_roles(trainings: Sequence[Training], roles: Sequence[str]) -> None:
 
 def _misfit(row: MethodRow, settings: Settings) -> str:
     """Say why a row does not fit the network or the aggregation, and what would; empty if it does."""
-    kept = [phase for phase in TRAININGS[row.training].phases if phase.partial]
+    recipe = TRAININGS[row.training]
+    kept = [phase for phase in recipe.phases if phase.partial]
+    own = recipe.changes.get("aggregation", settings.aggregation)
     options = assignments(settings.model_options, "model-options")
     if MODELS[settings.model].normalisation_with(options) != "batch":
         lacking = f"BatchNorm{{}}, which {settings.model} lacks; fitting: {', '.join(_with_batchnorm())}"
@@ -262,6 +264,8 @@ def _misfit(row: MethodRow, settings: Settings) -> str:
             return f"adapts {lacking.format('')}"
         if any(phase.kept == BATCHNORM for phase in kept):
             return f"keeps {lacking.format(' on the clients')}"
+    if settings.aggregation not in ("fedavg", own):
+        return f"is joined by {own}: aggregation = {settings.aggregation!r}; allowed are fedavg, {own}"
     if kept and settings.aggregation != "fedavg":
         return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is fedavg"
     return ""

@@ -18,16 +18,19 @@ from server.events import Events
 POLL = 0.05  # seconds between two looks for replies, at least
 IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the work
 IDENTIFY = "query.identify"
+#: Flower's codes for a message or a reply that has expired: its time to live is the deadline.
+EXPIRED = (3, 4)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back from one node: a reply, or None and the reason why not."""
+    """What came back from one node: a reply, or None and the reason why not; `kind` is then "failed" or "late"."""
 
     partition: int
     node_id: int
     reply: Message | None
     reason: str = ""
+    kind: str = ""
 
 
 class CohortGrid(Grid):
@@ -134,8 +137,12 @@ def gather(
     events: Events,
     phase: str,
     clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> list[Answer]:
     """Send messages and collect the replies until all are there or `deadline` seconds have passed.
+
+    A message lives no longer than the deadline, so that nobody who comes back later works on it. Clocks must agree to
+    well within it. One to a node that the grid does not have is not sent.
 
     Parameters
     ----------
@@ -143,6 +150,8 @@ def gather(
         node id → partition.
     phase : str
         What the progress calls it.
+    clock, sleep : callable
+        Seconds, and waiting for some.
 
     Returns
     -------
@@ -152,27 +161,33 @@ def gather(
     """
     waiting: dict[str, int] = {}
     answers: list[Answer] = []
+    there = set(grid.get_node_ids())
     for message in messages:
         node = message.metadata.dst_node_id
-        ids = [message_id for message_id in grid.push_messages([message]) if message_id]
+        message.metadata.ttl = deadline
+        ids = [sent for sent in grid.push_messages([message]) if sent] if node in there else []
         waiting.update(dict.fromkeys(ids, node))
         if not ids:
-            answers.append(Answer(partitions[node], node, None, "the message was not accepted for sending"))
+            reason = "the message was not accepted for sending" if node in there else "the node is not there"
+            answers.append(Answer(partitions[node], node, None, reason, "failed"))
     events("phase", name=phase, total=len(waiting) + len(answers))
     end = clock() + deadline
     while waiting:
         began = time.perf_counter()
         for reply in grid.pull_messages(list(waiting)):
             node = waiting.pop(reply.metadata.reply_to_message_id)
-            failed = reply.has_error()
-            reason = f"error {reply.error.code}: {_last_line(reply.error.reason)}" if failed else ""
-            answers.append(Answer(partitions[node], node, None if failed else reply, reason))
+            if reply.has_error():
+                reason = f"error {reply.error.code}: {_last_line(reply.error.reason)}"
+                kind = "late" if reply.error.code in EXPIRED else "failed"
+                answers.append(Answer(partitions[node], node, None, reason, kind))
+            else:
+                answers.append(Answer(partitions[node], node, reply))
             events("answered", phase=phase, partition=partitions[node])
-        if not waiting or clock() > end:
+        if not waiting or clock() >= end:
             break
-        time.sleep(min(max(POLL, IDLE * (time.perf_counter() - began)), max(0.0, end - clock())))
+        sleep(min(max(POLL, IDLE * (time.perf_counter() - began)), max(0.0, end - clock())))
     late = f"no reply within {deadline:g} s"
-    answers += [Answer(partitions[node], node, None, late) for node in waiting.values()]
+    answers += [Answer(partitions[node], node, None, late, "late") for node in waiting.values()]
     return sorted(answers, key=lambda answer: (answer.partition, answer.node_id))
 
 
@@ -192,10 +207,15 @@ def _last_line(reason: str | None) -> str:
     return lines[-1].removesuffix("'>") if lines else "no reason given"
 
 
+def cohort_size(clients: int, fraction: float) -> int:
+    """Return how many clients a fraction of them is, at least one."""
+    return max(1, int(clients * fraction))
+
+
 def sample(partitions: Sequence[int], fraction: float, seed: int, round: int) -> list[int]:
     """Sample a fraction of the partitions, at least one, from (seed, round) alone; sorted."""
     ordered = sorted(partitions)
-    size = max(1, int(len(ordered) * fraction))
+    size = cohort_size(len(ordered), fraction)
     if size == len(ordered):
         return ordered
     draw = np.random.default_rng([seed, round])

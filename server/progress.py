@@ -124,6 +124,13 @@ class TerminalProgress:
     def _on_failed(self, event: Event) -> None:
         self._warn(event)
 
+    def _on_late(self, event: Event) -> None:
+        self._warn(event)
+
+    def _on_rejoined(self, event: Event) -> None:
+        text = f"client {event['partition']} came back as node {event['node_id']}"
+        self.progress.console.print(f"[yellow]rejoined[/] {text}", highlight=False)
+
     def _on_refused(self, event: Event) -> None:
         self._warn(event)
 

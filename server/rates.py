@@ -11,7 +11,9 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
 from models import load_arrays, save_arrays
+from server.checkpoints import Checkpoints, Place
 from server.events import Events
+from server.protection import joining_rule
 from server.rounds import Federation, metrics_of, to_numpy, to_record
 from server.validation import Expected
 from settings import SettingsError
@@ -25,8 +27,12 @@ SHARES = (("correct", "num-examples"),)
 Rates = dict[str, float]
 
 
-def learn_rates(federation: Federation, network: Broadcast, training: str, variant: str) -> Rates:
+def learn_rates(
+    federation: Federation, network: Broadcast, training: str, variant: str, checkpoints: Checkpoints
+) -> Rates:
     """Run all rounds of one variant and return the rates, in the network's order of definition.
+
+    It goes on after the last round that `checkpoints` know of, and does nothing for a variant that is done.
 
     Parameters
     ----------
@@ -43,12 +49,18 @@ def learn_rates(federation: Federation, network: Broadcast, training: str, varia
     SettingsError
         The file `rates-init` does not fit the network.
     """
-    settings = federation.settings
-    strategy = ATPRates(network, cohort=settings.rates_clients, seed=settings.seed)
+    settings, record = federation.settings, f"rates.{variant}"
+    known, done = checkpoints.records.get(record), checkpoints.done("rates", variant)
+    if known is not None and not done:
+        return to_rates(known)
+    rule = joining_rule(settings)
+    strategy = ATPRates(network, cohort=settings.rates_clients, seed=settings.seed, rule=rule)
     sizes = {name: int(np.prod(array.shape)) for name, array in network.arrays.items()}
-    rates = initial_rates(settings.rates_init, list(sizes), variant)
-    for round in range(1, settings.rates_rounds + 1):
+    rates = to_rates(known) if known else initial_rates(settings.rates_init, list(sizes), variant)
+    for round in range(done + 1, settings.rates_rounds + 1):
         rates = _round(federation, strategy, rates, training, variant, round)
+        if checkpoints.due(round, settings.rates_rounds):
+            checkpoints.save(Place(training, "rates", variant, round), {record: to_numpy(as_record(rates))})
     federation.events("rates", training=training, variant=variant, rates=rates, sizes=sizes)
     return rates
 
@@ -83,6 +95,11 @@ def save_rates(path: Any, rates: Mapping[str, float], training: str, variant: st
     save_arrays(path, arrays, {"training": training, "variant": variant})
 
 
+def to_rates(arrays: Mapping[str, NDArray[Any]]) -> Rates:
+    """Return rates from arrays of one number each."""
+    return {name: float(value) for name, value in arrays.items()}
+
+
 def as_record(rates: Mapping[str, float]) -> ArrayRecord:
     """Return rates as they travel: one float64 number a module."""
     return to_record({name: np.asarray(value, np.float64) for name, value in rates.items()})
@@ -94,9 +111,8 @@ def _round(federation: Federation, strategy: ATPRates, rates: Rates, training: s
     phase = f"rates {training}" + ("" if variant == "all" else f" ({variant})")
     record = as_record(rates)
     config = federation.config(training, variant=variant)
-    messages = list(strategy.configure_train(round, record, config, federation.view(federation.sources)))
     expected = Expected.like("rates", to_numpy(record), numbers=NUMBERS, shares=SHARES)
-    replies = federation.collect(messages, expected, training, round, phase)
+    messages, replies = federation.ask(strategy, round, record, config, federation.sources, expected, training, phase)
     mean, _ = strategy.aggregate_train(round, [reply for _, reply in replies])
     assert mean is not None, "collect returns at least one reply"
     report(
@@ -111,8 +127,8 @@ def _round(federation: Federation, strategy: ATPRates, rates: Rates, training: s
         bytes_down=strategy.sent_bytes,
         bytes_up=sum(array_bytes(reply.content.array_records["rates"]) for _, reply in replies),
     )
-    means: dict[str, NDArray[Any]] = to_numpy(mean)
-    return {name: float(means[name]) for name in rates}
+    means = to_rates(to_numpy(mean))
+    return {name: means[name] for name in rates}
 
 
 def report(events: Events, metrics: list[dict[str, Any]], **known: Any) -> None:

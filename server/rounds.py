@@ -7,7 +7,7 @@ the same `configure_train` and `aggregate_train`, so Flower's strategies run in 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,14 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from server.attempts import Question, Replies
+from server.checkpoints import Checkpoints, Place
 from server.errors import NoReplies
 from server.events import Events
+from server.membership import Identity, Members
 from server.methods import Training
-from server.nodes import CohortGrid, gather, grouped, sample
+from server.nodes import CohortGrid, sample
+from server.strategy_state import load_strategy_records, strategy_records
 from server.trainings import Phase
 from server.validation import Expectation, Expected
 from settings import Settings
@@ -41,22 +45,36 @@ class Federation:
     Parameters
     ----------
     grid : Grid
-    nodes : mapping
-        partition → node id.
+    nodes : dict
+        partition → node id; changed in place when a client comes back as another node.
     settings : Settings
     run : str
         Identity of the run, for clients' private state.
     events : Events
     roles : mapping
         partition → "both", "source" or "target"; "both" where nothing is said.
+    back_to : callable
+        Training or cell → the rounds that its checkpoints could take the server back to, for clients' private state.
+    identities, strangers, clock, sleep
+        See `Members`. What clients said of their sizes bounds the examples that they may claim later.
     """
 
     grid: Grid
-    nodes: Mapping[int, int]
+    nodes: dict[int, int]
     settings: Settings
     run: str
     events: Events
     roles: Mapping[int, str] = field(default_factory=dict)
+    back_to: Callable[[str], list[int]] = lambda _: []
+    identities: Mapping[int, Identity] = field(default_factory=dict)
+    strangers: dict[int, Identity] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    @property
+    def members(self) -> Members:
+        """Return who is there, and who comes back."""
+        return Members(self.grid, self.nodes, self.identities, self.strangers, self.clock, self.sleep)
 
     @property
     def sources(self) -> list[int]:
@@ -77,7 +95,8 @@ class Federation:
         """Return the config of a message: all settings, and what this message is about."""
         phase = phase or Phase()
         envelope = {"run": self.run, "training": training, "rule": phase.rule, "objective": phase.objective, **values}
-        return ConfigRecord({**self.settings.flat(), **envelope})
+        back = self.back_to(str(values.get("cell", training)))
+        return ConfigRecord({**self.settings.flat(), **envelope, "checkpoint-rounds": back})
 
     def view(self, partitions: Sequence[int]) -> CohortGrid:
         """Return the grid as if only these partitions were there."""
@@ -85,52 +104,79 @@ class Federation:
 
     def collect(
         self, messages: Iterable[Message], expected: Expectation, training: str, round: int, phase: str
-    ) -> list[tuple[int, Message]]:
-        """Send messages and return (partition, reply) of the good replies, by partition.
+    ) -> Replies:
+        """Send messages and return the good replies; a round that is done again sends the same contents.
 
-        Failed, late and refused nodes are reported as events and left out.
+        Raises as `ask`.
+        """
+        partitions = {node: partition for partition, node in self.nodes.items()}
+        contents = [(partitions[m.metadata.dst_node_id], m.content, m.metadata.message_type) for m in messages]
+
+        def addressed() -> list[Message]:
+            return [Message(content, dst_node_id=self.nodes[p], message_type=kind) for p, content, kind in contents]
+
+        return Question(self, expected, training, round, phase).ask(addressed)[1]
+
+    def ask(
+        self,
+        strategy: Strategy,
+        round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        partitions: Sequence[int],
+        expected: Expectation,
+        training: str,
+        phase: str,
+    ) -> tuple[list[Message], Replies]:
+        """Let a strategy configure a round for some partitions, and return its messages and the good replies.
+
+        Failed, late and refused nodes are reported as events and left out. A round with too few good replies is done
+        again, once: the strategy configures it anew, so that whoever did not reply gets all that it may lack.
 
         Raises
         ------
         NoReplies
             Not one reply is good.
+        QuorumMissed
+            Too few are, the second time as well.
         """
-        partitions = {node: partition for partition, node in self.nodes.items()}
-        ordered = sorted(messages, key=lambda message: partitions[message.metadata.dst_node_id])
-        answers = gather(self.grid, ordered, partitions, self.settings.round_timeout, self.events, phase)
-        good = []
-        reasons: dict[int, str] = {}
-        refusals = iter(expected.refusals([answer.reply for answer in answers if answer.reply is not None]))
-        for answer in answers:
-            kind, reason = "failed", answer.reason
-            if answer.reply is not None:
-                kind, reason = "refused", next(refusals) or ""
-            if answer.reply is not None and not reason:
-                good.append((answer.partition, answer.reply))
-                continue
-            reasons[answer.partition] = reason
-            where = {"training": training, "round": round, "phase": phase}
-            self.events(kind, **where, partition=answer.partition, node_id=answer.node_id, reason=reason)
-        if not good:
-            raise NoReplies(f"{phase}, round {round}: no usable reply; " + "; ".join(grouped("client", reasons)))
-        return good
+
+        def configured() -> list[Message]:
+            own = ConfigRecord({**config})  # strategies write into it
+            return list(strategy.configure_train(round, arrays, own, self.view(partitions)))
+
+        return Question(self, expected, training, round, phase, strategy).ask(configured)
 
 
 def train(
-    federation: Federation, strategies: Sequence[Strategy], training: Training, arrays: ArrayRecord
+    federation: Federation,
+    strategies: Sequence[Strategy],
+    training: Training,
+    arrays: ArrayRecord,
+    checkpoints: Checkpoints | None = None,
 ) -> ArrayRecord:
     """Run all rounds of all phases, each with its strategy, and return the final model.
+
+    With `checkpoints` it goes on after the last round that they know of; `arrays` is then the model of that round.
 
     Raises
     ------
     NoReplies
         A round brought no usable reply.
     """
-    round = 0
+    round, last = 0, training.recipe.rounds(federation.settings)
+    done = 0 if checkpoints is None else checkpoints.trained(last)
     for phase, strategy in zip(training.recipe.phases, strategies, strict=True):
-        for _ in range(getattr(federation.settings, phase.rounds)):
+        for earlier in range(getattr(federation.settings, phase.rounds)):
             round += 1
+            if round <= done:
+                continue
+            if checkpoints is not None and earlier and round == done + 1:
+                load_strategy_records(strategy, checkpoints.records)
             arrays = train_round(federation, strategy, phase, arrays, training.name, round)
+            if checkpoints is not None and checkpoints.due(round, last):
+                place = Place(training.name, "training", round=round)
+                checkpoints.save(place, {"arrays": to_numpy(arrays), **strategy_records(strategy)})
     return arrays
 
 
@@ -147,7 +193,6 @@ def train_round(
     settings = federation.settings
     cohort = sample(federation.sources, settings.fraction_train, settings.seed, round)
     config = federation.config(training, phase)
-    messages = list(strategy.configure_train(round, arrays, config, federation.view(cohort)))
     sent = to_numpy(arrays)
     personal = (PERSONAL,) if phase.makes_personal_head else ()
     numbers = (*NUMBERS, *personal, *(("global-loss",) if settings.aggregation == "qffl" else ()))
@@ -155,7 +200,8 @@ def train_round(
     joined = set(shared_names(list(sent), phase.shared, phase.kept))
     wanted = {name: value for name, value in sent.items() if name in joined}
     expected = Expected.like("arrays", wanted, numbers=numbers, shares=shares)
-    replies = federation.collect(messages, expected, training, round, f"train {training}")
+    name = f"train {training}"
+    messages, replies = federation.ask(strategy, round, arrays, config, cohort, expected, training, name)
     aggregated, _ = strategy.aggregate_train(round, [reply for _, reply in replies])
     if aggregated is None:
         raise NoReplies(f"train {training}, round {round}: the strategy returned no model")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,23 +12,31 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from models import TwoHead, build, load_model, save_arrays, save_model
+from server.checkpoints import Checkpoints, Place
 from server.collaboration import Collaboration, adaptation_rounds, cells, check_collaborations, rounds_of
 from server.environment import describe
 from server.events import Events
 from server.final import evaluation_round, statistics_round
 from server.methods import STATISTICS, Training, choose, plan
 from server.nodes import identify, wait_for_nodes
+from server.protection import joining_rule
 from server.rates import initial_rates, learn_rates, save_rates
+from server.resume import require_fit
 from server.rounds import Federation, to_numpy, to_record, train
 from server.trainings import Phase
 from server.world import World
 from settings import Settings, SettingsError, assignments
-from strategies import GMA, QFFL, Broadcast, FedAvg, FedAvgM, FedProx, PartialFedAvg
+from strategies import GMA, QFFL, Broadcast, FedAvg, FedAvgM, FedProx, PartialFedAvg, Robust
 from tta.registry import ADAPTERS
 
 
 def run(
-    grid: Grid, settings: Settings, folder: Path, events: Events, class_counts: list[list[int]] | None = None
+    grid: Grid,
+    settings: Settings,
+    folder: Path,
+    events: Events,
+    class_counts: list[list[int]] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
     """Run everything that the settings ask for; results go to `folder` and to `events`.
 
@@ -39,39 +45,52 @@ def run(
     class_counts : list [N][K], optional
         Training samples of each class at each client, for the report; only a simulation, which holds all data, knows
         them. Clients never send label counts.
+    checkpoints : Checkpoints, optional
+        Where the run goes on; None: it is a new one.
 
     Raises
     ------
     SettingsError
         Something asked for does not exist or does not fit, before any training.
     RunError
-        Nodes are missing, a round brought no usable reply, or a test sample had been trained on.
+        Nodes are missing, a round brought no usable reply, a test sample had been trained on, or clients no longer have
+        what a resumed run needs of them.
     """
-    start = time.perf_counter()
+    checkpoints = checkpoints or Checkpoints(folder, settings)
+    events.listeners.append(checkpoints)
     trainings = plan(settings)
     collaborations = check_collaborations(settings, trainings)
-    events("run", **describe(settings))
-    identity = uuid.uuid4().hex[:12]
+    if checkpoints.resumed is None:
+        events("run", **describe(settings))
     expected = wait_for_nodes(grid, settings.clients, settings.node_timeout)
-    opening = Federation(grid, {}, settings, identity, events)
+    opening = Federation(grid, {}, settings, checkpoints.run, events)
     nodes, identities = identify(grid, expected, opening.config(), settings.node_timeout, events)
     world = World.agree(identities)
-    random = "no init: the network that is adapted is random" if collaborations and not settings.init else ""
     roles = [] if collaborations else world.roles  # collaborations neither train nor keep clients' test splits
     trainings = plan(settings, roles)
-    for note in filter(None, (world.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), random)):
-        events("note", text=note)
-    events("plan", steps=count_steps(settings, trainings, collaborations, world))
-    events("clients", class_counts=class_counts, classes=world.classes, sizes=world.sizes, roles=world.roles)
+    if checkpoints.resumed is None:
+        for note in notes(settings, trainings, collaborations, world, roles):
+            events("note", text=note)
+        events("plan", steps=count_steps(settings, trainings, collaborations, world))
+        events("clients", class_counts=class_counts, classes=world.classes, sizes=world.sizes, roles=world.roles)
+    else:
+        require_fit(checkpoints.resumed, world, identities)
     spec = model_spec(settings, world)
     modules = list(initial_model(settings, spec).global_state())
     for variant in (variant for training in trainings for variant in training.variants):
         initial_rates(settings.rates_init, modules, variant)  # refused before training, not after
-    federation = Federation(grid, nodes, settings, identity, events, dict(zip(sorted(nodes), world.roles, strict=True)))
+    by_partition = dict(zip(sorted(nodes), world.roles, strict=True))
+    federation = Federation(
+        grid, nodes, settings, checkpoints.run, events, by_partition, checkpoints.rounds, identities
+    )
+    checkpoints.begin(world)
     for position, training in enumerate(trainings):
         suffix = "" if position == 0 else f"-{training.name}"
-        _one_training(federation, training, world, collaborations, folder, suffix)
-    events("end", seconds=time.perf_counter() - start, status="completed")
+        if training.name not in checkpoints.finished:
+            checkpoints.open(training.name)
+            _one_training(federation, training, world, collaborations, folder, suffix, checkpoints)
+            checkpoints.finish(training.name)
+    events("end", seconds=checkpoints.seconds(), status="completed")
 
 
 def _one_training(
@@ -81,29 +100,49 @@ def _one_training(
     collaborations: Sequence[Collaboration],
     folder: Path,
     suffix: str,
+    checkpoints: Checkpoints,
 ) -> None:
-    """Train, personalise, learn rates, evaluate and save one training; or train and run its test-time rounds."""
+    """Train, personalise, learn rates, evaluate and save one training; or train and run its test-time rounds.
+
+    What `checkpoints` have of it is not done again, but for the evaluation, which is whole or not there.
+    """
     federation = replace(federation, settings=training.recipe.settings(federation.settings))
     spec = model_spec(federation.settings, world)
     model = initial_model(federation.settings, spec)
     strategies = [make_strategy(phase, federation.settings) for phase in training.recipe.phases]
-    arrays = to_record({name: value.numpy() for name, value in model.global_state().items()})
-    arrays = train(federation, strategies, training, arrays)
+    initial = {name: value.numpy() for name, value in model.global_state().items()}
+    arrays = to_record(checkpoints.records.get("arrays", initial))
+    arrays = train(federation, strategies, training, arrays, checkpoints)
+    checkpoints.keep("arrays", to_numpy(arrays))
     save_trained(folder / f"model{suffix}.safetensors", model, arrays, spec)
     if collaborations:
-        adaptation_rounds(federation, training, arrays, collaborations, world)
+        adaptation_rounds(federation, training, arrays, collaborations, world, checkpoints)
         return
     means = None
     if training.needs & STATISTICS:
-        means = statistics_round(federation, training, arrays, model)
+        means = _statistics(federation, training, arrays, model, checkpoints)
         metadata = {"training": training.name, "weighting": federation.settings.statistics_weighting}
         save_arrays(folder / f"statistics{suffix}.safetensors", to_numpy(means), metadata)
     everyone = Broadcast(arrays)
-    rates = {variant: learn_rates(federation, everyone, training.name, variant) for variant in training.variants}
+    rates = {
+        variant: learn_rates(federation, everyone, training.name, variant, checkpoints) for variant in training.variants
+    }
     for variant, learned in rates.items():
         name = f"rates{suffix}" + ("" if variant == "all" else f"-{variant}")
         save_rates(folder / f"{name}.safetensors", learned, training.name, variant)
     evaluation_round(federation, training, arrays, means, rates, world.shifts)
+
+
+def _statistics(
+    federation: Federation, training: Training, arrays: ArrayRecord, model: TwoHead, checkpoints: Checkpoints
+) -> ArrayRecord:
+    """Return the means of the clients' statistics: those of the checkpoint, or of a statistics round."""
+    if "statistics" in checkpoints.records:
+        return to_record(checkpoints.records["statistics"])
+    means = statistics_round(federation, training, arrays, model)
+    place = Place(training.name, "statistics", round=training.recipe.rounds(federation.settings) + 1)
+    checkpoints.save(place, {"statistics": to_numpy(means)})
+    return means
 
 
 def count_steps(
@@ -118,6 +157,19 @@ def count_steps(
         else:
             steps += 1 + bool(training.needs & STATISTICS) + len(training.variants) * settings.rates_rounds
     return steps
+
+
+def notes(
+    settings: Settings,
+    trainings: Sequence[Training],
+    collaborations: Sequence[Collaboration],
+    world: World,
+    roles: Sequence[str],
+) -> list[str]:
+    """Return what a reader of the results has to know before them."""
+    random = "no init: the network that is adapted is random" if collaborations and not settings.init else ""
+    texts = (world.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), random)
+    return [text for text in texts if text]
 
 
 def left_out_notes(settings: Settings, roles: Sequence[str]) -> list[str]:
@@ -171,13 +223,26 @@ def initial_model(settings: Settings, spec: dict[str, Any]) -> TwoHead:
 
 
 def make_strategy(phase: Phase, settings: Settings) -> Strategy:
-    """Make a phase's strategy, which takes every node it is shown; the round loop does the sampling."""
+    """Make a phase's strategy, which takes every node it is shown; the round loop does the sampling.
+
+    Raises
+    ------
+    SettingsError
+        A robust rule has too few clients, or the phase joins a part of the network only.
+    """
     everyone: dict[str, Any] = {
         "fraction_train": 1.0,
         "min_train_nodes": 1,
         "min_evaluate_nodes": 1,
         "min_available_nodes": 1,
     }
+    rule = joining_rule(settings)
+    if rule is not None and phase.partial:
+        raise SettingsError(
+            f"aggregation = {settings.aggregation!r}: allowed where all arrays are joined; {phase.rule} keeps some"
+        )
+    if rule is not None:
+        return Robust(rule, **everyone)
     if phase.partial:
         return PartialFedAvg(phase.shared, phase.kept, **everyone)
     if settings.aggregation == "fedprox":

@@ -24,14 +24,31 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 #: Endings of names of variances, which are not negative.
 VARIANCES = ("running_var", "variance")
-#: A client that claims more examples than this is not believed.
-MAX_EXAMPLES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run lets clients claim and change.
+
+    Parameters
+    ----------
+    norm : float
+        How far (l2 norm over all numbers that are not whole) a reply may be from what was sent; 0: no limit.
+    examples : sequence of int
+        The largest `num-examples` of each reply, in their order; empty: no limit.
+    """
+
+    norm: float = 0.0
+    examples: Sequence[int] = ()
+
+
+NO_LIMITS = Limits()
 
 
 class Expectation(Protocol):
     """What replies of a round are checked against."""
 
-    def refusals(self, replies: Sequence[Message]) -> list[str | None]:
+    def refusals(self, replies: Sequence[Message], limits: Limits = NO_LIMITS) -> list[str | None]:
         """Return for each reply the reason to refuse it, or None."""
 
 
@@ -49,24 +66,29 @@ class Expected:
         Metrics that must be there: numbers, not negative.
     shares : sequence of (str, str)
         Pairs of `numbers` of which the first is at most the second, as what is right of a total.
+    start : mapping
+        What was sent; a reply's distance from it is limited. None: there is no such thing.
     """
 
     record: str
     shapes: Mapping[str, tuple[tuple[int, ...], str]]
     numbers: Sequence[str] = ()
     shares: Sequence[tuple[str, str]] = ()
+    start: Mapping[str, NDArray[Any]] | None = None
 
     @classmethod
     def like(cls, record: str, arrays: Mapping[str, NDArray[Any]], **metrics: Any) -> Expected:
-        """Expect the names, shapes and dtypes of `arrays`, and `numbers` and `shares` as given."""
-        return cls(record, {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}, **metrics)
+        """Expect what was sent, `arrays`, with other values, and `numbers` and `shares` as given."""
+        shapes = {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}
+        return cls(record, shapes, start=arrays, **metrics)
 
-    def refusals(self, replies: Sequence[Message]) -> list[str | None]:
+    def refusals(self, replies: Sequence[Message], limits: Limits = NO_LIMITS) -> list[str | None]:
         """Check replies one by one; see `Expectation`."""
-        return [self.why_refused(reply) for reply in replies]
+        most: Sequence[int | None] = limits.examples or [None] * len(replies)
+        return [self.why_refused(reply, limits.norm, one) for reply, one in zip(replies, most, strict=True)]
 
-    def why_refused(self, reply: Message) -> str | None:
-        """Check a reply and return the reason to refuse it, or None.
+    def why_refused(self, reply: Message, norm: float = 0.0, examples: int | None = None) -> str | None:
+        """Check a reply and return the reason to refuse it, or None; see `Limits` for the limits.
 
         A good reply has exactly one array record, with the expected name, names, shapes and dtypes and finite values in
         their ranges, and exactly one metric record with a positive, bounded `num-examples` and finite values.
@@ -84,8 +106,9 @@ class Expected:
         metrics: dict[str, Any] = dict(next(iter(content.metric_records.values())))
         return (
             arrays_refused(arrays, self.shapes, ranges=self.record != "rates")
-            or metrics_refused(metrics)
+            or metrics_refused(metrics, examples)
             or _numbers_refused(metrics, self.numbers, self.shares)
+            or distance_refused(arrays, self.start, norm)
         )
 
 
@@ -113,13 +136,27 @@ def arrays_refused(
     return None
 
 
-def metrics_refused(metrics: Mapping[str, object]) -> str | None:
-    """Check that metrics are finite and `num-examples` positive; return what is wrong, or None."""
+def distance_refused(
+    arrays: Mapping[str, NDArray[Any]], start: Mapping[str, NDArray[Any]] | None, bound: float
+) -> str | None:
+    """Check ‖arrays - start‖₂ over all float arrays against a bound (0: none); return what is wrong, or None."""
+    if not bound or start is None:
+        return None
+    floats = [name for name, value in start.items() if value.dtype.kind == "f"]
+    differences = (arrays[name].astype(np.float64) - start[name] for name in floats)
+    with np.errstate(over="ignore"):  # an infinite norm is beyond any bound
+        norm = math.sqrt(sum(float(np.vdot(one, one)) for one in differences))
+    return f"{norm:.6g} from what was sent (l2 norm), allowed is at most {bound:g}" if norm > bound else None
+
+
+def metrics_refused(metrics: Mapping[str, object], most: int | None = None) -> str | None:
+    """Check that metrics are finite and `num-examples` positive and at most `most`; return what is wrong, or None."""
     examples = metrics.get("num-examples")
     if isinstance(examples, bool) or not isinstance(examples, int | float):
         return f"num-examples = {examples!r}, expected a number"
-    if not 0 < examples <= MAX_EXAMPLES:  # also refuses NaN
-        return f"num-examples = {examples}, allowed is more than 0, at most {MAX_EXAMPLES}"
+    highest = math.inf if most is None else most
+    if not (0 < examples <= highest and math.isfinite(examples)):
+        return f"num-examples = {examples}, allowed is a finite number, more than 0, at most {highest}"
     for name, value in metrics.items():
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(v, int | float) and math.isfinite(v) for v in values):

@@ -13,6 +13,8 @@ COMMON = (
     "num-partitions", "classes", "channels", "mean", "std", "shifts", "note",
     "corruptions", "stream-rounds",
 )  # fmt: skip
+#: What a node that comes back must say again beside them.
+OWN = ("sizes", "role")
 
 
 @dataclass(frozen=True)
@@ -53,3 +55,11 @@ class World:
             list(first["corruptions"]),
             int(first["stream-rounds"]),
         )
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say in what a client that came back differs from what it said at first; empty when in nothing that counts."""
+    for key in (*COMMON, *OWN):
+        if now.get(key) != before[key]:
+            return f"{key} = {now.get(key)!r}, at first it said {before[key]!r}"
+    return ""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 Scalar = bool | int | float | str
+#: Values of `aggregation` that withstand wild clients.
+ROBUST = ("fedmedian", "fedtrimmedavg", "krum", "multikrum")
 
 
 class SettingsError(ValueError):
@@ -104,19 +106,33 @@ class Settings:
     # Federation
     rounds: int = _setting(10, "training rounds", low=0)
     aggregation: str = _setting(
-        "fedavg", "how models are joined", choices=("fedavg", "fedprox", "fedavgm", "qffl", "gma")
+        "fedavg",
+        "how models are joined; " + ", ".join(ROBUST) + " withstand wild clients, in statistics and rates as well",
+        choices=("fedavg", "fedprox", "fedavgm", "qffl", "gma", *ROBUST),
     )
     proximal_mu: float = _setting(0.01, "FedProx: μ of the pull towards the received model", low=0)
     server_momentum: float = _setting(0.9, "FedAvgM: momentum of the server", low=0, high=0.9999)
     mask_threshold: float = _setting(0.1, "GMA: agreement from which a value moves in full", low=0, high=1)
     fairness: float = _setting(1.0, "q-FFL: q, how much more clients with a large loss count", low=0)
+    trim_fraction: float = _setting(
+        0.2, "fedtrimmedavg: part of the clients left out at each end", above=0, high=0.4999
+    )
+    krum_malicious: int = _setting(1, "krum, multikrum: how many wild clients to withstand", low=1)
+    krum_keep: int = _setting(3, "multikrum: how many clients are averaged", low=1)
     fraction_train: float = _setting(1.0, "fraction of clients sampled a round", above=0, high=1)
     statistics_weighting: str = _setting(
         "uniform", "how client statistics are averaged", choices=("uniform", "examples")
     )
     leave_one_out: bool = _setting(False, "BTFL: take the client's own share out of the global DLE")
-    node_timeout: float = _setting(300.0, "seconds to wait until all expected clients are there", above=0)
+    node_timeout: float = _setting(300.0, "seconds to wait for all clients, or for enough of them later", above=0)
     round_timeout: float = _setting(3600.0, "seconds a round may take", above=0)
+    min_replies: int = _setting(
+        1, "good replies (of fewer clients asked: all) without which a round is done again, once", low=1
+    )
+    update_norm_bound: float = _setting(
+        0.0, "a model or rates further than this (l2 norm) from what was sent is refused (0: no bound)", low=0
+    )
+    max_examples: int = _setting(100_000_000, "a client that claims more examples is refused", low=1)
 
     # Learning adaptation rates (ATP)
     rates_rounds: int = _setting(20, "rounds that learn adaptation rates, for methods that need them", low=0)
@@ -148,9 +164,14 @@ class Settings:
     workers: int = _setting(2, "simulated clients that run at the same time", low=1)
     num_gpus: float = _setting(0.0, "share of a GPU for each simulated client", low=0)
     eval_batch_size: int = _setting(256, "batch of statistics and test streams", low=1)
-    state_dir: str = _setting("", "folder for clients' private state; empty: Flower's context")
+    state_dir: str = _setting("", "folder for clients' private state; empty: Flower's context, which ends with the run")
     results: str = _setting("results", "folder of run folders")
     run_name: str = _setting("", "name of the run folder; empty: data set, seed and time")
+    checkpoint_every: int = _setting(1, "rounds of all kinds between two checkpoints (0: none)", low=0)
+    checkpoints_kept: int = _setting(2, "the last n checkpoints are kept", low=1)
+    resume: str = _setting(
+        "", "run folder, or checkpoint file in it, to go on from, with its other settings; clients need state-dir"
+    )
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -166,6 +187,13 @@ class Settings:
             raise SettingsError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
         if self.leave_one_out and self.statistics_weighting != "uniform":
             raise SettingsError("leave-one-out = True: allowed with statistics-weighting = 'uniform' only")
+        if self.aggregation in ROBUST and (self.leave_one_out or self.statistics_weighting != "uniform"):
+            raise SettingsError(
+                f"aggregation = {self.aggregation!r}: allowed with leave-one-out = False and statistics-weighting = "
+                f"'uniform' only, since its statistics are no means that clients weigh"
+            )
+        if self.min_replies > self.clients:
+            raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most clients = {self.clients}")
         if "/" in self.run_name or self.run_name in (".", ".."):
             raise SettingsError(f"run-name = {self.run_name!r}: allowed is a plain folder name")
 

@@ -18,6 +18,7 @@ from strategies.partial import PartialFedAvg
 from strategies.pfedbbn import PFedBBN
 from strategies.pfedgraph import PFedGraph
 from strategies.qffl import QFFL
+from strategies.robust import Krum, Median, Robust, Rule, TrimmedMean
 from strategies.statistics_fedavg import StatisticsFedAvg
 from strategies.uniform import FedProxAtTestTime, Local, TestTimeFedAvg, TestTimeFedAvgM
 
@@ -33,13 +34,18 @@ __all__ = [
     "FedAvgM",
     "FedProx",
     "FedProxAtTestTime",
+    "Krum",
     "Local",
+    "Median",
     "PFedBBN",
     "PFedGraph",
     "PartialFedAvg",
+    "Robust",
+    "Rule",
     "StatisticsFedAvg",
     "TestTimeFedAvg",
     "TestTimeFedAvgM",
+    "TrimmedMean",
     "similarity",
     "weighted_mean",
 ]

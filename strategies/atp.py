@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 
 from strategies.average import weighted_mean
 from strategies.broadcast import Broadcast, BroadcastStrategy, array_bytes, as_numpy
+from strategies.robust import Rule
 
 #: Message type of a round in which clients refine rates.
 RATES_MESSAGE = "train.rates"
@@ -37,6 +38,8 @@ class ATPRates(BroadcastStrategy):
         How many of the nodes refine the rates in a round; 0 means all of them.
     seed : int
         The cohort of a round is drawn by position from (seed, round) alone.
+    rule : Rule, optional
+        How rates are joined instead of by the plain mean.
 
     Raises
     ------
@@ -44,12 +47,19 @@ class ATPRates(BroadcastStrategy):
         `cohort` or `seed` is negative.
     """
 
-    def __init__(self, network: ArrayRecord | Broadcast | None = None, cohort: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        network: ArrayRecord | Broadcast | None = None,
+        cohort: int = 0,
+        seed: int = 0,
+        rule: Rule | None = None,
+    ) -> None:
         super().__init__(network)
         for name, value in (("cohort", cohort), ("seed", seed)):
             if value < 0:
                 raise ValueError(f"{name} = {value}; allowed is 0 or more")
         self.cohort, self.seed = cohort, seed
+        self.rule: Rule | None = rule
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -78,14 +88,18 @@ class ATPRates(BroadcastStrategy):
         return [nodes[i] for i in sorted(draw.choice(len(nodes), self.cohort, replace=False))]
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[ArrayRecord | None, None]:
-        """Return the mean of the replies' rates, in the order given; None without a reply."""
+        """Return the mean of the replies' rates, in the order given, or what the rule makes of them.
+
+        None without a reply; ValueError with fewer than the rule needs.
+        """
         good = self._answered(replies)
         if not good:
             return None, None
-        means = weighted_mean([as_numpy(reply.content.array_records["rates"]) for reply in good.values()])
+        join = self.rule or weighted_mean
+        means = join([as_numpy(reply.content.array_records["rates"]) for reply in good.values()])
         return ArrayRecord({name: Array(np.asarray(value)) for name, value in means.items()}), None
 
     def summary(self) -> None:
         """Log the settings."""
-        log(INFO, "\t├──> ATP: mean of adaptation rates")
+        log(INFO, "\t├──> ATP: %s of adaptation rates", self.rule or "mean")
         log(INFO, "\t└── cohort: %s, seed: %d", self.cohort or "all nodes", self.seed)

@@ -146,7 +146,7 @@ class QFFL(FedAvg):
         losses = [self._loss(reply) for reply in valid]
         new = q_fedavg(self._sent, trained, losses, self.q, self._lipschitz)
         metrics = self.train_metrics_aggr_fn([reply.content for reply in valid], self.weighted_by_key)
-        return ArrayRecord({name: Array(value) for name, value in new.items()}), metrics
+        return ArrayRecord({name: Array(np.asarray(value)) for name, value in new.items()}), metrics
 
     def _loss(self, reply: Message) -> float:
         value = next(iter(reply.content.metric_records.values())).get(self.loss_key)

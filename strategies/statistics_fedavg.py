@@ -12,14 +12,18 @@ import copy
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
 from strategies.average import weighted_mean
+from strategies.robust import Named, Rule
 
 #: Message type of the statistics round.
 STATISTICS_MESSAGE = "train.statistics"
+#: Statistics whose numbers sum to one.
+DISTRIBUTIONS = ("label_prior", "confusion")
 
 
 class StatisticsFedAvg(FedAvg):
@@ -35,19 +39,30 @@ class StatisticsFedAvg(FedAvg):
         Clients count alike (FedTHE: "averaging all local descriptors"), or by their number of examples.
     statistics_key : str
         Name of the statistics record in replies.
+    rule : Rule, optional
+        How statistics are joined instead; clients count alike then. Distributions are scaled to sum to one again.
     **fedavg
         Flower's own parameters.
+
+    Raises
+    ------
+    ValueError
+        The weighting is unknown, or none for the rule.
     """
 
     def __init__(
         self,
         weighting: Literal["uniform", "examples"] = "uniform",
         statistics_key: str = "statistics",
+        rule: Rule | None = None,
         **fedavg: Any,
     ) -> None:
         super().__init__(**fedavg)
         if weighting not in ("uniform", "examples"):
             raise ValueError(f"unknown weighting {weighting!r}; there are: uniform, examples")
+        if rule is not None and weighting != "uniform":
+            raise ValueError(f"weighting = {weighting!r}: allowed with {rule} is uniform only")
+        self.rule: Rule | None = rule
         self.weighting = weighting
         self.statistics_key = statistics_key
         self.statistics: ArrayRecord | None = None
@@ -91,11 +106,26 @@ class StatisticsFedAvg(FedAvg):
             {name: array.numpy() for name, array in content.array_records[self.statistics_key].items()}
             for content in contents
         ]
+        if self.rule is not None:
+            return _record(_distributions(self.rule(arrays)))
         weights = None
         if self.weighting == "examples":
             weights = [self._examples(content) for content in contents]
-        return ArrayRecord({name: Array(value) for name, value in weighted_mean(arrays, weights).items()})
+        return _record(weighted_mean(arrays, weights))
 
     def _examples(self, content: RecordDict) -> float:
         metrics = next(iter(content.metric_records.values()))
         return float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
+
+
+def _record(arrays: Named) -> ArrayRecord:
+    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+
+
+def _distributions(joined: Named) -> Named:
+    """Scale distributions to sum to one, which medians of each number do not; ValueError where nothing is left."""
+    for name in set(DISTRIBUTIONS) & set(joined):
+        if not (total := joined[name].sum()) > 0:
+            raise ValueError(f"{name}: the rule leaves 0 everywhere, since most clients lack each class")
+        joined[name] = joined[name] / total
+    return joined

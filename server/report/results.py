@@ -223,6 +223,8 @@ def read_results(path: Path) -> Results:
                 many[name].append(_build(kind, record))
             elif event == "note":
                 notes.append(_note(record))
+            elif event == "resumed":
+                starts += 1
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     try:

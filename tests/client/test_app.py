@@ -81,7 +81,7 @@ def test_identify_says_which_partition_and_what_kind_of_data() -> None:
     assert identity["shifts"] == ["original", "mixture"]
     assert set(identity) == {
         "partition-id", "num-partitions", "classes", "channels", "mean", "std", "sizes", "shifts", "note",
-        "role", "corruptions", "stream-rounds",
+        "role", "corruptions", "stream-rounds", "kept-keys", "kept-tags",
     }  # fmt: skip
 
 

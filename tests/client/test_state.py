@@ -14,7 +14,8 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from client.app import ContextState
-from client.state import DirectoryState, MemoryState, PrivateState, outdated
+from client.identity import kept
+from client.state import DirectoryState, Keeping, MemoryState, PrivateState, outdated
 from models import save_arrays
 
 #: Where a backend keeps things; a second call is the same device after a restart (or in its next message).
@@ -104,6 +105,14 @@ class TestEveryBackend:
         backend().save("t", 1, entry(100))
         assert value_of(backend(), 3, "tt") == 13
 
+    def test_tags_are_told_by_key_in_order(self, backend: Open) -> None:
+        assert backend().tags() == {}
+        for key, round in (("t", 9), ("t", 10), ("bbn_pfedbbn.x-1", 2)):
+            backend().save(key, round, entry(1))
+        assert backend().tags() == {"bbn_pfedbbn.x-1": [2], "t": [9, 10]}
+        assert list(backend().tags()) == ["bbn_pfedbbn.x-1", "t"]
+        assert kept(backend(), backend()) == {"kept-keys": ["bbn_pfedbbn.x-1", "t", "t"], "kept-tags": [2, 9, 10]}
+
     def test_what_was_saved_or_loaded_may_be_written_to(self, backend: Open) -> None:
         mine = entry(1)
         backend().save("t", 1, mine)
@@ -139,6 +148,53 @@ def test_all_backends_agree_on_any_history(tmp_path_factory: pytest.TempPathFact
 def test_outdated_leaves_the_newest_two_up_to_the_round(tags: list[int], newest: int) -> None:
     kept = set(tags) - set(outdated(tags, newest))
     assert kept == set(sorted(tag for tag in tags if tag <= newest)[-2:])
+
+
+@pytest.mark.parametrize("make", [lambda folder: MemoryState(), lambda folder: DirectoryState(folder, "r", 0)])
+class TestKeep:
+    def test_a_server_that_goes_back_finds_what_belongs_to_each_of_its_checkpoints(
+        self, make: Callable[[Path], PrivateState], tmp_path: Path
+    ) -> None:
+        """A checkpoint every three rounds, two of them kept: at any moment either may be gone back to."""
+        state = make(tmp_path)
+        for round in range(1, 20):
+            checkpoints = list(range(3, round, 3))[-2:]
+            Keeping(state, checkpoints).save("t", round, entry(round))
+            assert [value_of(state, one) for one in checkpoints] == checkpoints
+            assert value_of(state, round) == round
+            if round > 1:
+                assert value_of(state, round - 1) == round - 1  # a round that is done again
+            assert len(state.tags()["t"]) <= 4
+
+    def test_of_rounds_without_this_client_the_newest_before_is_kept(
+        self, make: Callable[[Path], PrivateState], tmp_path: Path
+    ) -> None:
+        state = make(tmp_path)
+        for round in (1, 2, 5, 6, 7):  # not drawn in 3 and 4
+            state.save("t", round, entry(round), keep=[0, 4])
+        assert Keeping(state, []).tags() == {"t": [2, 6, 7]}
+        assert value_of(Keeping(state, []), 4) == 2
+        state.save("t", 4, entry(40), keep=[3])  # gone back
+        assert state.tags() == {"t": [2, 4]}
+
+
+def test_flowers_context_keeps_two_whatever_the_server_could_go_back_to() -> None:
+    state = ContextState(RecordDict())
+    for round in range(1, 8):
+        Keeping(state, [2]).save("t", round, entry(round))
+    assert state.tags() == {"t": [6, 7]}
+
+
+@examples(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 30), unique=True), st.integers(0, 30), st.lists(st.integers(-1, 30), max_size=4))
+def test_outdated_leaves_what_each_round_would_find(tags: list[int], newest: int, keep: list[int]) -> None:
+    left = set(tags) - set(outdated(tags, newest, keep))
+    before = [tag for tag in tags if tag <= newest]
+    for round in keep:
+        known = [tag for tag in before if tag <= round]
+        assert max((tag for tag in left if tag <= round), default=None) == max(known, default=None)
+    assert len(left) <= 2 + len(set(keep))
+    assert set(sorted(before)[-2:]) <= left <= set(before)
 
 
 class TestDirectory:

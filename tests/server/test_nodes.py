@@ -102,3 +102,23 @@ def test_a_cohort_hides_the_others() -> None:
     view = CohortGrid(grid, [3, 1])
     assert list(view.get_node_ids()) == [3, 1]
     assert len(list(view.send_and_receive(messages([3])))) == 1
+
+
+def test_a_message_lives_as_long_as_the_round_and_goes_to_nobody_who_is_not_there() -> None:
+    grid = LocalGrid({1: lambda m: RecordDict({})})
+    here, gone = gather(grid, messages([1, 2]), {1: 0, 2: 1}, 7.5, SILENT, "train")
+    assert here.reply is not None
+    assert (gone.reason, gone.kind, gone.partition) == ("the node is not there", "failed", 1)
+    assert [message.metadata.ttl for message in grid.sent] == [7.5]
+
+
+def test_waiting_for_replies_ends_at_the_deadline_and_not_a_look_later() -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    grid = LocalGrid({1: lambda m: None})
+    (answer,) = gather(grid, messages([1]), {1: 0}, 2, SILENT, "train", clock=lambda: now[0], sleep=sleep)
+    assert (answer.kind, answer.reason) == ("late", "no reply within 2 s")
+    assert now[0] == pytest.approx(2.0)

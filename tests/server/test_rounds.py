@@ -132,7 +132,8 @@ def test_one_bad_reply_is_named_and_leaves_no_trace(
 
 
 def test_a_round_without_any_good_reply_ends_the_run_with_the_reasons() -> None:
-    with pytest.raises(NoReplies, match=r"client 0: error 2: disk full; client 1: w: values that are not finite"):
+    told = "failed client 0: error 2: disk full; refused client 1: w: values that are not finite"
+    with pytest.raises(NoReplies, match=told):
         run_round({0: raises, 1: node(np.nan)})
 
 

@@ -142,8 +142,8 @@ def test_private_state_in_a_folder_gives_the_same_bits(finished: Path, tmp_path:
     again = run(tmp_path / "again", settings)
     assert_same_results(again, finished)
     kept = sorted(path.stem for path in (tmp_path / "state").rglob("*.safetensors"))
-    tags = ["balanced_softmax@2", "balanced_softmax@3", "cross_entropy@2", "cross_entropy@3"]
-    assert kept == sorted(tags * 3)  # three clients, the last two tags of each training
+    tags = [f"{training}@{round}" for training in ("balanced_softmax", "cross_entropy") for round in (1, 2, 3)]
+    assert kept == sorted(tags * 3)  # three clients: the last two tags of each training, and those of two checkpoints
     # where it lived says nothing of the result
     (started,) = (event["settings"] for event in events(again) if event["event"] == "run")
     assert set(started) == set(settings.flat()) - {"state-dir"}

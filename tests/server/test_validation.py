@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from server.validation import Expected
+from server.validation import Expected, Limits
 from tests.flower import record, reply, request
 
 EXPECTED = Expected.like("arrays", {"w": np.zeros((2, 3), np.float32), "bn.running_var": np.ones(3, np.float32)})
@@ -42,9 +42,40 @@ def test_missing_array_and_damaged_bytes() -> None:
     assert "cannot be read" in (EXPECTED.why_refused(reply(broken)) or "")
 
 
-@pytest.mark.parametrize("examples", [0, -3, math.nan, math.inf, 10**9])
-def test_claimed_examples_are_positive_and_bounded(examples: float) -> None:
+@pytest.mark.parametrize("examples", [0, -3, math.nan, math.inf])
+def test_claimed_examples_are_positive_and_finite(examples: float) -> None:
     assert "num-examples" in (EXPECTED.why_refused(reply(record(**GOOD), examples)) or "")
+
+
+def test_each_client_may_claim_its_own_number_of_examples() -> None:
+    replies = [reply(record(**GOOD), 5) for _ in range(3)]
+    assert EXPECTED.refusals(replies) == [None] * 3
+    first, second, third = EXPECTED.refusals(replies, Limits(examples=[5, 4, 9]))
+    assert first is third is None
+    assert second == "num-examples = 5, allowed is a finite number, more than 0, at most 4"
+
+
+@pytest.mark.parametrize(("w", "bound", "good"), [(1.0, 5.0, True), (2.0, 5.0, False), (2.0, 0.0, True)])
+def test_a_bound_on_the_norm_of_an_update_by_hand(w: float, bound: float, good: bool) -> None:
+    """Six numbers moved by w and three by -1: the norm is √(6w² + 3), 3 or 5.196; whole numbers do not count."""
+    sent = {**GOOD, "seen": np.zeros(2, np.int64)}
+    moved = {"w": GOOD["w"] + w, "bn.running_var": GOOD["bn.running_var"] - 1, "seen": np.full(2, 99)}
+    moved = {name: value.astype(sent[name].dtype) for name, value in moved.items()}
+    (reason,) = Expected.like("arrays", sent).refusals([reply(record(**moved))], Limits(norm=bound))
+    assert (reason is None) is good
+    assert good or reason == "5.19615 from what was sent (l2 norm), allowed is at most 5"
+
+
+@pytest.mark.parametrize(("dtype", "huge"), [("float32", 3e38), ("float64", 1.7e308)])
+def test_a_norm_beyond_all_numbers_is_refused_without_a_warning(dtype: str, huge: float) -> None:
+    expected = Expected.like("rates", {"a": np.full(2, -huge, dtype)})
+    (reason,) = expected.refusals([reply(record(a=np.full(2, huge, dtype)), name="rates")], Limits(norm=1e9))
+    assert "from what was sent" in str(reason)
+
+
+def test_what_was_not_sent_has_no_norm() -> None:
+    expected = Expected("statistics", {"dle": ((1,), "float64")})
+    assert expected.refusals([reply(record(dle=np.ones(1)), name="statistics")], Limits(norm=1e-9)) == [None]
 
 
 def test_metrics_must_be_there_once_and_finite() -> None:

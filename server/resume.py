@@ -1,0 +1,219 @@
+"""Going on with a run that was cut: which checkpoint, whether it fits, and the run folder brought back to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from models import write_atomically
+from server.checkpoints import FOLDER, Checkpoint, Place, checkpoint_files, read_checkpoint
+from server.errors import RunError
+from server.events import Event
+from server.report import METRICS_FILE
+from server.world import World
+from settings import Settings, SettingsError
+
+#: Settings that a resumed run may change: places, pace, and what is kept of it.
+FREE = (
+    "resume", "results", "run-name", "state-dir", "data-dir", "download", "device", "workers", "num-gpus",
+    "checkpoint-every", "checkpoints-kept", "node-timeout", "round-timeout", "min-replies",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run goes on from.
+
+    Parameters
+    ----------
+    folder, path : Path
+        The run folder and the checkpoint's file.
+    checkpoint : Checkpoint
+    kept : mapping
+        counter → place of the good checkpoints up to this one.
+    damaged : mapping
+        File → why it cannot be used; newer than this one.
+    later : list of Path
+        Good ones that are given up.
+    """
+
+    folder: Path
+    path: Path
+    checkpoint: Checkpoint
+    kept: Mapping[int, Place]
+    damaged: Mapping[Path, str] = field(default_factory=dict)
+    later: list[Path] = field(default_factory=list)
+
+
+def run_folder_of(resume: str) -> Path:
+    """Return the run folder that the setting `resume` names, itself or by a checkpoint file in it.
+
+    Raises
+    ------
+    SettingsError
+        There is no such run.
+    """
+    path = Path(resume).expanduser()
+    folder = path.parent.parent if path.is_file() and path.parent.name == FOLDER else path
+    if not (folder / METRICS_FILE).is_file():
+        raise SettingsError(f"resume = {resume!r}: allowed is the folder of a run, or a file in its {FOLDER}/")
+    return folder
+
+
+def find(settings: Settings) -> Found:
+    """Choose the checkpoint that `resume` names, or the newest good one of its folder; nothing is changed.
+
+    Raises
+    ------
+    SettingsError
+        There is no such run, it is complete, or other settings than `FREE` differ.
+    RunError
+        No checkpoint can be used; all are named with the reason.
+    """
+    folder = run_folder_of(settings.resume)
+    metrics = (folder / METRICS_FILE).read_bytes()
+    if any(event["event"] == "end" and event["status"] == "completed" for event in _events(metrics)):
+        raise SettingsError(f"resume = {settings.resume!r}: this run is complete; there is nothing to go on with")
+    files = checkpoint_files(folder)
+    named = Path(settings.resume).expanduser()
+    wanted = [counter for counter, path in files.items() if named.is_dir() or path.name == named.name]
+    good: dict[int, Checkpoint] = {}
+    bad: dict[Path, str] = {}
+    for counter, path in files.items():
+        try:
+            good[counter] = _fitting(path, metrics)
+        except ValueError as error:
+            bad[path] = str(error)
+    usable = [counter for counter in wanted if counter in good]
+    if not usable:
+        reasons = "; ".join(bad[files[counter]] for counter in wanted) or "there is none; start the run anew"
+        raise RunError(f"resume = {settings.resume!r}: no checkpoint can be used: {reasons}")
+    chosen = usable[-1]
+    _require_same(good[chosen].settings, settings)
+    return Found(
+        folder,
+        files[chosen],
+        good[chosen],
+        {counter: one.place for counter, one in good.items() if counter <= chosen},
+        {path: reason for path, reason in bad.items() if path > files[chosen]},
+        [files[counter] for counter in good if counter > chosen],
+    )
+
+
+def cut(found: Found) -> str:
+    """Bring the run folder back to the checkpoint, and return the name of the file with the events that came later.
+
+    Nothing is lost: those events stay in `metrics-<n>.cut.jsonl` ("" where there are none), later checkpoints as
+    `<counter>.cut`, damaged ones as `<counter>.damaged`. Cut off half-way, it can be done again.
+    """
+    metrics, name = found.folder / METRICS_FILE, ""
+    tail = metrics.read_bytes()[found.checkpoint.offset :]
+    if tail:
+        number = 1
+        while (found.folder / (name := f"metrics-{number}.cut.jsonl")).exists():
+            number += 1
+        write_atomically(found.folder / name, tail)
+    for path in found.damaged:
+        path.rename(path.with_suffix(".damaged"))
+    for path in found.later:
+        path.rename(path.with_suffix(".cut"))
+    with metrics.open("r+b") as file:
+        file.truncate(found.checkpoint.offset)
+        os.fsync(file.fileno())
+    return name
+
+
+def earlier_events(folder: Path) -> list[Event]:
+    """Return the events that a run folder holds."""
+    return _events((folder / METRICS_FILE).read_bytes())
+
+
+def require_fit(checkpoint: Checkpoint, world: World, identities: Mapping[int, Mapping[str, Any]]) -> None:
+    """Refuse to go on with other data, or without the private state that the checkpoint goes with.
+
+    Parameters
+    ----------
+    identities : mapping
+        partition → what the client said of itself, with `kept-keys` and `kept-tags`.
+
+    Raises
+    ------
+    RunError
+        Clients have other data now, or no longer have what they kept; both are named.
+    """
+    now = json.loads(json.dumps(asdict(world)))
+    for name, before in checkpoint.world.items():
+        if name != "note" and now.get(name) != before:
+            raise RunError(f"resume: the clients now have {name} = {now.get(name)!r}, in the run it is {before!r}")
+    place = checkpoint.place
+    if place.stage in ("begun", "finished"):
+        return  # what comes next starts from nothing
+    key = place.part if place.stage == "cell" else place.training
+    newest = place.round if place.stage in ("training", "statistics", "cell") else None
+    lost = []
+    for partition, last in sorted(checkpoint.replied.get(key, {}).items()):
+        told = identities[partition]
+        pairs = zip(told["kept-keys"], told["kept-tags"], strict=True)
+        tags = [tag for name, tag in pairs if name == key and (newest is None or tag <= newest)]
+        if max(tags, default=-1) < last:
+            lost.append(partition)
+    if lost:
+        raise RunError(
+            f"resume: {'clients' if len(lost) > 1 else 'client'} {', '.join(map(str, lost))} no longer "
+            f"{'have' if len(lost) > 1 else 'has'} the private state of {key} at {place}. Without state-dir it ends "
+            "with the run (in a simulation, in Flower's context): set state-dir and start the run anew, or bring the "
+            "clients' folders back"
+        )
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold a run folder for this process.
+
+    Raises
+    ------
+    RunError
+        Another process is writing it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise RunError(f"{folder}: another process is writing this run") from None
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+def _events(content: bytes) -> list[Event]:
+    """Return the events of whole lines; a killed run may have left half a line at the end."""
+    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines() if line.strip()]
+
+
+def _fitting(path: Path, metrics: bytes) -> Checkpoint:
+    """Read a checkpoint; ValueError when it is damaged or its events are not all in the metrics file."""
+    checkpoint = read_checkpoint(path)
+    if checkpoint.offset > len(metrics) or not metrics[: checkpoint.offset].endswith(b"\n"):
+        raise ValueError(f"{path}: {METRICS_FILE} has {len(metrics)} bytes and not its first {checkpoint.offset}")
+    return checkpoint
+
+
+def _require_same(before: Mapping[str, Any], settings: Settings) -> None:
+    """Raise SettingsError when settings that make the result differ; both values are named."""
+    now = settings.flat()
+    names = [name for name in {**before, **now} if name not in FREE]
+    differences = [
+        f"{name} = {now.get(name)!r}, in the run it is {before.get(name)!r}"
+        for name in names
+        if now.get(name) != before.get(name) or type(now.get(name)) is not type(before.get(name))
+    ]
+    if differences:
+        raise SettingsError(f"resume = {settings.resume!r}: {'; '.join(differences)}")
