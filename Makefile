@@ -6,10 +6,10 @@ BIN    := $(VENV)/bin
 export FLWR_TELEMETRY_ENABLED := 0
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test lint flower sheet requirements clean help
+.PHONY: run test lint flower keys deploy-local sheet proto requirements clean help
 
 help:          ## show this
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # METHODS=all: a network with BatchNorm, which every method fits; on the embedded digits also fewer rounds and samples, so
 # that the whole table ends within ten minutes on two cores. ARGS come last and win; a settings file decides by itself.
@@ -33,12 +33,32 @@ lint: $(VENV)/ready  ## lint, format and types
 flower: $(VENV)/ready  ## the same app through Flower's own CLI, on a SuperLink of its own
 	$(BIN)/python -m simulation.flower_cli $(ARGS)
 
+keys: $(VENV)/ready  ## keys of a deployment in keys/; ARGS="--nodes 3 --host fl.example.org"
+	$(BIN)/python -m simulation.certificates $(ARGS)
+
+deploy-local: $(VENV)/ready  ## SuperLink, SuperNodes and agents as processes of this machine; ARGS="--nodes 3 --set rounds=3 ..."
+	$(BIN)/python -m simulation.deploy_local $(ARGS)
+
 sheet: $(VENV)/ready  ## a picture of every corruption at every severity
 	$(BIN)/python -m data.contact_sheet corruptions.png
+
+# A newer generator needs newer lower bounds in pyproject.toml.
+proto: $(VENV)/ready  ## generate the agent's protocol modules anew
+	$(BIN)/uv run --quiet --no-project --isolated --python '>=3.11,<3.13' --with grpcio-tools==1.78.0 \
+	  python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. client/agent/agent.proto
+
+# Images get PyTorch from an index of the builder's choice (docker/install.sh): its packages are left out of their files.
+TORCH := $$(grep -oE '^(torch|torchvision|triton|(nvidia|cuda)-[a-z0-9-]+)==' requirements.txt | sort -u | \
+	sed 's/\(.*\)==/--no-emit-package \1/')
 
 requirements: $(VENV)/ready  ## resolve the pinned versions anew
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --custom-compile-command 'make requirements' --upgrade --quiet -o requirements.txt
+	for part in edge server; do \
+	  $(BIN)/uv pip compile docker/$$part.in --constraint requirements.txt --universal --python-version 3.11 \
+	    --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
+	    $(TORCH) -o requirements-$$part.txt || exit 1; \
+	done
 
 # uv installs everything; where the machine has none, it comes into the environment by pip first.
 $(VENV)/ready: requirements.txt

@@ -1,12 +1,13 @@
 """The ClientApp: where a Flower message becomes `Work`, and `Done` a reply.
 
-torch is imported only when this process does the work itself.
+A node config with `agent="unix:/path"` has a resident agent do the work. torch is imported only when this process does
+it itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,10 +64,16 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def answer(phase: str, message: Message, context: Context) -> Message:
-    """Do what a message asks for in this process, and reply."""
-    from client.phases import perform
+    """Do what a message asks for, or let the agent that the node config names do it, and reply."""
+    work = to_work(phase, message)
+    if "agent" in context.node_config:
+        from client.relay import relay
 
-    done = perform(to_work(phase, message), node_of(context))
+        done = relay(work, context.node_config, message.metadata.ttl)
+    else:
+        from client.phases import perform
+
+        done = perform(work, node_of(context))
     if phase in COUNTED:
         done.metrics["context-bytes"] = _context_bytes(context)
     return Message(to_content(done), reply_to=message)
@@ -113,27 +120,34 @@ def node_of(context: Context) -> Node:
 
 
 class ContextState:
-    """Private state in Flower's context, which keeps it for the length of a run (see `PrivateState`)."""
+    """Private state in Flower's context, which keeps it for the length of a run (see `PrivateState`).
+
+    No run that is resumed finds it again, so what a server could go back to is not kept: it would travel with every
+    message.
+    """
 
     def __init__(self, records: RecordDict) -> None:
         self.records = records
 
     def load(self, key: str, round: int) -> dict[str, NDArray[Any]] | None:
         """Return the newest entry of `key` tagged with `round` or earlier, or None."""
-        tags = [tag for tag in self._tags(key) if tag <= round]
+        tags = [tag for tag in self.tags().get(key, []) if tag <= round]
         return _unpack(self.records.array_records[f"{key}@{max(tags)}"]) if tags else None
 
-    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Store an entry of `key` tagged with `round`; see `PrivateState.save`."""
+    def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
+        """Store an entry of `key` tagged with `round`; see `PrivateState.save`. `keep` changes nothing."""
         from client.state import outdated
 
         self.records[f"{key}@{round}"] = _pack(arrays)
-        for tag in outdated(self._tags(key), round):
+        for tag in outdated(self.tags()[key], round):
             del self.records[f"{key}@{tag}"]
 
-    def _tags(self, key: str) -> list[int]:
-        found = (re.fullmatch(re.escape(key) + r"@(\d+)", name) for name in self.records.array_records)
-        return [int(match[1]) for match in found if match]
+    def tags(self) -> dict[str, list[int]]:
+        """Return the tags of all entries by key, sorted."""
+        from client.state import by_key
+
+        found = (re.fullmatch(r"(.+)@(\d+)", name) for name in self.records.array_records)
+        return by_key([(match[1], int(match[2])) for match in found if match])
 
 
 def _context_bytes(context: Context) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from client.agent.serving import Served, lacking, serve, usual
 from client.collaboration import Adapted, adapt, score
 from client.evaluation import Row, evaluate_row, make_adapter
 from client.identity import identity
@@ -29,6 +31,7 @@ from client.private import (
 from client.randomness import generator
 from client.refinement import refine_rates
 from client.rules import Local, rule
+from client.spec import network_spec
 from client.state import Arrays, PrivateState
 from client.streams import batch_of, streams_of
 from client.summary import join_statistics, own_statistics, summarise
@@ -37,6 +40,7 @@ from client.training import TrainingSet, mean_loss, train_personal_head
 from data import CORRUPTIONS, Federation, Images, Role, Stream, stream
 from models import TwoHead
 from settings import Settings
+from tta import Statistics
 from tta.atp import Adapt, zero_rates
 from tta.collaborator import Collaborator
 from tta.registry import info
@@ -201,9 +205,7 @@ class Device:
         ValueError
             The arrays do not fit, or this client has no statistics of `round`.
         """
-        private = self._receive(arrays, task, round)
-        trains = self.role != "target"
-        known = None if statistics is None else join_statistics(private, statistics, round, self.device, trains)
+        private, known = self._trained(round, task, arrays, statistics)
         streams = [self._stream(shift) for shift in shifts]
         results: list[Metrics] = []
         for base in ("global", "personalised"):
@@ -216,6 +218,36 @@ class Device:
                     results.append(evaluate_row(row, self.model, known, samples, self.settings, rates, own))
         leaked = sum(leaks(samples.index, private, self.federation) for samples in streams)
         return {"checked": sum(len(samples.y) for samples in streams), "leaked": leaked}, results
+
+    def serve(
+        self,
+        round: int,
+        task: Task,
+        arrays: Arrays,
+        statistics: Mapping[str, NDArray[Any]] | None,
+        row: Row,
+        rates: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Served:
+        """Return what makes a row's adapter, as `evaluate` makes it, with a network of its own.
+
+        Parameters are those of `evaluate`.
+
+        Raises
+        ------
+        ValueError
+            As `evaluate`, or the training does not make what the adapter needs.
+        """
+        private, known = self._trained(round, task, arrays, statistics)
+        if lack := lacking(row.adapter, task.rule, rule(task.rule).uses_personal_head):
+            raise ValueError(lack)
+        if row.base == "personalised":
+            self._personalise(task, private, round)
+        labelled, size = self.role != "target", self.settings.eval_batch_size
+        ordinary = usual(self.model, self.federation, self.partition, self.device, size, labelled)
+        network, neighbours = copy.deepcopy(self.model), self._neighbours([row])
+        images, chosen = self.federation.images, self.settings
+        spec = network_spec(images, chosen.model, chosen.model_options, chosen.dataset, chosen.image_size)
+        return serve(row, network, spec, chosen, images.classes, ordinary, known, rates, neighbours)
 
     def refine_rates(
         self, round: int, arrays: Arrays, rates: Mapping[str, float], variant: Adapt
@@ -307,6 +339,15 @@ class Device:
         private = self.state.load(task.training, round) or {}
         receive(self.model, arrays, private, self.settings.seed, task.joined)
         return private
+
+    def _trained(
+        self, round: int, task: Task, arrays: Arrays, statistics: Mapping[str, NDArray[Any]] | None
+    ) -> tuple[Arrays, Statistics | None]:
+        """Load the network as the training left it at `round`; return the private state and what else is known."""
+        private = self._receive(arrays, task, round)
+        if statistics is None:
+            return private, None
+        return private, join_statistics(private, statistics, round, self.device, self.role != "target")
 
     def _local(self, data: TrainingSet, task: Task, private: Arrays, purpose: str, round: int) -> Local:
         """Return what a rule works with."""

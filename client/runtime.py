@@ -9,9 +9,9 @@ import torch
 
 from client.compute import resolve_device
 from client.device import Device
+from client.spec import network_spec
 from client.state import PrivateState
 from data import Federation, Role, load, load_natural
-from data.datasets import DATASETS
 from models import TwoHead, build
 from settings import Settings, assignments
 
@@ -115,10 +115,6 @@ def _deal(
 @lru_cache(maxsize=2)
 def _network(federation: Federation, model: str, options: str, dataset: str, image_size: int, device: str) -> TwoHead:
     """Build the network that this process uses for all clients; its weights are loaded for each call."""
-    channels = federation.images.pixels.shape[1]
-    mean, std = DATASETS[dataset].normalisation(channels)
-    chosen: dict[str, Any] = {"mean": mean, "std": std, **assignments(options, "model-options")}
-    classes = len(federation.images.classes)
-    network = build(model, classes, in_channels=channels, image_size=image_size, **{"seed": 0, **chosen})
+    network = build(**{"seed": 0, **network_spec(federation.images, model, options, dataset, image_size)})
     # convolutions run faster in this memory format, on CPUs as on GPUs; values are the same
     return network.to(resolve_device(device)).to(memory_format=torch.channels_last)

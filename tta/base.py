@@ -100,6 +100,12 @@ class Adapter(ABC):
         """Return what happened to every sample since the last reset, in order: name → Tensor [n, ...]."""
         return {name: torch.cat([torch.as_tensor(part) for part in parts]) for name, parts in self._records.items()}
 
+    def take_report(self) -> dict[str, Any]:
+        """Return `report()` and start a new one; what was learned stays. For streams without end."""
+        taken = self.report()
+        self._records = {}
+        return taken
+
     def _note(self, **columns: Tensor | np.ndarray) -> None:
         """Append per-sample values [B, ...] to the report, on the CPU; arrays are not copied, leave them alone."""
         if self.record:

@@ -1,0 +1,65 @@
+"""`python -m client.agent --config device.toml`: a device's resident agent, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import queue
+import signal
+import sys
+from collections.abc import Sequence
+
+from client.agent.config import AgentConfig
+from settings import SettingsError
+
+LOG = logging.getLogger("fedtta.agent")
+USAGE = 2  # exit status for a config that cannot be used
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run an agent and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m client.agent", description="The resident agent of one device.")
+    parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the agent's keys")
+    chosen = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        config = AgentConfig.from_toml(chosen.config)
+    except SettingsError as error:
+        print(error, file=sys.stderr)
+        return USAGE
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()  # unlike an Event, safe to use in a signal's handler
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: asked.put(number))
+    return run(config, asked)
+
+
+def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
+    """Serve until `asked` to stop; then answer what was accepted, save, and return the exit status."""
+    from client.agent.core import Agent  # imports torch: a config that cannot be used is told without it
+    from client.agent.server import serve
+
+    try:
+        agent = Agent(config)
+    except (ValueError, OSError, RuntimeError) as error:
+        LOG.error("%s", error)
+        return 1
+    try:
+        running = serve(agent, config)
+    except (ValueError, OSError) as error:
+        LOG.error("%s", error)
+        agent.close()
+        return 1
+    LOG.info("stopping on %s", signal.Signals(asked.get()).name)
+    if left := running.stop(config.deadline):
+        LOG.warning("%d calls were not answered within %g s", left, config.deadline)
+    agent.close()
+    LOG.info("stopped; what was learned is saved")
+    if left:  # a phase of training may still run: its thread must not keep the process, nor die in torch's hands
+        logging.shutdown()
+        os._exit(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

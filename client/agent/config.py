@@ -1,0 +1,213 @@
+"""What the owner of a device sets for its agent: a TOML file of flat hyphenated keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from client.agent.guard import Limits
+from settings import Scalar, SettingsError, assignments, from_toml
+from settings.schema import check, key_of
+
+#: Keys that hold a path; a relative one is relative to the TOML file.
+PATHS = ("state_dir", "data_dir", "certificate", "key", "client_ca")
+#: Keys that only a TCP address has.
+TLS = ("certificate", "key", "client_ca")
+#: Adapter → the option and its value with which it takes a whole test set (`Adapter.takes_whole_set`).
+WHOLE_SET = {"fedicon": ("mode", "offline")}
+UNIX = "unix:"
+
+
+def _key(
+    help: str,
+    default: Any = dataclasses.MISSING,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """Declare a key, as `settings.schema` does; without a default it must be set."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """All keys of an agent, validated on construction; a key is the field's name with hyphens.
+
+    Raises
+    ------
+    SettingsError
+        A value has the wrong type or lies outside what is allowed; the message names the key.
+    """
+
+    # Which client this is
+    partition_id: int = _key("which client this is, from 0", low=0)
+    num_partitions: int = _key("of how many", low=1)
+    state_dir: str = _key("folder of everything that the agent keeps; one agent a folder")
+    role: str = _key("what the client does; empty: what its data allow", "", ("", "both", "source", "target"))
+    data_dir: str = _key("folder of data sets; empty: what the run says", "")
+    device: str = _key("auto, cpu, cuda or cuda:<index>", "auto")
+
+    # What it answers with
+    adapter: str = _key("test-time adaptation, with options: 'fedthe[beta=0.3]'", "fedthe")
+    base: str = _key("network that the adapter gets", "global", ("global", "personalised"))
+    training: str = _key("which training's model is served; empty: the first of a run that the adapter fits", "")
+
+    # Where it listens
+    listen: str = _key("address of the predictor; empty: unix:<state-dir>/agent.sock", "")
+    relay: str = _key("address for the Flower ClientApp; empty: unix:<state-dir>/relay.sock", "")
+    certificate: str = _key("PEM file of this server's certificate (TCP only)", "")
+    key: str = _key("PEM file of its private key (TCP only)", "")
+    client_ca: str = _key("PEM file of the authority that signs clients' certificates (TCP only)", "")
+    message_limit_mb: int = _key("largest message of the predictor, MiB", 64, low=1, high=1024)
+    deadline: float = _key("seconds that a request may wait and take", 30.0, above=0)
+    max_streams: int = _key("streams of predictions at the same time", 64, low=1)
+    queue_limit: int = _key("requests that may wait; the next one is told 'busy'", 64, low=1)
+    batch_limit: int = _key("samples of waiting requests that are predicted at once", 256, low=1)
+
+    # What it keeps
+    save_every_samples: int = _key("what was learned is saved after so many samples", 256, low=1)
+    save_every_seconds: float = _key("and after so many seconds, if there is anything to save", 30.0, above=0)
+    snapshots_kept: int = _key("snapshots of what was learned", 3, low=1)
+
+    # The guard against collapse; see `client.agent.guard`
+    guard: bool = _key("watch the adapter, hold it or roll it back", True)
+    guard_window: int = _key("samples that the guard looks back on", 128, low=8)
+    guard_margin: float = _key("share of degenerate samples answered otherwise than unadapted", 0.05, low=0, high=1)
+    guard_retry: int = _key("samples answered unadapted before the adapter is tried again", 512, low=1)
+    guard_collapse_share: float = _key("one class's share of adapted predictions that is a collapse", 0.9, above=0.5)
+    guard_one_class: float = _key("one class's share of unadapted predictions that is degenerate", 0.6, above=0)
+    guard_low_entropy: float = _key("mean entropy, as a share of ln K, that is next to none", 0.02, low=0, high=1)
+    guard_high_entropy: float = _key("mean unadapted entropy, as a share of ln K, that is noise", 0.8, above=0)
+    guard_least_batch: int = _key("smaller batches are degenerate for methods defined per batch", 8, low=1)
+
+    def __post_init__(self) -> None:
+        """Check every key, then what belongs together."""
+        hints = get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, check(field, hints[field.name], getattr(self, field.name)))
+        if self.partition_id >= self.num_partitions:
+            raise SettingsError(f"partition-id = {self.partition_id}: allowed are 0 to {self.num_partitions - 1}")
+        if not self.state_dir:
+            raise SettingsError("state-dir = '': allowed is a folder")
+        if self.device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", self.device):
+            raise SettingsError(f"device = {self.device!r}: allowed are auto, cpu, cuda, cuda:<index>")
+        self._check_addresses()
+        self._check_adapter()
+
+    def _check_addresses(self) -> None:
+        if not self.relay_address.startswith(UNIX):
+            raise SettingsError(f"relay = {self.relay!r}: allowed is unix:<path>, since federated work stays here")
+        given = [key_of(name) for name in TLS if getattr(self, name)]
+        if self.listen_address.startswith(UNIX):
+            if given:
+                raise SettingsError(f"{', '.join(given)}: allowed with listen = <host>:<port> only")
+            if self.listen_address == self.relay_address:
+                raise SettingsError(f"relay = {self.relay!r}: listen is the same; each needs a socket of its own")
+        elif not re.fullmatch(r".+:\d+", self.listen_address):
+            raise SettingsError(f"listen = {self.listen!r}: allowed are unix:<path> and <host>:<port>")
+        elif missing := [key_of(name) for name in TLS if key_of(name) not in given]:
+            raise SettingsError(f"listen = {self.listen!r}: TCP needs mutual TLS; set {', '.join(missing)}")
+
+    def _check_adapter(self) -> None:
+        """Refuse an adapter that does not exist, or that no stream of requests can feed."""
+        from tta.registry import info
+
+        name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
+        if name in WHOLE_SET:
+            option, value = WHOLE_SET[name]
+            if options.get(option, info(name).options[option][1]) == value:
+                raise SettingsError(
+                    f"adapter = {self.adapter!r}: {option}={value} takes a whole test set, which a stream never is"
+                )
+
+    @property
+    def adapter_name(self) -> str:
+        """Return the adapter's name."""
+        return self._parsed()[0]
+
+    @property
+    def adapter_options(self) -> dict[str, Any]:
+        """Return the adapter's options, typed."""
+        return self._parsed()[1]
+
+    def _parsed(self) -> tuple[str, dict[str, Any]]:
+        """Return name and options of `adapter`; SettingsError lists what exists."""
+        from tta.registry import parse_options
+
+        match = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", self.adapter)
+        name = match[1] if match else self.adapter
+        words = assignments((match[2] if match else "") or "", f"adapter: {name}")
+        try:
+            return name, parse_options(name, {option: _word(value) for option, value in words.items()})
+        except ValueError as error:
+            raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
+
+    @property
+    def state_folder(self) -> Path:
+        """Return `state-dir`."""
+        return Path(self.state_dir).expanduser()
+
+    @property
+    def listen_address(self) -> str:
+        """Return where the predictor listens: "unix:<path>" or "<host>:<port>"."""
+        return self.listen or f"{UNIX}{self.state_folder / 'agent.sock'}"
+
+    @property
+    def relay_address(self) -> str:
+        """Return where the ClientApp finds the agent, "unix:<path>"."""
+        return self.relay or f"{UNIX}{self.state_folder / 'relay.sock'}"
+
+    @property
+    def limits(self) -> Limits:
+        """Return the guard's numbers."""
+        return Limits(**{field.name: getattr(self, f"guard_{field.name}") for field in dataclasses.fields(Limits)})
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> AgentConfig:
+        """Read a TOML file.
+
+        Raises
+        ------
+        SettingsError
+            The file is missing or not TOML, a key is unknown or missing, or a value is not allowed; the message names
+            the file and the key.
+        """
+        path = Path(path)
+        try:
+            return cls.from_mapping(from_toml(path), path.parent)
+        except SettingsError as error:
+            text = str(error)
+            raise SettingsError(text if str(path) in text else f"{path}: {text}") from error
+
+    @classmethod
+    def from_mapping(cls, content: Mapping[str, Scalar], folder: Path = Path()) -> AgentConfig:
+        """Build a config from flat hyphenated keys; relative paths are relative to `folder`."""
+        known = {key_of(field.name): field for field in dataclasses.fields(cls)}
+        for key in content:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                hint = f" (did you mean {close[0]}?)" if close else ""
+                raise SettingsError(f"unknown key {key!r}{hint}; there are: {', '.join(sorted(known))}")
+        required = [key for key, field in known.items() if field.default is dataclasses.MISSING]
+        if missing := [key for key in required if key not in content]:
+            raise SettingsError(f"{', '.join(missing)}: must be set")
+        values: dict[str, Any] = {known[key].name: value for key, value in content.items()}
+        for name in PATHS:
+            if isinstance(values.get(name), str) and values[name]:
+                values[name] = str(folder / Path(values[name]).expanduser())
+        for name in ("listen", "relay"):
+            if isinstance(values.get(name), str) and values[name].startswith(UNIX):
+                values[name] = f"{UNIX}{folder / Path(values[name].removeprefix(UNIX)).expanduser()}"
+        return cls(**values)
+
+
+def _word(value: Scalar) -> str:
+    """Return an option as it was written."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,195 @@
+"""A served model at work: its adapter, the guard, and what can be saved of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from client.agent.guard import Guard, LastGood, Limits, Verdict, flat_images
+from client.agent.serving import Served
+from client.state import Arrays
+from tta.heads import two_heads
+from tta.registry import info
+
+ADAPTER, GUARD = "adapter.", "guard."  # before names in a snapshot
+#: Whose report says e, the weight of the global head, for every sample.
+MIXES = "personal_head"
+
+
+class Live:
+    """Predict with a model in order of arrival; nothing here is safe to call from two threads at once.
+
+    Parameters
+    ----------
+    served : Served
+    limits : Limits or None
+        Of the guard; None: no guard.
+    device : torch.device
+    note : callable
+        Told when the guard begins to act.
+
+    Attributes
+    ----------
+    samples : int
+        Answered so far.
+    """
+
+    def __init__(
+        self, served: Served, limits: Limits | None, device: torch.device, note: Callable[[str], None]
+    ) -> None:
+        self.served, self.device, self._note = served, device, note
+        self.adapter = served.build()
+        self.digest = served.digest()
+        self.version = f"{served.origin}/{self.digest[:8]}"
+        self.samples = 0
+        self.guard = None if limits is None else Guard(limits, served.usual, self.adapter.per == "batch")
+        self._good = LastGood(self.adapter.state_dict(), limits.window if limits else 1)
+        self._before: NDArray[Any] | None = None  # the last image, to see whether the next one is the same
+        self._told = dict(self.guard.events) if self.guard else {}
+        self._mixes = MIXES in info(served.row.adapter).needs
+
+    @torch.no_grad()
+    def predict(self, pixels: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None, bool]:
+        """Return probabilities [B, K], e [B] or None, and whether they are adapted.
+
+        Parameters
+        ----------
+        pixels : float32 [B, C, H, W]
+            In [0, 1], B at least 1.
+
+        Raises
+        ------
+        ValueError
+            The network gives values that are not finite even unadapted, or there is no guard and the adapter failed;
+            nothing is learned then.
+        """
+        x = torch.from_numpy(pixels).to(self.device).contiguous(memory_format=torch.channels_last)
+        if self.guard is None:
+            adapted, weights = self._adapted(x)
+            self.samples += len(x)
+            return adapted, weights, True
+        plain, heads = self._unadapted(x)
+        if not np.isfinite(plain).all():
+            raise ValueError("the network's output is not finite")
+        asked, small = self.guard.asks, len(x) < self.guard.limits.least_batch
+        before = self.adapter.state_dict() if small else {}
+        adapted, weights = self._tried(x, heads) if asked else (plain, None)
+        verdict = self.guard.judge(plain, adapted if asked else None, flat_images(pixels, self._before))
+        self._tell(verdict)
+        self.samples, self._before = self.samples + len(x), pixels[-1]
+        if verdict.action == "go":
+            if verdict.healthy:
+                self._good.note(self.adapter.state_dict, len(x))
+            return adapted, weights, True
+        if asked:
+            self._go_back(before if verdict.kind == "small-batch" else self._good.state)
+        return plain, np.ones(len(x), np.float32) if self._mixes else None, False
+
+    def reset(self) -> None:
+        """Forget what was learned from the stream."""
+        self.adapter.reset()
+        self.samples = 0
+        self._start_over()
+
+    def state(self) -> Arrays:
+        """Return copies of what must be saved to go on later."""
+        learned = {name: value.cpu().numpy() for name, value in self.adapter.state_dict().items()}
+        arrays = {f"{ADAPTER}{name}": value for name, value in learned.items()}
+        if self.guard is not None:
+            arrays |= {f"{GUARD}{name}": value for name, value in self.guard.state().items()}
+        return arrays
+
+    def load(self, arrays: Arrays, samples: int) -> None:
+        """Go on from a `state()`; ValueError if it does not fit, nothing is changed then."""
+        learned = {name: value for name, value in arrays.items() if name.startswith(ADAPTER)}
+        state = {name.removeprefix(ADAPTER): torch.from_numpy(value).to(self.device) for name, value in learned.items()}
+        self.adapter.load_state_dict(state)
+        self.samples = samples
+        self._start_over()
+        guarded = {name.removeprefix(GUARD): value for name, value in arrays.items() if name.startswith(GUARD)}
+        if self.guard is not None and guarded:
+            self.guard.load(guarded)
+
+    def _start_over(self) -> None:
+        """Take the adapter as it is for good, and look back on nothing."""
+        if self.guard is not None:
+            self.guard.restart()
+            self._good = LastGood(self.adapter.state_dict(), self.guard.limits.window)
+        self._before = None
+
+    def _tell(self, verdict: Verdict) -> None:
+        """Note that the guard begins to act; of small batches, which come and go, only the first time."""
+        counts = dict(self.guard.events) if self.guard else {}
+        if counts != self._told and (verdict.kind != "small-batch" or counts[verdict.kind] == 1):
+            self._note(f"guard: {verdict.kind} after {self.samples} samples: {verdict.action}")
+        self._told = counts
+
+    def _go_back(self, state: dict[str, Tensor]) -> None:
+        self.adapter.load_state_dict(state)
+        self._good.spoil()
+
+    def _unadapted(self, x: Tensor) -> tuple[NDArray[np.float32], tuple[Tensor, Tensor, Tensor] | None]:
+        """Return the global head's probabilities [B, K], and the outputs of both heads if the adapter takes those."""
+        if hasattr(self.adapter, "interpolate"):  # one pass of the network for both
+            heads = two_heads(self.served.network, x)
+            return _array(torch.softmax(heads[1], 1)), heads
+        return _array(torch.softmax(self.served.network(x), 1)), None
+
+    def _tried(
+        self, x: Tensor, heads: tuple[Tensor, Tensor, Tensor] | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Return what `_adapted` returns; NaN where the adapter fails, for the guard to see."""
+        try:
+            return self._adapted(x, heads)
+        except (ValueError, FloatingPointError) as error:
+            self._note(f"adapter failed: {error}")
+            self.adapter.take_report()
+            return np.full((len(x), len(self.served.classes)), np.nan, np.float32), None
+
+    def _adapted(
+        self, x: Tensor, heads: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """Let the adapter learn from a batch; return its probabilities [B, K], and e [B] where it mixes heads."""
+        adapter: Any = self.adapter
+        rows = _array(adapter.predict(x) if heads is None else adapter.interpolate(*heads))
+        weight = adapter.take_report().get("weight")
+        fits = self._mixes and isinstance(weight, Tensor) and weight.shape == (len(x),)
+        return rows, _array(weight) if fits else None
+
+
+def _array(values: Tensor) -> NDArray[np.float32]:
+    return np.asarray(values.detach().cpu().numpy(), np.float32)
+
+
+def images(pixels: NDArray[Any], shape: tuple[int, int, int]) -> NDArray[np.float32]:
+    """Return images as float32 in [0, 1].
+
+    Parameters
+    ----------
+    pixels : [B, C, H, W]
+        uint8, or float32 in [0, 1].
+    shape : (int, int, int)
+        C, H, W.
+
+    Raises
+    ------
+    ValueError
+        Type, shape or a value is not allowed, or there is no image; the message names it.
+    """
+    if not isinstance(pixels, np.ndarray) or pixels.dtype not in (np.uint8, np.float32):
+        raise ValueError(f"images are {getattr(pixels, 'dtype', type(pixels).__name__)}; allowed: uint8, float32")
+    if pixels.ndim != 4 or pixels.shape[1:] != shape or not len(pixels):
+        expected = f"[B, {', '.join(map(str, shape))}]"
+        raise ValueError(f"images have shape {list(pixels.shape)}; allowed is {expected}, B at least 1")
+    if pixels.dtype == np.uint8:
+        return pixels.astype(np.float32) / np.float32(255)
+    inside = ((pixels >= 0) & (pixels <= 1)).reshape(len(pixels), -1).all(1)  # NaN is in no range
+    if not inside.all():
+        bad = np.flatnonzero(~inside).tolist()
+        raise ValueError(f"images {bad} of the request hold values that are not finite or outside [0, 1]")
+    return pixels

@@ -1,0 +1,249 @@
+"""The agent's sockets: who may reach what, how large a message may be, and how all of it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import socket
+import ssl
+import stat
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from client.agent import agent_pb2_grpc, wire
+from client.agent.config import UNIX, AgentConfig
+from client.agent.core import Agent
+from client.agent.queue import PredictQueue
+from client.agent.service import Calls, Predictor, Relay
+from client.relay import MAX_BYTES
+
+LOG = logging.getLogger("fedtta.agent")
+PREDICTOR, RELAY = f"{wire.VERSION}.Predictor", f"{wire.VERSION}.Relay"
+SPARE = 16  # calls beside streams and waiting requests: status, health, and those that are told "busy"
+SENT = 1.0  # seconds that the last answers may take to be sent
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class _Socket:
+    """A gRPC server, where it listens, and its health."""
+
+    server: grpc.aio.Server
+    address: str
+    health: Any
+
+
+class Running:
+    """A running agent's sockets.
+
+    Parameters
+    ----------
+    listen, relay : str
+        Where they listen, with the port that was chosen for port 0.
+    """
+
+    def __init__(self, sockets: Sequence[_Socket], calls: Calls, ends: Sequence[Callable[[], None]]) -> None:
+        self.listen, self.relay = (one.address for one in sockets)
+        self._sockets, self._calls, self._ends = sockets, calls, ends
+
+    def stop(self, grace: float = 30.0) -> int:
+        """Take no more requests, answer those accepted, close the sockets; return how many calls were cut off.
+
+        Parameters
+        ----------
+        grace : float
+            Seconds that the calls under way may take.
+        """
+        left = _on_loop(self._stop(grace))
+        for end in self._ends:
+            end()
+        return left
+
+    async def _stop(self, grace: float) -> int:
+        for one in self._sockets:
+            await one.health.enter_graceful_shutdown()
+        left = await self._calls.finish(grace)
+        await asyncio.gather(*(one.server.stop(SENT) for one in self._sockets))  # which removes the socket files
+        return left
+
+
+def serve(agent: Agent, config: AgentConfig) -> Running:
+    """Start answering; `agent` must hold the lock of its state directory.
+
+    Raises
+    ------
+    ValueError
+        A socket's path is too long or something else, a file of TLS is missing or no such file.
+    OSError
+        An address is in use, or cannot be bound.
+    """
+    queue = PredictQueue(agent, config.queue_limit, config.batch_limit)
+    try:
+        return _on_loop(_start(agent, queue, config))
+    except BaseException:
+        queue.close()
+        raise
+
+
+async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Running:
+    calls = Calls()
+    predictor = _server(config.message_limit_mb << 20, config.max_streams + config.queue_limit + SPARE)
+    agent_pb2_grpc.add_PredictorServicer_to_server(Predictor(agent, queue, calls), predictor)
+    relay = _server(MAX_BYTES, SPARE)
+    work = Relay(agent, calls)
+    agent_pb2_grpc.add_RelayServicer_to_server(work, relay)
+    bound: list[_Socket] = []
+    try:
+        for server, address, service in (
+            (predictor, config.listen_address, PREDICTOR),
+            (relay, config.relay_address, RELAY),
+        ):
+            state = health.aio.HealthServicer()
+            await state.set(service, health_pb2.HealthCheckResponse.SERVING)
+            health_pb2_grpc.add_HealthServicer_to_server(state, server)
+            server.add_generic_rpc_handlers([Unknown(service)])
+            bound.append(_Socket(server, _bind(server, address, config), state))
+        for one in bound:
+            await one.server.start()
+    except BaseException:
+        for one in bound:
+            await one.server.stop(None)
+            if one.address.startswith(UNIX):  # left there by a server that has not been started
+                wire.socket_path(one.address).unlink(missing_ok=True)
+        raise
+    LOG.info("predictions at %s, federated work at %s", *(one.address for one in bound))
+    return Running(bound, calls, (queue.close, work.close))
+
+
+def _server(limit: int, calls: int) -> grpc.aio.Server:
+    """Make a server that takes messages of `limit` bytes and so many calls at once."""
+    options = [
+        ("grpc.max_receive_message_length", limit),
+        ("grpc.max_send_message_length", limit),
+        ("grpc.so_reuseport", 0),  # or a second agent would share the port
+    ]
+    return grpc.aio.server(options=options, maximum_concurrent_rpcs=calls)
+
+
+class Unknown(grpc.GenericRpcHandler):
+    """Answers what no service here offers: other versions of this protocol, and the other socket's methods."""
+
+    def __init__(self, service: str) -> None:
+        self.service_name = service
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        """Return a handler that says what is offered instead."""
+        method = handler_call_details.method
+        name = method.strip("/").split("/")[0]
+        if name.startswith("fedtta.agent.") and not name.startswith(f"{wire.VERSION}."):
+            text = f"{method}: this agent speaks {wire.VERSION}"
+        else:
+            text = f"{method}: this socket offers {self.service_name}"
+
+        async def refuse(_: Any, context: Any) -> None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, text)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _bind(server: grpc.aio.Server, address: str, config: AgentConfig) -> str:
+    """Let a server listen at an address, and return it with the port that it got."""
+    if address.startswith(UNIX):
+        address = f"{UNIX}{Path(address.removeprefix(UNIX)).absolute()}"
+        free(wire.socket_path(address))
+        with _umask(0o177), _named(address):
+            server.add_insecure_port(address)
+        return address
+    with _named(address):
+        port = server.add_secure_port(address, credentials(config))
+    return f"{address.rpartition(':')[0]}:{port}"
+
+
+def free(path: Path) -> None:
+    """Make the way free for a socket: its folder is made, and what a dead agent has left is removed.
+
+    gRPC would take the path from a living one.
+
+    Raises
+    ------
+    FileExistsError
+        Something answers there, or it is no socket.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(f"{path} is there already, and is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()  # nobody listens
+            return
+        except OSError as error:
+            raise FileExistsError(f"{path} is there already, and cannot be asked: {error}") from error
+    raise FileExistsError(f"{path}: another process listens there")
+
+
+def credentials(config: AgentConfig) -> grpc.ServerCredentials:
+    """Return what mutual TLS needs; ValueError names the file that does not fit."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # only looks at the files: gRPC would not say what is wrong
+    pair = f"certificate = {config.certificate}, key = {config.key}"
+    for what, check in (
+        (pair, functools.partial(context.load_cert_chain, config.certificate, config.key, _no_password)),
+        (f"client-ca = {config.client_ca}", functools.partial(context.load_verify_locations, config.client_ca)),
+    ):
+        try:
+            check()
+        except OSError as error:  # ssl.SSLError too
+            raise ValueError(f"{what}: {error}") from error
+    certificate, key, authority = (
+        Path(path).read_bytes() for path in (config.certificate, config.key, config.client_ca)
+    )
+    return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
+
+
+def _no_password() -> str:
+    raise OSError("the key has a password, which nobody could type in")
+
+
+@contextlib.contextmanager
+def _named(address: str) -> Iterator[None]:
+    """Let gRPC's own error for an address say more."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"cannot listen at {address}: it is in use, or its name or folder cannot be used") from error
+
+
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all agents of this process: gRPC wakes every loop for each of its events."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="agent sockets", daemon=True).start()
+    return loop
+
+
+def _on_loop(task: Coroutine[Any, Any, _Result]) -> _Result:
+    return asyncio.run_coroutine_threadsafe(task, _loop()).result()

@@ -1,0 +1,273 @@
+"""A model as it is served: everything that makes its adapter again after a restart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from client.agent.guard import Usual, entropy
+from client.evaluation import Row, make_adapter
+from client.neighbours import Neighbours
+from client.state import Arrays
+from data import Federation
+from models import TwoHead, load_arrays, load_model, save_arrays, save_model
+from settings import Scalar, Settings
+from tta import Adapter, Statistics
+from tta.knn_per import Datastore, KNNPer
+from tta.registry import info
+
+FORMAT, VERSION = "fedtta-served", "1"
+NETWORK, REST = "network.safetensors", "rest.safetensors"
+#: Settings that options of adapters follow from; see `client.evaluation`.
+FOLLOWED = ("seed", "dataset", "temperature", "leave_one_out", "clients", "eval_batch_size")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A network, what the client knows beside it, and the adapter that predicts with it.
+
+    Parameters
+    ----------
+    row : Row
+        Adapter, options and base.
+    network : TwoHead
+        This object's own, on its device, as the adapter gets it: personal head included, base applied.
+    spec : dict
+        The arguments of `models.build`.
+    settings : dict
+        Those of `FOLLOWED`, by field name.
+    classes : tuple of str
+    usual : Usual
+        For the guard.
+    statistics : Statistics or None
+    rates : mapping
+        variant → module → α.
+    datastore : Datastore or None
+    chosen : mapping
+        Options that validation data chose, where the row does not say otherwise.
+    origin : str
+        "<run>/<training>/<round>".
+    """
+
+    row: Row
+    network: TwoHead
+    spec: Mapping[str, Any]
+    settings: Mapping[str, Scalar]
+    classes: tuple[str, ...]
+    usual: Usual
+    statistics: Statistics | None = None
+    rates: Mapping[str, Mapping[str, float]] | None = None
+    datastore: Datastore | None = None
+    chosen: Mapping[str, float] = field(default_factory=dict)
+    origin: str = ""
+
+    def build(self) -> Adapter:
+        """Return a new adapter.
+
+        Raises
+        ------
+        ValueError
+            The adapter needs something that is not here, or takes a whole test set.
+        """
+        settings: dict[str, Any] = dict(self.settings)
+        nothing = torch.empty(0)
+        neighbours = None if self.datastore is None else Neighbours(self.datastore, nothing, nothing)
+        row = replace(self.row, options={**self.chosen, **self.row.options})
+        made = make_adapter(row, self.network, Settings(**settings), self.statistics, self.rates, neighbours)
+        if made.takes_whole_set:
+            raise ValueError(f"{self.row.label} takes a whole test set, which a stream never is")
+        made.reset()
+        return made
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return C, H, W of the images that the network takes."""
+        size = int(self.spec["image_size"])
+        return int(self.spec["in_channels"]), size, size
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all that predictions depend on, so that a state can tell its model."""
+        total = hashlib.sha256(self._about().encode())
+        state = {name: value.detach().cpu().numpy() for name, value in self.network.state_dict().items()}
+        for name, value in sorted({**state, **self._arrays()}.items()):
+            if value.dtype.kind == "f":  # counters, such as BatchNorm's, are not saved
+                total.update(f"{name} {value.dtype} {value.shape}".encode())
+                total.update(np.ascontiguousarray(value).tobytes())
+        return total.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write two files to `folder`; ValueError if the network is not what its spec says."""
+        save_model(folder / NETWORK, self.network, self.spec, personal=True)
+        metadata = {"format": FORMAT, "version": VERSION, "about": self._about(), "digest": self.digest()}
+        save_arrays(folder / REST, self._arrays(), metadata)
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> Served:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        FileNotFoundError, ValueError
+            A file is missing, altered or of another version; the message names it.
+        """
+        arrays, metadata = load_arrays(folder / REST)
+        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"{folder / REST}: not of format {FORMAT}, version {VERSION}")
+        network, spec = load_model(folder / NETWORK)
+        network = network.to(device).to(memory_format=torch.channels_last)
+        about = json.loads(metadata["about"])
+        served = cls(
+            Row(**about["row"]),
+            network,
+            spec,
+            about["settings"],
+            tuple(about["classes"]),
+            Usual(arrays["usual.shares"], float(arrays["usual.entropy"])),
+            _statistics(arrays, device) if about["statistics"] else None,
+            _rates(arrays, about["variants"]),
+            _datastore(arrays, device),
+            about["chosen"],
+            about["origin"],
+        )
+        if served.digest() != metadata["digest"]:
+            raise ValueError(f"{folder}: {NETWORK} and {REST} do not belong together")
+        return served
+
+    def _about(self) -> str:
+        """Return what is not an array, as JSON."""
+        row = {"label": self.row.label, "adapter": self.row.adapter, "options": dict(self.row.options)}
+        about = {
+            "row": {**row, "base": self.row.base},
+            "spec": dict(self.spec),
+            "settings": dict(self.settings),
+            "classes": list(self.classes),
+            "statistics": self.statistics is not None,
+            "variants": list(self.rates or {}),
+            "chosen": dict(self.chosen),
+            "origin": self.origin,
+        }
+        return json.dumps(about, sort_keys=True, allow_nan=False)
+
+    def _arrays(self) -> Arrays:
+        """Return the arrays beside the network."""
+        arrays: Arrays = {"usual.shares": self.usual.shares, "usual.entropy": np.array(self.usual.entropy)}
+        for name in (known.name for known in fields(Statistics)):
+            value = getattr(self.statistics, name, None)
+            if value is not None:
+                arrays[f"statistics.{name}"] = _array(value)
+        for variant, rates in (self.rates or {}).items():
+            arrays |= {f"rates.{variant}.{module}": np.array(rate) for module, rate in rates.items()}
+        if self.datastore is not None:
+            arrays["datastore.features"] = _array(self.datastore.features)
+            arrays["datastore.labels"] = _array(self.datastore.labels)
+        return arrays
+
+
+def serve(
+    row: Row,
+    network: TwoHead,
+    spec: Mapping[str, Any],
+    settings: Settings,
+    classes: tuple[str, ...],
+    usual: Usual,
+    statistics: Statistics | None,
+    rates: Mapping[str, Mapping[str, float]] | None,
+    neighbours: Neighbours | None,
+) -> Served:
+    """Return what makes a row's adapter, after making it once; what follows from validation data is fixed by that.
+
+    Raises
+    ------
+    ValueError
+        As `Served.build`.
+    """
+    followed = {name: getattr(settings, name) for name in FOLLOWED}
+    made = make_adapter(row, network, settings, statistics, rates, neighbours)
+    chosen = {"weight": made.weight} if isinstance(made, KNNPer) else {}
+    variant = str(row.options.get("adapt", "all"))
+    own = {variant: dict((rates or {})[variant])} if "rates" in info(row.adapter).needs else None
+    store = neighbours.store if neighbours else None
+    served = Served(row, network, dict(spec), followed, classes, usual, statistics, own, store, chosen)
+    served.build()
+    return served
+
+
+def lacking(adapter: str, rule: str, personal_head: bool) -> str:
+    """Say what a training does not make that an adapter needs; empty for nothing.
+
+    Parameters
+    ----------
+    rule : str
+        The training's rule on clients.
+    personal_head : bool
+        Whether it trains a personal head.
+    """
+    needs = info(adapter).needs
+    if "personal_head" in needs and not personal_head:
+        return f"{adapter} needs a personal head, which the rule {rule!r} does not train"
+    if "residual_head" in needs and rule != "fedrod":
+        return f"{adapter} needs a residual head, which the rule {rule!r} does not train"
+    if "rotation_head" in needs and rule != "rotation":
+        return f"{adapter} needs a rotation head, which the rule {rule!r} does not train"
+    return ""
+
+
+@torch.no_grad()
+def usual(
+    network: TwoHead, federation: Federation, partition: int, device: torch.device, batch_size: int, labelled: bool
+) -> Usual:
+    """Return what is ordinary for a client under a network in evaluation mode.
+
+    Predictions are those of its validation split, or of its training split where that is empty.
+
+    Parameters
+    ----------
+    labelled : bool
+        Whether the client has labels; their shares count then, too.
+    """
+    split, images = federation.splits[partition], federation.images
+    index = split.validation if len(split.validation) else split.train
+    classes = len(images.classes)
+    if not len(index):
+        return Usual.unknown(classes)
+    parts = [index[begin : begin + batch_size] for begin in range(0, len(index), batch_size)]
+    rows = [torch.softmax(network(images.batch(part, device)), 1).cpu().numpy() for part in parts]
+    p = np.concatenate(rows)
+    shares = np.bincount(p.argmax(1), minlength=classes) / len(p)
+    if labelled and len(split.train):
+        shares = np.maximum(shares, np.bincount(images.labels[split.train], minlength=classes) / len(split.train))
+    return Usual(shares, float(entropy(p).mean()))
+
+
+def _array(value: Tensor | float) -> NDArray[Any]:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.array(value, np.float64)
+
+
+def _part(arrays: Arrays, prefix: str) -> Arrays:
+    return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
+
+
+def _statistics(arrays: Arrays, device: torch.device) -> Statistics:
+    known: dict[str, Any] = {}
+    for name, value in _part(arrays, "statistics.").items():
+        known[name] = float(value) if name.startswith("entropy") else torch.tensor(value, device=device)
+    return Statistics(**known)
+
+
+def _rates(arrays: Arrays, variants: list[str]) -> dict[str, dict[str, float]] | None:
+    found = {variant: _part(arrays, f"rates.{variant}.") for variant in variants}
+    return {variant: {name: float(rate) for name, rate in rates.items()} for variant, rates in found.items()} or None
+
+
+def _datastore(arrays: Arrays, device: torch.device) -> Datastore | None:
+    known = {name: torch.tensor(value, device=device) for name, value in _part(arrays, "datastore.").items()}
+    return Datastore(**known) if known else None

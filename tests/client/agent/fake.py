@@ -1,0 +1,146 @@
+"""An agent without a network, for tests of what lies around it, and ways to reach one."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from client.agent import agent_pb2 as pb
+from client.agent import agent_pb2_grpc, wire
+from client.agent.answers import NoModel, Prediction, Saved, Status
+from client.agent.config import AgentConfig
+from client.agent.server import Running, serve
+from client.work import Done, Work
+
+CLASSES = 3
+TIMEOUT = 20.0  # seconds: far more than anything here takes
+
+
+class FakeAgent:
+    """Answers a sample with its first pixel: probabilities (p, 1 - p, 0), e = p. `seen` has the pixels in order."""
+
+    per = "batch"  # one request a batch, so that a test knows how many have begun
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.seen: list[float] = []
+        self.model = True
+        self.gate = threading.Event()  # closed: a prediction that has begun does not end
+        self.gate.set()
+        self.begun = threading.Semaphore(0)  # released for each prediction that begins
+        self.work: list[Work] = []
+        self.do: Callable[[Work], Done] = lambda work: Done(dict(work.records), {"num-examples": 1})
+        self.closed = False
+
+    def check(self, pixels: NDArray[Any]) -> NDArray[Any]:
+        if not self.model:
+            raise NoModel("no model has come yet")
+        if pixels.shape[1:] != (1, 2, 2):
+            raise ValueError(f"images of shape {list(pixels.shape)}: allowed are [B, 1, 2, 2]")
+        if not np.isfinite(pixels).all():
+            raise ValueError("images hold NaN")
+        return pixels
+
+    def predict(self, pixels: NDArray[Any]) -> Prediction:
+        pixels = self.check(pixels)
+        self.begun.release()
+        assert self.gate.wait(TIMEOUT)
+        first = pixels[:, 0, 0, 0].astype(np.float32)
+        position = len(self.seen)
+        self.seen += first.tolist()
+        return Prediction(np.stack([first, 1 - first, 0 * first], 1), first, "run/ce/3/abcd", True, position)
+
+    def status(self) -> Status:
+        return Status(
+            "run/ce/3/abcd", "fedthe", ("a", "b", "c"), len(self.seen), 2, True, {"one-class": 4}, ["1", "2"], ["n"],
+            1.5, "train", (1, 2, 2),
+        )  # fmt: skip
+
+    def snapshot(self) -> Saved:
+        raise OSError(28, "No space left on device")
+
+    def rollback(self, name: str = "") -> Saved:
+        if name == "9":
+            raise ValueError("no snapshot '9'; there are: 1, 2")
+        return Saved(name or "2", "run/ce/3/abcd", 5)
+
+    def reset(self) -> Saved:
+        return Saved("3", "run/ce/3/abcd", 0)
+
+    def perform(self, work: Work) -> Done:
+        self.work.append(work)
+        return self.do(work)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    path = Path(tempfile.mkdtemp(dir="/tmp", prefix="agent-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def config(path: Path, **keys: Any) -> AgentConfig:
+    given = {"partition_id": 1, "num_partitions": 3, "state_dir": str(path), **keys}
+    return AgentConfig.from_mapping({name.replace("_", "-"): value for name, value in given.items()})
+
+
+@contextmanager
+def running(**keys: Any) -> Iterator[tuple[FakeAgent, Running]]:
+    """A fake agent behind real sockets."""
+    with folder() as path:
+        agent = FakeAgent(config(path, **keys))
+        server = serve(agent, agent.config)  # type: ignore[arg-type]
+        try:
+            yield agent, server
+        finally:
+            agent.gate.set()
+            server.stop(TIMEOUT)
+
+
+def channel(address: str) -> grpc.Channel:
+    return grpc.insecure_channel(address)
+
+
+def predictor(channel: grpc.Channel) -> agent_pb2_grpc.PredictorStub:
+    return agent_pb2_grpc.PredictorStub(channel)
+
+
+def request(value: float = 0.5, name: str = "", shape: tuple[int, ...] = (1, 1, 2, 2)) -> pb.PredictRequest:
+    return pb.PredictRequest(id=name, images=wire.images_to(np.full(shape, value, np.float32)))
+
+
+def first(reply: pb.PredictReply) -> float:
+    """The first sample's first probability: its pixel."""
+    return float(np.frombuffer(reply.probabilities, "<f4")[0])
+
+
+def refused(call: Callable[[], Any], code: grpc.StatusCode) -> str:
+    """The text of a refusal with this status."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    assert caught.value.code() is code, caught.value
+    return caught.value.details()
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)

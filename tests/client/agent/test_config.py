@@ -1,0 +1,104 @@
+"""What a device's TOML file may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client.agent.config import WHOLE_SET, AgentConfig
+from settings import SettingsError
+from tests.client.tiny import network
+from tta.registry import create
+
+LEAST = 'partition-id = 1\nnum-partitions = 3\nstate-dir = "state"\n'
+TLS = 'certificate = "tls/server.pem"\nkey = "tls/server.key"\nclient-ca = "/etc/ca.pem"\n'
+
+
+def read(folder: Path, text: str = "") -> AgentConfig:
+    (folder / "device.toml").write_text(LEAST + text)
+    return AgentConfig.from_toml(folder / "device.toml")
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    config = read(tmp_path, 'data-dir = "data"\nlisten = "unix:a.sock"\nrelay = "unix:/run/r.sock"\n')
+    assert config.state_folder == tmp_path / "state"
+    assert config.data_dir == str(tmp_path / "data")
+    assert (config.listen_address, config.relay_address) == (f"unix:{tmp_path}/a.sock", "unix:/run/r.sock")
+
+
+def test_sockets_are_in_the_state_directory_by_default(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    assert config.listen_address == f"unix:{tmp_path}/state/agent.sock"
+    assert config.relay_address == f"unix:{tmp_path}/state/relay.sock"
+
+
+def test_tcp_has_certificates(tmp_path: Path) -> None:
+    config = read(tmp_path, f'listen = "0.0.0.0:7000"\n{TLS}')
+    assert config.certificate == str(tmp_path / "tls/server.pem")
+    assert config.client_ca == "/etc/ca.pem"
+
+
+def test_an_adapter_has_typed_options(tmp_path: Path) -> None:
+    config = read(tmp_path, 'adapter = "fedthe[beta=1; objective=em]"')
+    assert (config.adapter_name, config.adapter_options) == ("fedthe", {"beta": 1.0, "objective": "em"})
+    assert read(tmp_path, 'adapter = "t3a"').adapter_options == {}
+
+
+def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
+    assert read(tmp_path, "guard-window = 64\nguard-margin = 0.1").limits.window == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("gaurd = false", "'gaurd' (did you mean guard?)"),
+        ("[guard]\nwindow = 3", "table [guard]"),
+        ("guard = 1", "guard = 1: allowed is a value of type bool"),
+        ("guard-window = 2", "guard-window = 2: allowed is 8 or more"),
+        ("deadline = 0", "deadline = 0.0: allowed is more than 0"),
+        ("deadline = nan", "deadline = nan"),
+        ('role = "teacher"', "role = 'teacher': allowed are , both, source, target"),
+        ('base = "own"', "base = 'own': allowed are global, personalised"),
+        ('device = "gpu"', "device = 'gpu': allowed are auto"),
+        ('adapter = "fedthee"', "unknown adapter 'fedthee'; there are:"),
+        ('adapter = "fedthe[gamma=1]"', "fedthe has no option 'gamma'"),
+        ('adapter = "fedthe[beta=much]"', "beta='much' is not a number"),
+        ('adapter = "fedicon[mode=offline]"', "takes a whole test set"),
+        ('listen = "localhost"', "allowed are unix:<path> and <host>:<port>"),
+        ('listen = "0.0.0.0:7000"', "TCP needs mutual TLS; set certificate, key, client-ca"),
+        (TLS, "certificate, key, client-ca: allowed with listen = <host>:<port> only"),
+        ('relay = "localhost:7001"', "relay = 'localhost:7001': allowed is unix:<path>"),
+        ('listen = "unix:one"\nrelay = "unix:one"', "each needs a socket of its own"),
+    ],
+)
+def test_a_wrong_key_is_named_with_the_file(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        read(tmp_path, text)
+    assert said in str(caught.value)
+    assert "device.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["partition-id", "num-partitions", "state-dir"])
+def test_what_must_be_set_is_named(tmp_path: Path, key: str) -> None:
+    lines = [line for line in LEAST.splitlines() if not line.startswith(key)]
+    (tmp_path / "device.toml").write_text("\n".join(lines))
+    with pytest.raises(SettingsError, match=f"{key}: must be set"):
+        AgentConfig.from_toml(tmp_path / "device.toml")
+
+
+def test_a_partition_beyond_the_last_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="partition-id = 3: allowed are 0 to 2"):
+        AgentConfig(partition_id=3, num_partitions=3, state_dir=str(tmp_path))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.toml"):
+        AgentConfig.from_toml(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(("name", "option", "value"), [(name, *rest) for name, rest in WHOLE_SET.items()])
+def test_the_table_of_whole_sets_says_what_the_adapters_say(name: str, option: str, value: Any) -> None:
+    assert create(name, network(), **{option: value}).takes_whole_set
+    assert not create(name, network()).takes_whole_set

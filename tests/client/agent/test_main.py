@@ -1,0 +1,134 @@
+"""`python -m client.agent` as a process: it starts, says what is wrong with its config, and stops when told to."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from PIL import Image
+
+from client.agent import agent_pb2 as pb
+from client.agent.__main__ import run
+from client.relay import perform
+from client.work import Done, Work
+from tests.client.agent.fake import TIMEOUT, FakeAgent, channel, config, folder, predictor, refused, request, running
+
+ROOT = Path(__file__).parents[3]
+START = 120.0  # seconds: torch's import on a busy machine
+
+
+def command(path: Path) -> list[str]:
+    return [sys.executable, "-m", "client.agent", "--config", str(path / "device.toml")]
+
+
+@contextmanager
+def process(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """An agent whose state is in `path`; killed if the test does not stop it."""
+    (path / "device.toml").write_text('partition-id = 0\nnum-partitions = 2\nstate-dir = "state"\ndevice = "cpu"\n')
+    with subprocess.Popen(command(path), cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
+        try:
+            yield agent
+        finally:
+            agent.kill()
+
+
+def wait_for(path: Path) -> None:
+    with channel(f"unix:{path}/state/agent.sock") as line:
+        predictor(line).Status(pb.StatusRequest(), timeout=START, wait_for_ready=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * START)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_starts_on_what_a_killed_one_has_left_and_stops_with_success(number: signal.Signals) -> None:
+    with folder() as path:
+        with process(path) as agent:
+            wait_for(path)
+            second = subprocess.run(command(path), cwd=ROOT, capture_output=True, text=True, timeout=START, check=False)
+            assert second.returncode == 1
+            assert re.search(rf"{path}/state.*\b{agent.pid}\b", second.stderr)
+        assert (path / "state" / "agent.sock").exists()  # killed: nobody has removed it
+        with process(path) as agent:
+            wait_for(path)
+            with channel(f"unix:{path}/state/agent.sock") as line:
+                refused(lambda: predictor(line).Predict(request(), timeout=START), grpc.StatusCode.FAILED_PRECONDITION)
+            agent.send_signal(number)
+            _, told = agent.communicate(timeout=START)
+        assert agent.returncode == 0, told
+        assert f"stopping on {number.name}" in told
+        assert not list(path.rglob("*.sock"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * START)
+def test_a_config_that_cannot_be_used_is_told() -> None:
+    with folder() as path:
+        (path / "device.toml").write_text('partition-id = 0\nnum-partitions = 2\nstate-dir = "s"\nadaptor = "x"\n')
+        done = subprocess.run(command(path), cwd=ROOT, capture_output=True, text=True, timeout=START, check=False)
+        assert done.returncode == 2
+        assert "device.toml: unknown key 'adaptor' (did you mean adapter?)" in done.stderr
+        (path / "device.toml").write_text('partition-id = 0\nnum-partitions = 2\nstate-dir = "s"\n')
+        (path / "s").mkdir()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path / "s" / "relay.sock"))
+            other.listen()
+            done = subprocess.run(command(path), cwd=ROOT, capture_output=True, text=True, timeout=START, check=False)
+        assert done.returncode == 1
+        assert "relay.sock: another process listens there" in done.stderr
+
+
+def test_a_phase_that_does_not_end_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+    begun, end = threading.Event(), threading.Event()
+
+    def train(_: Any) -> Done:
+        begun.set()
+        end.wait(TIMEOUT)
+        return Done()
+
+    with folder() as path, ThreadPoolExecutor(2) as pool:
+        keys = config(path, deadline=0.1)
+        fake = FakeAgent(keys)
+        fake.do = train
+        monkeypatch.setattr("client.agent.core.Agent", lambda _: fake)
+        main = pool.submit(run, keys, asked)
+        work = pool.submit(perform, keys.relay_address, Work("train", {}), TIMEOUT)
+        assert begun.wait(TIMEOUT)
+        asked.put(signal.SIGTERM)
+        assert main.result(TIMEOUT) == 0
+        assert (exits, fake.closed) == ([0], True)
+        assert isinstance(work.exception(TIMEOUT), ConnectionError | RuntimeError)
+        end.set()
+
+
+def test_the_example_program_streams_a_folder_and_needs_no_torch(tmp_path: Path) -> None:
+    for name, value in (("b.png", 51), ("a.png", 204), ("c.jpg", 0)):
+        Image.new("RGB", (9, 5), (value, value, value)).save(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no image")
+    code = "import runpy, sys; runpy.run_module('examples.stream_images'); print('torch' in sys.modules)"
+    with running() as (fake, sockets):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), sockets.listen],
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert fake.seen == [204, 51, 0]  # in the order of the names; the fake takes the first pixel for a probability
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[:3] == [
+        ["a.png", "a", "204.000", "e=204.00"], ["b.png", "a", "51.000", "e=51.00"], ["c.jpg", "b", "1.000", "e=0.00"],
+    ], done.stderr  # fmt: skip
+    assert lines[3:] == [["False"]]

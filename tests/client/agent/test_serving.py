@@ -1,0 +1,133 @@
+"""What a device serves is what it was evaluated with, also after a restart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from client.agent.guard import Usual
+from client.agent.serving import NETWORK, REST, Served, lacking
+from client.evaluation import Row, make_adapter
+from client.neighbours import memorise
+from client.phases import device_of, round_of, task_of
+from client.summary import join_statistics
+from tests.client.agent.world import SETTINGS, pictures, served, trained
+
+CPU = torch.device("cpu")
+ROWS: list[tuple[str, str, dict[str, Any]]] = [
+    ("fedthe", "global", {"beta": 0.5}),
+    ("btfl", "global", {}),
+    ("tent", "personalised", {}),
+    ("knn_per", "global", {}),
+    ("t3a", "global", {}),
+    ("shot", "global", {}),
+    ("atp", "global", {}),
+    ("tsa", "global", {}),  # has random views
+]
+
+
+def stream() -> list[torch.Tensor]:
+    x = torch.from_numpy(pictures(0, 60)).float() / 255
+    return list(x.contiguous(memory_format=torch.channels_last).split(20))
+
+
+@pytest.mark.parametrize(("name", "base", "options"), ROWS)
+def test_files_give_the_same_predictions(tmp_path: Path, name: str, base: str, options: dict[str, Any]) -> None:
+    one = replace(served(name, base, **options), origin="run/training/3")
+    one.save(tmp_path)
+    two = Served.load(tmp_path, CPU)
+    assert (two.row, two.origin, two.classes, two.shape) == (one.row, one.origin, one.classes, one.shape)
+    assert two.digest() == one.digest()
+    np.testing.assert_array_equal(two.usual.shares, one.usual.shares)
+    first, second = one.build(), two.build()
+    for x in stream():
+        assert torch.equal(first.predict(x), second.predict(x))
+
+
+@pytest.mark.parametrize(("name", "base", "options"), ROWS)
+def test_it_is_the_adapter_that_an_evaluation_makes(name: str, base: str, options: dict[str, Any]) -> None:
+    node, work = trained()
+    device = device_of(work, node)
+    private = device._receive(work.records["arrays"], task_of(work), round_of(work))
+    known = join_statistics(private, work.records["statistics"], round_of(work), CPU)
+    if base == "personalised":
+        device._personalise(task_of(work), private, round_of(work))
+    rates = {"all": dict.fromkeys(work.records["arrays"], 0.01)}
+    neighbours = memorise(device.model, device.federation, 0, SETTINGS, CPU) if name == "knn_per" else None
+    expected = make_adapter(Row(name, name, options), device.model, device.settings, known, rates, neighbours)
+    adapter = served(name, base, **options).build()
+    for x in stream():
+        assert torch.equal(adapter.predict(x), expected.predict(x))
+
+
+def test_its_network_is_its_own() -> None:
+    node, work = trained()
+    before = served("fedthe").digest()
+    device_of(work, node).model.load_global_state(
+        {name: torch.zeros_like(value) for name, value in device_of(work, node).model.global_state().items()}
+    )
+    assert served("fedthe").digest() == before
+
+
+def test_other_weights_options_or_statistics_have_other_digests() -> None:
+    one = served("fedthe")
+    assert one.statistics is not None
+    assert one.statistics.descriptor_local is not None
+    moved = replace(one.statistics, descriptor_local=one.statistics.descriptor_local + 1)
+    others = [
+        replace(one, row=Row("fedthe", "fedthe", {"beta": 0.1})),
+        replace(one, statistics=moved),
+        replace(one, origin="other"),
+        replace(one, usual=Usual.unknown(10)),
+        served("fedthe", "personalised"),
+    ]
+    assert len({one.digest(), *(other.digest() for other in others)}) == 6
+
+
+def test_what_is_usual_is_the_clients_own_mix() -> None:
+    usual = served("none").usual
+    node, work = trained()
+    device = device_of(work, node)
+    labels = device.federation.images.labels[device.federation.splits[0].train]
+    assert (usual.shares >= np.bincount(labels, minlength=10) / len(labels) - 1e-12).all()
+    assert 0 < usual.entropy < np.log(10) / 2  # it has learned something
+
+
+def test_what_a_training_does_not_make_is_said() -> None:
+    assert "personal head" in lacking("btfl", "ditto", personal_head=False)
+    assert "residual head" in lacking("fedrod", "joint", personal_head=True)
+    assert "rotation head" in lacking("ttt", "joint", personal_head=True)
+    assert not lacking("btfl", "joint", personal_head=True)
+    assert not lacking("tent", "ditto", personal_head=False)
+    node, work = trained()
+    records = work.records["arrays"], None
+    with pytest.raises(ValueError, match="descriptor_local"):  # no statistics came
+        device_of(work, node).serve(round_of(work), task_of(work), *records, Row("fedthe", "fedthe"))
+
+
+def test_an_adapter_of_whole_sets_is_not_built() -> None:
+    with pytest.raises(ValueError, match="whole test set"):
+        replace(served("none"), row=Row("f", "fedicon", {"mode": "offline"})).build()
+
+
+@pytest.mark.parametrize("name", [NETWORK, REST])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
+    served("btfl").save(tmp_path)
+    content = bytearray((tmp_path / name).read_bytes())
+    content[-20] ^= 1
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name):
+        Served.load(tmp_path, CPU)
+
+
+def test_files_of_two_models_do_not_go_together(tmp_path: Path) -> None:
+    served("btfl").save(tmp_path / "one")
+    served("btfl", "personalised").save(tmp_path / "two")
+    (tmp_path / "two" / NETWORK).replace(tmp_path / "one" / NETWORK)
+    with pytest.raises(ValueError, match="do not belong together"):
+        Served.load(tmp_path / "one", CPU)

@@ -1,0 +1,242 @@
+"""The state directory: one owner, nothing half-written, damage named and stepped over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import time
+from functools import lru_cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from client.agent.guard import Usual
+from client.agent.serving import Served
+from client.agent.store import SCHEMA, StateInUse, Store
+from client.evaluation import Row
+from client.state import Arrays
+from models import build
+from tests.client.agent.world import fork, killed, said
+
+CPU = torch.device("cpu")
+
+
+@lru_cache(maxsize=4)
+def model(seed: int = 1) -> Served:
+    spec = {"name": "cnn", "num_classes": 2, "in_channels": 1, "image_size": 16, "seed": seed}
+    return Served(Row("none", "none"), build(**spec), spec, {"seed": seed}, ("a", "b"), Usual.unknown(2))
+
+
+def state(value: float) -> Arrays:
+    return {"adapter.history": np.full(100, value), "adapter.known": np.array(True)}
+
+
+def opened(folder: Path, kept: int = 3) -> tuple[Store, list[str]]:
+    notes: list[str] = []
+    return Store(folder, kept, notes.append), notes
+
+
+def filled(folder: Path, saves: int = 4, kept: int = 3) -> None:
+    store, _ = opened(folder, kept)
+    store.save_model(model())
+    for i in range(1, saves + 1):
+        store.save(state(i), 10 * i, model().digest())
+    store.close()
+
+
+def newest(store: Store) -> tuple[str, int, float] | None:
+    found = store.load(model().digest())
+    return None if found is None else (found[0].name, found[0].samples, float(found[1]["adapter.history"][0]))
+
+
+def test_the_last_snapshots_and_the_model_come_back(tmp_path: Path) -> None:
+    filled(tmp_path, saves=4, kept=3)
+    store, notes = opened(tmp_path)
+    assert store.names == ["000002", "000003", "000004"]
+    assert newest(store) == ("000004", 40, 4.0)
+    served = store.load_model(CPU)
+    assert served is not None
+    assert served.digest() == model().digest()
+    assert not notes
+    assert sorted(path.stem for path in (tmp_path / "snapshots").iterdir()) == store.names
+    store.close()
+
+
+def test_a_second_owner_is_refused_by_folder_and_process(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path / "s")
+    with pytest.raises(StateInUse, match=rf"s is in use by the agent with process id {os.getpid()}"):
+        opened(tmp_path / "s")
+    store.close()
+    opened(tmp_path / "s")[0].close()
+
+
+def test_a_new_folder_is_for_this_user_alone(tmp_path: Path) -> None:
+    opened(tmp_path / "s")[0].close()
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_new_model_takes_the_old_ones_snapshots_away(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store, _ = opened(tmp_path)
+    store.save_model(model(2))
+    assert (store.names, newest(store)) == ([], None)
+    assert len(list((tmp_path / "models").iterdir())) == 1
+    with pytest.raises(ValueError, match="another model"):
+        store.save(state(1), 1, model().digest())
+    store.close()
+
+
+def damage(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "half":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "bit":
+        path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+    elif how == "other":  # whole, but not the file that was saved
+        path.write_bytes(path.with_name("000002.safetensors").read_bytes())
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["half", "bit", "other", "gone"])
+def test_a_damaged_snapshot_is_named_and_the_one_before_used(tmp_path: Path, how: str) -> None:
+    filled(tmp_path)
+    damage(tmp_path / "snapshots" / "000004.safetensors", how)
+    store, notes = opened(tmp_path)
+    assert newest(store) == ("000003", 30, 3.0)
+    assert len(notes) == 1
+    assert "000004.safetensors" in notes[0]
+    with pytest.raises(ValueError, match=r"000004\.safetensors"):
+        store.load(model().digest(), "000004")
+    store.close()
+
+
+def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store, _ = opened(tmp_path)
+    with pytest.raises(ValueError, match="state of another model"):
+        store.load(model(2).digest(), "000004")
+    store.close()
+
+
+def test_a_name_that_is_none_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store, _ = opened(tmp_path)
+    with pytest.raises(ValueError, match=r"no snapshot '\.\./x'; there are: 000002, 000003, 000004"):
+        store.load(model().digest(), "../x")
+    store.close()
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"schema": 1, "model": "1"', '{"schema": 0}', None])
+def test_an_unreadable_manifest_is_rebuilt_from_the_files(tmp_path: Path, content: str | None) -> None:
+    filled(tmp_path)
+    damage(tmp_path / "snapshots" / "000004.safetensors", "half")
+    if content is None:
+        (tmp_path / "manifest.json").unlink()
+    else:
+        (tmp_path / "manifest.json").write_text(content)
+    store, notes = opened(tmp_path)
+    assert store.names == ["000002", "000003"]
+    assert newest(store) == ("000003", 30, 3.0)
+    assert store.load_model(CPU) is not None
+    assert "manifest.json" in notes[0]
+    assert "000004.safetensors" in notes[1]
+    store.close()
+
+
+def test_a_manifest_of_a_newer_program_is_refused_and_left_alone(tmp_path: Path) -> None:
+    filled(tmp_path)
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps({**content, "schema": SCHEMA + 1, "new": True}))
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=rf"manifest\.json: schema {SCHEMA + 1} is newer"):
+        opened(tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    opened(tmp_path)[0].close()  # the lock was released
+
+
+def test_a_damaged_model_is_named(tmp_path: Path) -> None:
+    filled(tmp_path)
+    damage(tmp_path / "models" / "1" / "network.safetensors", "bit")
+    store, notes = opened(tmp_path)
+    assert store.load_model(CPU) is None
+    assert "network.safetensors" in notes[0]
+    store.save_model(model())  # and life goes on
+    assert store.load_model(CPU) is not None
+    store.close()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    filled(tmp_path)
+    stray = ["snapshots/.000005.safetensors.ab.tmp", "snapshots/000005.safetensors", ".manifest.json.cd.tmp"]
+    stray += ["models/1/.network.safetensors.ef.tmp", "models/2/network.safetensors"]
+    for name in stray:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"half")
+    store, notes = opened(tmp_path)
+    assert not [name for name in stray if (tmp_path / name).exists()]
+    assert newest(store) == ("000004", 40, 4.0)
+    assert not notes
+    store.close()
+
+
+@pytest.mark.parametrize("fails", ["models.arrays", "client.agent.store"])  # the file; the manifest
+def test_a_full_disk_changes_nothing(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path)
+    store, _ = opened(tmp_path)
+
+    def full(path: Path, content: bytes) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{fails}.write_atomically", full)
+        with pytest.raises(OSError, match="No space"):
+            store.save(state(5), 50, model().digest())
+        with pytest.raises(OSError, match="No space"):
+            store.save_model(model(2))
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
+    assert newest(store) == ("000004", 40, 4.0)
+    assert store.save(state(5), 50, model().digest()).name == "000005"
+    store.close()
+
+
+def save_for_ever(pipe: Connection, folder: Path) -> None:
+    """Save as fast as it goes; say what is durable."""
+    store = Store(folder, 2, lambda text: None)
+    if store.load_model(CPU) is None:
+        store.save_model(model())
+    found = newest(store)
+    count = 0 if found is None else found[1]
+    while True:
+        count += 1
+        if count % 10 == 0:
+            store.save_model(model())
+        store.save(state(count), count, model().digest())
+        pipe.send(count)
+
+
+def test_kill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    model().digest()
+    for _ in range(8):
+        process, pipe = fork(save_for_ever, tmp_path)
+        last = said(pipe, draw.randrange(1, 12))
+        time.sleep(draw.random() / 100)
+        last = killed(process, pipe) or last
+        store, notes = opened(tmp_path, 2)
+        found = newest(store)
+        assert not notes
+        assert store.load_model(CPU) is not None
+        if found is None:  # killed between a new model and its first snapshot
+            assert (last + 1) % 10 == 0
+        else:
+            assert found[1] - last in (0, 1)  # 1: saved, and killed before it could say so
+            assert found[2] == found[1]
+        store.close()
