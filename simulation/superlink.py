@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sysconfig
 import time
@@ -23,12 +24,14 @@ from pathlib import Path
 import tomli_w
 
 from server.errors import RunError
+from simulation.certificates import Keys
 
 PROJECT = Path(__file__).resolve().parent.parent
 CONNECTION = "own"  # name of the SuperLink in Flower's config: `flwr run . own`
 HEALTHY = 60.0  # seconds within which a SuperLink must answer
 STOPPING = (signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)  # and the seconds that each may take
 POLL = 0.2  # seconds
+DATABASE = "superlink.db"  # where nodes and runs are, so that a SuperLink may be killed and started again
 
 
 class FlowerError(RunError):
@@ -36,13 +39,15 @@ class FlowerError(RunError):
 
 
 @contextlib.contextmanager
-def superlink(home: Path, simulation: bool = True) -> Iterator[str]:
-    """Run a SuperLink in an empty Flower home; stop all processes of this home, and of those inside it, at the end.
+def superlink(home: Path, simulation: bool = True, keys: Keys | None = None) -> Iterator[str]:
+    """Run a SuperLink in a Flower home; stop all processes of this home, and of those inside it, at the end.
 
     Parameters
     ----------
     simulation : bool
         Whether it simulates its nodes; if not, they connect to the address that this yields.
+    keys : Keys, optional
+        With them connections are encrypted and nodes must have a registered key; None: neither, on this machine only.
 
     Raises
     ------
@@ -52,26 +57,46 @@ def superlink(home: Path, simulation: bool = True) -> Iterator[str]:
     if not Path("/proc/self/environ").exists():
         raise FlowerError("this system has no /proc, by which processes are found to stop them; use `flwr run`")
     port, fleet_port = free_ports(2)
-    content = {"superlink": {CONNECTION: {"address": f"127.0.0.1:{port}", "insecure": True}}}
-    (home / "config.toml").write_text(tomli_w.dumps(content), encoding="utf-8")
-    fleet = f"127.0.0.1:{fleet_port}"
-    command = [
-        program("flower-superlink"), "--insecure", "--disable-runtime-dependency-installation",
-        "--host", "127.0.0.1", "--port", str(port), "--fleet-api-address", fleet,
-        *(["--simulation"] if simulation else []),
-    ]  # fmt: skip
+    address, fleet = f"127.0.0.1:{port}", f"127.0.0.1:{fleet_port}"
+    write_connection(home, address, keys.ca if keys else None)
+    command = superlink_command("127.0.0.1", port, fleet, keys)
+    command += ["--simulation"] if simulation else ["--database", str(home / DATABASE)]
+    for old in home.glob(f"{DATABASE}*"):  # a run that was cut short with an earlier SuperLink would go on
+        old.unlink()
     log = home / "superlink.log"
     with log.open("wb") as file, subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
         cwd=PROJECT, env=environment(home), start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            wait_until_healthy(process, f"http://127.0.0.1:{port}/health", log)
+            wait_until_healthy(process, f"{'https' if keys else 'http'}://{address}/health", log, keys)
             yield fleet
         finally:
             left = stop(home)
     if left:
         raise FlowerError(f"processes {left} could not be stopped")
+
+
+def superlink_command(host: str, port: int, fleet: str, keys: Keys | None) -> list[str]:
+    """Return how a SuperLink is started; `flwr` reaches it at `host` and `port`, nodes at `fleet`."""
+    command = [
+        program("flower-superlink"), "--disable-runtime-dependency-installation",
+        "--host", host, "--port", str(port), "--fleet-api-address", fleet,
+    ]  # fmt: skip
+    if keys is None:
+        return [*command, "--insecure"]
+    certificate, key = (str(path) for path in keys.server)
+    return [
+        *command, "--ssl-ca-certfile", str(keys.ca), "--ssl-certfile", certificate, "--ssl-keyfile", key,
+        "--enable-supernode-auth",
+    ]  # fmt: skip
+
+
+def write_connection(home: Path, address: str, ca: Path | None) -> None:
+    """Tell `flwr` of this Flower home where the SuperLink is, and whom to trust (None: connect without encryption)."""
+    how = {"root-certificates": str(ca)} if ca else {"insecure": True}
+    content = {"superlink": {CONNECTION: {"address": address, **how}}}
+    (home / "config.toml").write_text(tomli_w.dumps(content), encoding="utf-8")
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -101,11 +126,15 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+def wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path, keys: Keys | None = None) -> None:
     """Wait until the SuperLink answers; FlowerError with its log when it ends or stays silent."""
+    trust = ssl.create_default_context(cafile=keys.ca) if keys else None
     end = time.monotonic() + HEALTHY
     while process.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(address, timeout=2):
+        with (
+            contextlib.suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(address, timeout=2, context=trust),
+        ):
             return
         time.sleep(POLL)
     how = "did not answer" if process.poll() is None else f"ended with status {process.returncode}"

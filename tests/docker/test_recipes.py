@@ -1,0 +1,393 @@
+"""Images, compose file and units: commands exist and take their flags, and rules that keep images safe and small."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import fnmatch
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from flwr.common.config import parse_config_args
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+
+from client.agent import __main__ as agent
+from client.agent.config import AgentConfig
+from settings import SettingsError
+from simulation import control, deployment, superlink
+from simulation.certificates import Keys, make_keys
+from simulation.superlink import PROJECT
+
+DOCKER = PROJECT / "docker"
+IMAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCKER.glob("Dockerfile.*"))}
+COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text(encoding="utf-8"))
+SERVICES: dict[str, Any] = COMPOSE["services"]
+NODES = range(3)
+KEYS = Keys(Path("/keys"))
+ROOMS = {
+    "server": {"settings", "data", "models", "tta", "strategies", "client", "server", "simulation"},
+    "client": {"settings", "data", "models", "tta", "client"},
+    "edge": {"settings", "data", "models", "tta", "client"},
+}
+#: Imported where it is asked for only: by a download, and by a picture for developers.
+AT_WILL = {"flwr_datasets": "data/datasets/cifar.py"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "google": "protobuf",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+}
+
+
+class Unit(configparser.RawConfigParser):
+    """A systemd unit: keys keep their case, and a line may go on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(strict=False, delimiters=("=",), comment_prefixes=("#",), interpolation=None)
+        self.optionxform = str  # type: ignore[assignment, method-assign]
+        text = (DOCKER / "systemd" / name).read_text(encoding="utf-8")
+        self.read_string(re.sub(r"\\\n\s*", " ", text))
+
+
+def flags(words: list[str]) -> set[str]:
+    return {word.split("=")[0] for word in words if word.startswith("--")}
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Return (instruction, arguments) of a Dockerfile."""
+    joined = re.sub(r"\\\n\s*", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line.strip()]
+
+
+def check_flwr(words: list[str]) -> Any:
+    """Parse a command of Flower's as Flower does; an unknown flag ends the process, and with it the test."""
+    parsers = {"flower-superlink": _parse_args_run_superlink, "flower-supernode": _parse_args_run_supernode}
+    parsed, unknown = parsers[Path(words[0]).name]().parse_known_args(words[1:])
+    assert unknown == []
+    return parsed
+
+
+# --- compose ---
+
+
+def test_compose_names_only_what_it_declares() -> None:
+    for name, service in SERVICES.items():
+        for secret in service.get("secrets", []):
+            assert secret in COMPOSE["secrets"], name
+        for config in service.get("configs", []):
+            assert config["source"] in COMPOSE["configs"], name
+        for volume in service.get("volumes", []):
+            assert volume.split(":")[0] in COMPOSE["volumes"], name
+        for network in service.get("networks", []):
+            assert network in COMPOSE["networks"], name
+        for other, how in service.get("depends_on", {}).items():
+            if how["condition"] == "service_healthy":
+                assert "healthcheck" in SERVICES[other], (name, other)
+            assert other in SERVICES, name
+        assert (PROJECT / service["build"]["dockerfile"].split(":-")[-1].rstrip("}")).is_file(), name
+    assert DOCKER / COMPOSE["x-server"]["build"]["context"] == DOCKER / ".."
+
+
+def test_secrets_are_the_files_that_make_keys_makes(tmp_path: Path) -> None:
+    keys, _ = make_keys(tmp_path, len(NODES))
+    for name, secret in COMPOSE["secrets"].items():
+        folder, file = secret["file"].rsplit("/", 1)
+        assert folder == "../keys"
+        assert file == name
+        assert (keys.folder / file).is_file()
+
+
+def test_every_file_that_a_command_names_is_mounted_there() -> None:
+    for name, service in SERVICES.items():
+        named = {word.split("=")[-1] for word in service["command"] if "/run/secrets/" in word}
+        assert named == {f"/run/secrets/{secret}" for secret in service.get("secrets", [])}, name
+
+
+def test_the_superlink_is_started_as_the_local_deployment_starts_it() -> None:
+    words = SERVICES["superlink"]["command"]
+    local = superlink.superlink_command("0.0.0.0", 8000, "0.0.0.0:9092", KEYS)
+    assert flags(words) == flags(local) | {"--database", "--health-server-address"}
+    parsed = check_flwr(words)
+    assert parsed.enable_supernode_auth
+    assert not parsed.insecure
+    assert (parsed.host, parsed.port, parsed.fleet_api_address) == ("0.0.0.0", 8000, "0.0.0.0:9092")
+    # nodes may come from elsewhere; what may run anything on them may not
+    assert SERVICES["superlink"]["ports"] == ["9092:9092"]
+    assert not any("ports" in service for name, service in SERVICES.items() if name != "superlink")
+
+
+@pytest.mark.parametrize("i", NODES)
+def test_a_supernode_is_started_as_the_local_deployment_starts_it(i: int) -> None:
+    words = SERVICES[f"supernode-{i}"]["command"]
+    local = deployment.supernode_command("superlink:9092", 9094, {}, (KEYS.ca, KEYS.node(i)[0]))
+    assert flags(words) == flags(local) | {"--health-server-address"}
+    parsed = check_flwr(words)
+    assert not parsed.insecure
+    assert parsed.superlink == "superlink:9092"
+    config = parse_config_args([parsed.node_config])
+    assert config == {"partition-id": i, "num-partitions": len(NODES), "agent": "unix:/run/fedtta/relay.sock"}
+    assert SERVICES[f"supernode-{i}"]["restart"] == "always"
+
+
+@pytest.mark.parametrize("i", NODES)
+def test_an_agent_has_a_config_that_it_takes_and_shares_only_its_relay(i: int) -> None:
+    service = SERVICES[f"agent-{i}"]
+    (config,) = service["configs"]
+    found = AgentConfig.from_mapping(
+        tomllib.loads(COMPOSE["configs"][config["source"]]["content"]), Path("/etc/fedtta")
+    )
+    assert (found.partition_id, found.num_partitions) == (i, len(NODES))
+    words = service["command"]
+    assert words[:3] == ["python", "-m", "client.agent"]
+    assert words[3:] == ["--config", config["target"]]
+    assert found.listen_address in service["healthcheck"]["test"]
+    assert service["network_mode"] == "none"
+    mounts = dict(volume.split(":") for volume in service["volumes"])
+    assert found.state_dir == mounts[f"agent-{i}"]
+    assert found.listen_address.startswith(f"unix:{mounts[f'predict-{i}']}/")
+    shared = set(service["volumes"]) & set(SERVICES[f"supernode-{i}"]["volumes"])
+    assert shared == {f"relay-{i}:/run/fedtta"}
+    assert found.relay_address == "unix:/run/fedtta/relay.sock"
+
+
+def test_a_volume_is_one_nodes_own() -> None:
+    for name in COMPOSE["volumes"]:
+        users = {
+            user
+            for user, service in SERVICES.items()
+            if any(v.startswith(f"{name}:") for v in service.get("volumes", []))
+        }
+        allowed = {f"agent-{name[-1]}", f"supernode-{name[-1]}"} if name[-1].isdigit() else {"superlink"}
+        assert users
+        assert users <= allowed
+
+
+@pytest.mark.parametrize(("service", "command"), [("register", "register"), ("run", "run")])
+def test_the_operators_commands_parse(
+    service: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[Any] = []
+
+    def register(home: Path, keys: list[Path]) -> int:
+        done.append((home / "config.toml", keys))
+        return len(keys)
+
+    monkeypatch.setattr(control, "register", register)
+    monkeypatch.setattr(control, "run", lambda home, config, timeout, show: done.append(config))
+    words = SERVICES[service]["command"]
+    assert words[:3] == ["python", "-m", "simulation.control"]
+    assert control.main(words[3:]) == 0
+    capsys.readouterr()
+    (seen,) = done
+    if command == "register":
+        assert seen[1] == [Path(f"/run/secrets/node-{i}.pub") for i in NODES]
+    else:
+        assert seen["clients"] == len(NODES)
+        assert seen["results"] in dict(volume.split(":") for volume in SERVICES["superlink"]["volumes"]).values()
+
+
+def test_services_restart_are_watched_and_hold_no_more_rights_than_needed() -> None:
+    for name, service in SERVICES.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"] is True, name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert "restart" in service, name
+        if name not in ("register", "run"):
+            assert service["restart"] in ("always", "unless-stopped"), name
+            assert service["healthcheck"]["test"][:3] == ["CMD", "python", "/app/docker/health.py"], name
+
+
+def test_health_checks_ask_where_something_listens() -> None:
+    for name, service in SERVICES.items():
+        address = service.get("healthcheck", {}).get("test", [""])[-1]
+        if address.startswith("127"):
+            assert f"--health-server-address={address}" in service["command"], name
+
+
+# --- images ---
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_obeys_the_rules(name: str) -> None:
+    steps = instructions(IMAGES[name])
+    kinds = [kind for kind, _ in steps]
+    assert set(kinds) <= {"FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENV", "USER", "CMD"}  # no ADD, no EXPOSE, no VOLUME
+    stages = [words.split()[2] for kind, words in steps if kind == "FROM" and " AS " in words]
+    for kind, words in steps:
+        if kind == "FROM":
+            image, _, tag = words.split()[0].partition(":")
+            assert image == "python"
+            assert re.fullmatch(r"3\.1[12]-slim-[a-z]+", tag)
+        if kind == "COPY":
+            sources = [word for word in words.split()[:-1] if not word.startswith("--")]
+            if words.startswith("--from="):
+                assert words.split()[0].removeprefix("--from=") in stages
+            else:
+                assert all((PROJECT / source).exists() and source != "." for source in sources)
+        if kind == "RUN":
+            assert not re.search(r"\bsudo\b|curl|wget|\bapt|chmod 777", words)
+            assert "pip install" not in words  # docker/install.sh does, with hashes
+    users = [words for kind, words in steps if kind == "USER"]
+    assert users == ["fedtta"]
+    assert "COPY" not in kinds[kinds.index("USER") :]
+    assert kinds[-1] == "CMD"
+    # nothing that is one architecture's or one index's
+    assert not re.search(r"amd64|x86_64|aarch64|--platform|https?://|cu\d\d\d|latest", IMAGES[name])
+    assert [words for kind, words in steps if kind == "ARG" and "TORCH_INDEX" in words] == ["TORCH_INDEX"]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_copies_the_rooms_that_its_programs_import(name: str) -> None:
+    copied = {
+        words.split()[0] for kind, words in instructions(IMAGES[name]) if kind == "COPY" and words.split()[0] in known()
+    }
+    assert copied == ROOMS[name.removeprefix("Dockerfile.")]
+    for room in sorted(copied):
+        missing = {other for _, other in imports(room) if other in known()} - copied
+        assert not missing, room
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_what_an_image_copies_enters_the_build_and_nothing_else_does(name: str) -> None:
+    lines = (PROJECT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in lines
+    allowed = [line[1:] for line in lines if line.startswith("!")]
+    for kind, words in instructions(IMAGES[name]):
+        if kind == "COPY" and not words.startswith("--from"):
+            for source in words.split()[:-1]:
+                assert any(fnmatch.fnmatch(source, pattern) for pattern in allowed), source
+    assert not {"keys", "results", ".git", ".venv", "docker", "tests"} & set(allowed)
+
+
+@lru_cache(None)
+def known() -> set[str]:
+    return {path.parent.name for path in PROJECT.glob("*/__init__.py")} - {"tests"}
+
+
+@lru_cache(None)
+def imports(room: str) -> set[tuple[str, str]]:
+    """Return (file, package) of all absolute imports of a room."""
+    found = set()
+    for path in (PROJECT / room).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            found |= {(str(path.relative_to(PROJECT)), name.split(".")[0]) for name in names}
+    return found
+
+
+def pins(name: str) -> set[str]:
+    lines = (PROJECT / name).read_text(encoding="utf-8").splitlines()
+    return {line.rstrip(" \\") for line in lines if re.match(r"[a-z0-9]", line)}
+
+
+@pytest.mark.parametrize("name", ["edge", "server"])
+def test_an_images_requirements_are_pinned_as_the_projects(name: str) -> None:
+    ours = pins(f"requirements-{name}.txt")
+    assert len(ours) > 50
+    assert ours <= pins("requirements.txt")
+    names = {pin.split("==")[0] for pin in ours}
+    assert not {pin for pin in names if re.match(r"torch|triton|nvidia|cuda|ray$|pytest|mypy|ruff", pin)}
+    asked = set((DOCKER / f"{name}.in").read_text(encoding="utf-8").splitlines()[1:]) - {"-r edge.in"}
+    assert {word for word in asked if not word.startswith("torch")} <= names
+
+
+@pytest.mark.parametrize("name", ["edge", "server"])
+def test_what_an_image_imports_is_required(name: str) -> None:
+    asked = set()
+    for part in {"edge", name}:
+        asked |= set((DOCKER / f"{part}.in").read_text(encoding="utf-8").split())
+    ours = known() | set(sys.stdlib_module_names) | {"__future__"}
+    for room in ROOMS[name] - {"simulation"}:  # of which only what needs no Ray is used
+        for path, package in imports(room):
+            if package not in ours and AT_WILL.get(package) != path:
+                assert DISTRIBUTIONS.get(package, package.replace("_", "-")) in asked, path
+
+
+def test_the_installer_refuses_to_guess_an_index(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["/bin/sh", str(DOCKER / "install.sh"), "requirements.txt", str(tmp_path / "venv")],
+        env={"PATH": "/usr/bin:/bin"}, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "TORCH_INDEX" in done.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+# --- systemd ---
+
+
+def test_the_supernodes_unit_runs_what_flower_takes() -> None:
+    unit = Unit("fedtta-supernode.service")
+    words = shlex.split(unit["Service"]["ExecStart"])
+    values = {
+        "${SUPERLINK}": "fl.example.org:9092",
+        "${PARTITION}": "1",
+        "${PARTITIONS}": "3",
+        "%d": "/run/credentials",
+    }
+    for name, value in values.items():
+        words = [word.replace(name, value) for word in words]
+    local = deployment.supernode_command("x:1", 9094, {}, (KEYS.ca, KEYS.node(1)[0]))
+    assert flags(words) == flags(local)
+    parsed = check_flwr(words)
+    config = parse_config_args([parsed.node_config])
+    assert config == {"partition-id": 1, "num-partitions": 3, "agent": "unix:/run/fedtta/relay.sock"}
+    assert "LoadCredential" in unit["Service"]
+
+
+def test_the_supernode_never_gives_up() -> None:
+    unit = Unit("fedtta-supernode.service")
+    assert unit["Service"]["Restart"] == "on-failure"
+    assert unit["Service"]["RestartSec"] == "10"
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0"
+
+
+def test_what_the_agent_keeps_is_out_of_the_supernodes_reach() -> None:
+    node, own = Unit("fedtta-supernode.service")["Service"], Unit("fedtta-agent.service")["Service"]
+    hidden = [path.lstrip("-") for path in node["InaccessiblePaths"].split()]
+    assert hidden == [f"/var/lib/{own['StateDirectory']}", "/run/fedtta-predict", "/etc/fedtta/device.toml"]
+    assert own["RuntimeDirectory"].split() == ["fedtta", "fedtta-predict"]
+    assert (own["User"], own["Restart"]) == (node["User"], "on-failure")  # the sockets are their owner's only
+
+
+def test_the_agents_unit_runs_the_agent(capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(Unit("fedtta-agent.service")["Service"]["ExecStart"])
+    assert words[1:] == ["-m", "client.agent", "--config", "/etc/fedtta/device.toml"]
+    with pytest.raises(SystemExit) as ended:
+        agent.main(["--help"])
+    assert ended.value.code == 0
+    assert "--config" in capsys.readouterr().out
+
+
+def test_the_readmes_agent_config_is_one(tmp_path: Path) -> None:
+    text = (DOCKER / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        AgentConfig.from_mapping(tomllib.loads(block), tmp_path)
+    with pytest.raises(SettingsError):
+        AgentConfig.from_mapping(tomllib.loads(blocks[0]) | {"partition-idd": 1}, tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+@pytest.mark.parametrize("name", ["fedtta-agent.service", "fedtta-supernode.service"])
+def test_systemd_reads_the_units(name: str) -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(DOCKER / "systemd" / name)],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    complaints = [line for line in done.stderr.splitlines() if name in line and "is not executable" not in line]
+    assert complaints == []

@@ -1,0 +1,278 @@
+"""What a deployment starts with which flags, and what its command lines refuse; nothing is started here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from flwr.common.config import parse_config_args
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from client.agent import agent_pb2, agent_pb2_grpc
+from client.agent.config import AgentConfig
+from server.app import serve
+from server.report import METRICS_FILE, read_results, render_tables
+from simulation import agents, control, deploy_local, deployment, superlink
+from simulation.certificates import Keys
+from simulation.superlink import PROJECT, FlowerError
+from tests.server.test_run import nodes
+
+KEYS = Keys(Path("/keys"))
+
+
+def test_a_superlink_with_keys_encrypts_and_asks_nodes_for_theirs() -> None:
+    command = superlink.superlink_command("127.0.0.1", 8000, "127.0.0.1:9092", KEYS)
+    parsed = _parse_args_run_superlink().parse_args(command[1:])
+    assert parsed.insecure is not True
+    assert parsed.enable_supernode_auth is True
+    assert (parsed.ssl_ca_certfile, parsed.ssl_certfile, parsed.ssl_keyfile) == (
+        "/keys/ca.crt", "/keys/server.crt", "/keys/server.key",
+    )  # fmt: skip
+    assert (parsed.host, parsed.port, parsed.fleet_api_address) == ("127.0.0.1", 8000, "127.0.0.1:9092")
+
+
+def test_a_supernode_with_keys_trusts_the_authority_and_has_its_own() -> None:
+    config = {"partition-id": 1, "agent": "unix:/tmp/r1"}
+    command = deployment.supernode_command("127.0.0.1:9092", 9094, config, (KEYS.ca, KEYS.node(1)[0]))
+    parsed = _parse_args_run_supernode().parse_args(command[1:])
+    assert parsed.insecure is False
+    assert (str(parsed.root_certificates), str(parsed.auth_supernode_private_key)) == ("/keys/ca.crt", "/keys/node-1")
+    assert parsed.superlink == "127.0.0.1:9092"
+    assert parse_config_args([parsed.node_config]) == config
+
+
+def test_insecure_is_said_to_both() -> None:
+    assert "--insecure" in superlink.superlink_command("127.0.0.1", 8000, "127.0.0.1:9092", None)
+    command = deployment.supernode_command("127.0.0.1:9092", 9094, {}, None)
+    assert "--insecure" in command
+    assert not [word for word in command if "key" in word or "cert" in word]
+
+
+def test_a_deployment_is_secure_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    class Stop(Exception):
+        pass
+
+    def superlink_of(home: Path, simulation: bool, keys: Keys | None) -> None:
+        seen.append((simulation, keys))
+        raise Stop
+
+    monkeypatch.setattr(deployment, "superlink", superlink_of)
+    for insecure in (False, True):
+        with pytest.raises(Stop), deployment.deployment(tmp_path, [{}, {}], insecure=insecure):
+            pass
+    assert seen == [(False, Keys(tmp_path / "keys")), (False, None)]
+    assert sorted(path.name for path in (tmp_path / "keys").glob("node-*")) == [
+        "node-0",
+        "node-0.pub",
+        "node-1",
+        "node-1.pub",
+    ]
+
+
+def test_flwr_is_told_whom_to_trust(tmp_path: Path) -> None:
+    def told() -> dict:
+        return tomllib.loads((tmp_path / "config.toml").read_text())["superlink"]["own"]
+
+    superlink.write_connection(tmp_path, "fl.example.org:8000", KEYS.ca)
+    assert told() == {"address": "fl.example.org:8000", "root-certificates": "/keys/ca.crt"}
+    superlink.write_connection(tmp_path, "127.0.0.1:8000", None)
+    assert told() == {"address": "127.0.0.1:8000", "insecure": True}
+
+
+def test_a_run_that_an_earlier_deployment_left_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        (tmp_path / f"{superlink.DATABASE}{suffix}").touch()
+    program = tmp_path / "flower-superlink"
+    program.write_text(f"#!{sys.executable}\n")  # ends at once
+    program.chmod(0o755)
+    monkeypatch.setattr(superlink, "program", lambda name: str(program))
+    with (
+        pytest.raises(FlowerError, match="the SuperLink ended with status 0"),
+        superlink.superlink(tmp_path, simulation=False),
+    ):
+        pass
+    assert list(tmp_path.glob(f"{superlink.DATABASE}*")) == []
+
+
+def test_nodes_that_are_registered_already_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [tmp_path / f"node-{i}.pub" for i in range(3)]
+    for path in keys:
+        path.touch()
+    known, asked = {"node-1"}, []
+
+    def flwr(home: Path, *words: str) -> dict:
+        asked.append(words)
+        if Path(words[2]).stem in known:
+            raise FlowerError("flwr supernode: Public key already in use.")
+        return {"success": True, "node-id": 1}
+
+    monkeypatch.setattr(control, "flwr", flwr)
+    assert control.register(tmp_path, keys) == 2
+    assert asked[0] == ("supernode", "register", str(keys[0]), "own", "--name", "node-0")
+    with pytest.raises(FlowerError, match=r"node-9\.pub: no such file"):
+        control.register(tmp_path, [tmp_path / "node-9.pub"])
+
+
+def test_other_refusals_of_a_node_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flwr(home: Path, *words: str) -> dict:
+        raise FlowerError("flwr supernode: connection refused")
+
+    (tmp_path / "node-0.pub").touch()
+    monkeypatch.setattr(control, "flwr", flwr)
+    with pytest.raises(FlowerError, match="connection refused"):
+        control.register(tmp_path, [tmp_path / "node-0.pub"])
+
+
+def test_an_answer_of_flwr_that_is_no_success_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, answer in enumerate(('{"success": false, "error-message": "no"}', "", "no JSON")):
+        program = tmp_path / f"flwr-{number}"
+        program.write_text(f"#!{sys.executable}\nprint({answer!r})\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(control, "program", lambda name, path=str(program): path)
+        with pytest.raises(FlowerError, match="flwr run x"):
+            control.flwr(tmp_path, "run", "x")
+
+
+def test_the_local_deployment_is_planned_before_anything_starts(tmp_path: Path) -> None:
+    words = ["--nodes", "2", "--set", "rounds=1", "seed=7", f"results={tmp_path}/r", "run-name=n", "--adapter", "btfl"]
+    plan = deploy_local.parse(words)
+    assert (plan.settings.clients, plan.settings.rounds, plan.settings.seed) == (2, 1, 7)
+    assert plan.settings.local_epochs == deploy_local.DEFAULTS["local-epochs"]
+    assert plan.results == tmp_path / "r" / "n"
+    assert plan.agents["adapter"] == "btfl"
+    assert not plan.insecure
+    assert not plan.results.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--set", "runds=1"], "unknown setting 'runds'"),
+        (["--set", "rounds"], "allowed is key=value"),
+        (["--set", "rounds=-1"], "rounds = -1"),
+        (["--set", "clients=3"], "--set clients: allowed is --nodes"),
+        (["--set", "state-dir=/x"], "--set state-dir: allowed is --folder"),
+        (["--nodes", "0"], "clients = 0"),
+        (["--adapter", "fedthee"], "fedthee"),
+        (["--base", "own"], "base = 'own'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert deploy_local.main(words) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_an_agents_file_is_what_agents_read(tmp_path: Path) -> None:
+    with agents.sockets_folder() as sockets:
+        assert sockets.stat().st_mode & 0o777 == 0o700
+        chosen = {"adapter": "btfl", "base": "personalised", "device": "cpu"}
+        path = agents.agent_config(tmp_path, sockets, 1, 1000, chosen)
+        config = AgentConfig.from_toml(path)
+        assert (config.partition_id, config.num_partitions, config.adapter) == (1, 1000, "btfl")
+        assert config.state_folder == tmp_path / "agent-1"
+        assert config.relay_address == f"unix:{sockets}/r1"
+        assert len(os.fsencode(f"{sockets}/r999")) < 60
+    assert not sockets.exists()
+    assert agents.agent_command(path)[1:] == ["-m", "client.agent", "--config", str(path)]
+
+
+class Fixed(agent_pb2_grpc.PredictorServicer):
+    """An agent that always predicts class 1 of 3."""
+
+    def Predict(self, request: agent_pb2.PredictRequest, context: grpc.ServicerContext) -> agent_pb2.PredictReply:
+        images = np.frombuffer(request.images.values, np.uint8).reshape(tuple(request.images.shape))
+        if images.max() > 200:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "too bright")
+        table = np.tile(np.array([0.2, 0.5, 0.3], "<f4"), (len(images), 1))
+        return agent_pb2.PredictReply(samples=len(images), classes=3, probabilities=table.tobytes())
+
+    def Status(self, request: agent_pb2.StatusRequest, context: grpc.ServicerContext) -> agent_pb2.StatusReply:
+        return agent_pb2.StatusReply(model_version="a/b/1/c", samples=4)
+
+
+def test_agents_are_waited_for_and_asked() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    agent_pb2_grpc.add_PredictorServicer_to_server(Fixed(), server)
+    answers = health.HealthServicer()
+    answers.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(answers, server)
+    still_running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with still_running, agents.sockets_folder() as sockets:
+        address = f"unix:{sockets}/a0"
+        server.add_insecure_port(address)
+        server.start()
+        try:
+            agents.wait_for({address: still_running})
+            images = np.full((4, 3, 8, 8), 7, np.uint8)
+            status, reply = agents.ask(address, images)
+            assert (status.model_version, status.samples) == ("a/b/1/c", 4)
+            assert reply is not None
+            assert agents.predicted(reply).tolist() == [1] * 4
+            assert agents.ask(address, images[:0])[1] is None
+            with pytest.raises(FlowerError, match="INVALID_ARGUMENT: too bright"):
+                agents.ask(address, images + 200)
+        finally:
+            server.stop(None).wait(10)
+
+
+def test_an_agent_that_ends_is_not_waited_for() -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as ended,
+        pytest.raises(FlowerError, match="the agent at unix:/tmp/fedtta-nobody ended with status 3"),
+    ):
+        agents.wait_for({"unix:/tmp/fedtta-nobody": ended})
+
+
+def test_an_agent_that_is_not_there_is_not_healthy() -> None:
+    command = [sys.executable, str(PROJECT / "docker" / "health.py"), "unix:/tmp/fedtta-nobody", "--wait", "0.2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "unix:/tmp/fedtta-nobody: " in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_real_agents_take_part_in_a_run_and_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of `deploy_local` but Flower's own processes: messages go from a grid of functions to the agents."""
+    monkeypatch.delenv("FEDTTA_DATA", raising=False)
+    words = ["rounds=1", "fraction=0.15", "image-size=16", "local-epochs=1", "device=cpu", "shifts=original"]
+    plan = deploy_local.parse(
+        ["--nodes", "2", "--set", *words, "methods=fedavg,personal,fedthe", f"results={tmp_path}", "run-name=r"]
+    )
+    with agents.sockets_folder() as sockets:
+        running = {}
+        try:
+            for i in range(2):
+                config = agents.agent_config(tmp_path, sockets, i, 2, plan.agents)
+                running[f"unix:{sockets}/a{i}"] = agents.start_agent(tmp_path / f"home-{i}", config)
+            agents.wait_for(running)
+            with pytest.raises(FlowerError, match="FAILED_PRECONDITION"):
+                agents.ask(f"unix:{sockets}/a0", np.zeros((1, 3, 16, 16), np.uint8))
+            grid = nodes(plan.settings, own=lambda i: {"agent": f"unix:{sockets}/r{i}"})
+            serve(grid, plan.settings, plan.results)
+            table = deploy_local._ask_all(plan, sockets)
+        finally:
+            for process in running.values():
+                process.terminate()
+            ends = [process.wait(60) for process in running.values()]
+    assert ends == [0, 0]
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["agent"] == ["0", "1"]
+    assert columns["adapter"] == ["fedthe", "fedthe"]
+    assert len({version.rsplit("/", 1)[0] for version in columns["model"]}) == 1  # each with a personal head of its own
+    assert columns["samples"] == [str(deploy_local.SHOWN)] * 2
+    assert all(text.endswith("right") for text in columns[f"first {deploy_local.SHOWN} test pictures"])
+    assert render_tables(read_results(plan.results / METRICS_FILE))
