@@ -1,0 +1,88 @@
+"""No module can be made to run foreign code: no pickle, no eval, no weights that are more than numbers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "code", "codeop"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+#: Callable → the keyword that makes it safe, and its safe value.
+GUARDED = {
+    "torch.load": ("weights_only", True),
+    "np.load": ("allow_pickle", False),
+    "numpy.load": ("allow_pickle", False),
+}
+UNSAFE = {"yaml.load", "yaml.unsafe_load", "os.system", "subprocess.getoutput", "torch.hub.load", "torch.jit.load"}
+
+
+def complaints(tree: ast.AST) -> Iterator[str]:
+    """Yield what a module must not do, with its line."""
+    for node in ast.walk(tree):
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            names = [node.module or ""]
+        yield from (f"line {node.lineno}: import {name}" for name in names if name.split(".")[0] in MODULES)
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        if called in CALLS or called in UNSAFE:
+            yield f"line {node.lineno}: {called}"
+        given = {one.arg: one.value for one in node.keywords}
+        if called in GUARDED:
+            key, safe = GUARDED[called]
+            value = given.get(key)
+            if not (isinstance(value, ast.Constant) and value.value is safe):
+                yield f"line {node.lineno}: {called} without {key}={safe}"
+        if isinstance(shell := given.get("shell"), ast.Constant) and shell.value:
+            yield f"line {node.lineno}: {called} through a shell"
+
+
+def modules() -> list[Path]:
+    skipped = {"tests", ".venv", ".cache", "build", "results"}
+    return [path for path in sorted(ROOT.rglob("*.py")) if path.relative_to(ROOT).parts[0] not in skipped]
+
+
+def test_no_module_can_be_made_to_run_foreign_code() -> None:
+    found = modules()
+    assert len(found) > 150
+    bad = [f"{path.relative_to(ROOT)}, {one}" for path in found for one in complaints(ast.parse(path.read_text()))]
+    assert not bad
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load('x')",
+        "torch.load('x', weights_only=False)",
+        "np.load('x')",
+        "np.load('x', allow_pickle=True)",
+        "eval('1')",
+        "exec('1')",
+        "yaml.load(text)",
+        "subprocess.run('ls', shell=True)",
+        "__import__('os')",
+    ],
+)
+def test_the_check_sees(code: str) -> None:
+    assert list(complaints(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "model.eval()",
+        "torch.load('x', weights_only=True)",
+        "np.load('x', allow_pickle=False)",
+        "re.compile('x')",
+        "import safetensors",
+    ],
+)
+def test_the_check_lets_pass(code: str) -> None:
+    assert not list(complaints(ast.parse(code)))
