@@ -11,7 +11,21 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
-from benchmarks import atp, bbn, central, collaborate, fedicon, heads, methods, mixing, rounds, run, source
+from benchmarks import (
+    agent,
+    atp,
+    bbn,
+    central,
+    collaborate,
+    deployment,
+    fedicon,
+    heads,
+    methods,
+    mixing,
+    rounds,
+    run,
+    source,
+)
 from server.errors import RunError
 from settings import SettingsError
 
@@ -26,6 +40,8 @@ COMMANDS = {
     "bbn": (bbn, "time of adapting to a batch with BBN over a plain forward and backward pass of it"),
     "mixing": (mixing, "time and memory of the server's N x N work for 1,000 clients"),
     "source": (source, "train a source network on one part of a data set"),
+    "agent": (agent, "latency, predictions a second and memory of the resident agent, and 50 streams at once"),
+    "deployment": (deployment, "seconds of a training round on real nodes, beside an empty Flower app's"),
     "central": (central, "train a protocol's network on the union of its clients' training splits"),
 }
 
