@@ -23,7 +23,7 @@ run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS= (or all), A
 	  $(FITS) $(SHORT) $(ARGS)
 
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/ready  ## lint, format and types
 	$(BIN)/ruff check .

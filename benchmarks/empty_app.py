@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-POLL, IDLE = 0.05, 19  # as in `server.nodes`
+POLL, IDLE, REST = 0.05, 19, 1.0  # as in `server.nodes`
 
 server = ServerApp()
 client = ClientApp()
@@ -85,5 +85,5 @@ def timed_round(grid: Grid, nodes: Sequence[int], arrays: ArrayRecord, timeout: 
         if waiting and looked - start > timeout:
             raise TimeoutError(f"{len(waiting)} of {len(nodes)} nodes have not answered within {timeout:g} s")
         if waiting:
-            time.sleep(max(POLL, IDLE * (time.perf_counter() - looked)))
+            time.sleep(max(POLL, min(REST, IDLE * (time.perf_counter() - looked))))
     return time.perf_counter() - start

@@ -17,6 +17,7 @@ from server.events import Events
 
 POLL = 0.05  # seconds between two looks for replies, at least
 IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the work
+REST = 1.0  # seconds at most: a look may be slow because the machine is busy, or because it brings large models
 IDENTIFY = "query.identify"
 #: Flower's codes for a message or a reply that has expired: its time to live is the deadline.
 EXPIRED = (3, 4)
@@ -185,7 +186,7 @@ def gather(
             events("answered", phase=phase, partition=partitions[node])
         if not waiting or clock() >= end:
             break
-        sleep(min(max(POLL, IDLE * (time.perf_counter() - began)), max(0.0, end - clock())))
+        sleep(min(max(POLL, min(REST, IDLE * (time.perf_counter() - began))), max(0.0, end - clock())))
     late = f"no reply within {deadline:g} s"
     answers += [Answer(partitions[node], node, None, late, "late") for node in waiting.values()]
     return sorted(answers, key=lambda answer: (answer.partition, answer.node_id))

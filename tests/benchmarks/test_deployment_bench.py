@@ -106,7 +106,8 @@ def test_nodes_that_fail_stay_silent_or_are_missing_end_the_empty_app() -> None:
 
 
 def test_the_empty_app_looks_for_replies_as_ours_does() -> None:
-    assert (empty_app.POLL, empty_app.IDLE) == (server_nodes.POLL, server_nodes.IDLE)
+    for name in ("POLL", "IDLE", "REST"):
+        assert getattr(empty_app, name) == getattr(server_nodes, name), name
 
 
 def test_the_empty_app_has_the_networks_arrays(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from server.errors import NodesMissing
 from server.events import Events
-from server.nodes import CohortGrid, gather, grouped, identify, sample, wait_for_nodes
+from server.nodes import REST, CohortGrid, gather, grouped, identify, sample, wait_for_nodes
 from tests.flower import LocalGrid
 
 SILENT = Events()
@@ -110,6 +110,21 @@ def test_a_message_lives_as_long_as_the_round_and_goes_to_nobody_who_is_not_ther
     assert here.reply is not None
     assert (gone.reason, gone.kind, gone.partition) == ("the node is not there", "failed", 1)
     assert [message.metadata.ttl for message in grid.sent] == [7.5]
+
+
+def test_a_slow_look_is_followed_by_a_short_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a look may take seconds; resting many times as long would be most of the round."""
+    looked = itertools.count(step=5.0)
+    monkeypatch.setattr("server.nodes.time.perf_counter", lambda: next(looked))
+    now, rests = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        rests.append(seconds)
+        now[0] += seconds
+
+    grid = LocalGrid({1: lambda message: None})
+    gather(grid, messages([1]), {1: 0}, 3, SILENT, "train", clock=lambda: now[0], sleep=sleep)
+    assert rests == [REST] * 3
 
 
 def test_waiting_for_replies_ends_at_the_deadline_and_not_a_look_later() -> None:
