@@ -12,6 +12,10 @@ Scalar = bool | int | float | str
 ROBUST = ("fedmedian", "fedtrimmedavg", "krum", "multikrum")
 
 
+#: In place of a default: the key must be set.
+REQUIRED: Any = dataclasses.MISSING
+
+
 class SettingsError(ValueError):
     """A setting is unknown, of the wrong type or impossible.
 
@@ -19,15 +23,15 @@ class SettingsError(ValueError):
     """
 
 
-def _setting(
-    default: Scalar,
+def setting(
+    default: Any,
     help: str,
     choices: tuple[str, ...] | None = None,
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
 ) -> Any:
-    """Declare a field: `low <= value <= high`, or `value > above`, or one of `choices`."""
+    """Declare a field for `check`: `low <= value <= high`, or `value > above`, or one of `choices`."""
     metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -43,133 +47,131 @@ class Settings:
     """
 
     # What is run
-    seed: int = _setting(1, "one seed, one result", low=0, high=2**31 - 1)
-    methods: str = _setting(
+    seed: int = setting(1, "one seed, one result", low=0, high=2**31 - 1)
+    methods: str = setting(
         "fedavg,personal,fixed_mix,fedthe,fedthe_plus,btfl",
         "rows of the table, or all that fit; e.g. 'fedavg,btfl,fedthe[beta=1;objective=em],tent[base=personalised]'",
     )
-    shifts: str = _setting("brfl", "test distributions: brfl, btgfl, or names separated by commas")
-    severity: int = _setting(5, "severity of the corruptions", low=1, high=5)
-    tune_samples: int = _setting(
+    shifts: str = setting("brfl", "test distributions: brfl, btgfl, or names separated by commas")
+    severity: int = setting(5, "severity of the corruptions", low=1, high=5)
+    tune_samples: int = setting(
         0, "methods that take gradients per sample see the first n of each stream (0: all)", low=0
     )
-    init: str = _setting("", "model file to start from instead of a random network")
+    init: str = setting("", "model file to start from instead of a random network")
 
     # Data
-    dataset: str = _setting("digits", "name of the data set")
-    dataset_options: str = _setting("", "options of the data set, e.g. 'path=pictures;domain=webcam'")
-    data_dir: str = _setting("", "folder of data sets; empty: the environment variable FEDTTA_DATA")
-    download: bool = _setting(False, "allow the data set to be downloaded")
-    fraction: float = _setting(1.0, "class-balanced part of the data set to use", above=0, high=1)
-    image_size: int = _setting(32, "images are resized to this edge", low=8, high=1024)
-    clients: int = _setting(10, "number of clients", low=1, high=100_000)
-    partition: str = _setting(
+    dataset: str = setting("digits", "name of the data set")
+    dataset_options: str = setting("", "options of the data set, e.g. 'path=pictures;domain=webcam'")
+    data_dir: str = setting("", "folder of data sets; empty: the environment variable FEDTTA_DATA")
+    download: bool = setting(False, "allow the data set to be downloaded")
+    fraction: float = setting(1.0, "class-balanced part of the data set to use", above=0, high=1)
+    image_size: int = setting(32, "images are resized to this edge", low=8, high=1024)
+    clients: int = setting(10, "number of clients", low=1, high=100_000)
+    partition: str = setting(
         "equal", "how the data are dealt out", choices=("equal", "dirichlet", "iid", "step", "domain", "domain_step")
     )
-    alpha: float = _setting(0.1, "Dirichlet concentration", above=0)
-    step_ratio: float = _setting(16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1)
-    target_fraction: float = _setting(0.0, "share of clients that only test, without labels", low=0, high=0.99)
-    target_domain: str = _setting("", "clients of this domain only test, all others only train (partition: domain)")
-    unseen_domain: str = _setting("", "pictures of this domain are nobody's: the test distribution unseen_domain")
-    domains: str = _setting(
+    alpha: float = setting(0.1, "Dirichlet concentration", above=0)
+    step_ratio: float = setting(16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1)
+    target_fraction: float = setting(0.0, "share of clients that only test, without labels", low=0, high=0.99)
+    target_domain: str = setting("", "clients of this domain only test, all others only train (partition: domain)")
+    unseen_domain: str = setting("", "pictures of this domain are nobody's: the test distribution unseen_domain")
+    domains: str = setting(
         "none", "what sets clients' pictures apart; corruptions: one a client", choices=("none", "corruptions")
     )
 
     # Model
-    model: str = _setting("cnn", "backbone")
-    model_options: str = _setting("", "options of the backbone, e.g. 'width=4;groups=2'")
+    model: str = setting("cnn", "backbone")
+    model_options: str = setting("", "options of the backbone, e.g. 'width=4;groups=2'")
 
     # Local training
-    local_epochs: int = _setting(5, "epochs of local training a round", low=1)
-    personal_epochs: int = _setting(1, "epochs of the personal head a round", low=0)
-    personal_objective: str = _setting(
+    local_epochs: int = setting(5, "epochs of local training a round", low=1)
+    personal_epochs: int = setting(1, "epochs of the personal head a round", low=0)
+    personal_objective: str = setting(
         "cross_entropy", "loss of the personal head", choices=("cross_entropy", "balanced_softmax")
     )
-    finetune_epochs: int = _setting(1, "epochs of fine-tuning that make the final model a client's own", low=0)
-    batch_size: int = _setting(32, "training batch", low=1)
-    optimizer: str = _setting("sgd", "local optimiser", choices=("sgd", "adam"))
-    learning_rate: float = _setting(0.05, "learning rate (the papers: 0.01 on CIFAR-10)", above=0)
-    momentum: float = _setting(0.0, "momentum of SGD", low=0, high=0.9999)
-    weight_decay: float = _setting(5e-4, "weight decay", low=0)
-    augment: bool = _setting(True, "random views of training images")
-    views: str = _setting(
+    finetune_epochs: int = setting(1, "epochs of fine-tuning that make the final model a client's own", low=0)
+    batch_size: int = setting(32, "training batch", low=1)
+    optimizer: str = setting("sgd", "local optimiser", choices=("sgd", "adam"))
+    learning_rate: float = setting(0.05, "learning rate (the papers: 0.01 on CIFAR-10)", above=0)
+    momentum: float = setting(0.0, "momentum of SGD", low=0, high=0.9999)
+    weight_decay: float = setting(5e-4, "weight decay", low=0)
+    augment: bool = setting(True, "random views of training images")
+    views: str = setting(
         "crop_flip",
         "these views: crop_flip (flip where the data set allows it), or FedICON's",
         choices=("crop_flip", "contrastive"),
     )
-    ditto_lambda: float = _setting(1.0, "Ditto: pull of the personal model towards the received one", low=0)
-    rotation_weight: float = _setting(1.0, "TTT: weight of telling rotations apart in training", low=0)
-    temperature: float = _setting(0.5, "FedICON: temperature of the contrastive losses", above=0)
-    classifier_rounds: int = _setting(10, "FedICON: rounds of the classifier on the frozen encoder", low=0)
-    classifier_epochs: int = _setting(5, "FedICON: epochs that make the final classifier a client's own", low=0)
+    ditto_lambda: float = setting(1.0, "Ditto: pull of the personal model towards the received one", low=0)
+    rotation_weight: float = setting(1.0, "TTT: weight of telling rotations apart in training", low=0)
+    temperature: float = setting(0.5, "FedICON: temperature of the contrastive losses", above=0)
+    classifier_rounds: int = setting(10, "FedICON: rounds of the classifier on the frozen encoder", low=0)
+    classifier_epochs: int = setting(5, "FedICON: epochs that make the final classifier a client's own", low=0)
 
     # Federation
-    rounds: int = _setting(10, "training rounds", low=0)
-    aggregation: str = _setting(
+    rounds: int = setting(10, "training rounds", low=0)
+    aggregation: str = setting(
         "fedavg",
         "how models are joined; " + ", ".join(ROBUST) + " withstand wild clients, in statistics and rates as well",
         choices=("fedavg", "fedprox", "fedavgm", "qffl", "gma", *ROBUST),
     )
-    proximal_mu: float = _setting(0.01, "FedProx: μ of the pull towards the received model", low=0)
-    server_momentum: float = _setting(0.9, "FedAvgM: momentum of the server", low=0, high=0.9999)
-    mask_threshold: float = _setting(0.1, "GMA: agreement from which a value moves in full", low=0, high=1)
-    fairness: float = _setting(1.0, "q-FFL: q, how much more clients with a large loss count", low=0)
-    trim_fraction: float = _setting(
-        0.2, "fedtrimmedavg: part of the clients left out at each end", above=0, high=0.4999
-    )
-    krum_malicious: int = _setting(1, "krum, multikrum: how many wild clients to withstand", low=1)
-    krum_keep: int = _setting(3, "multikrum: how many clients are averaged", low=1)
-    fraction_train: float = _setting(1.0, "fraction of clients sampled a round", above=0, high=1)
-    statistics_weighting: str = _setting(
+    proximal_mu: float = setting(0.01, "FedProx: μ of the pull towards the received model", low=0)
+    server_momentum: float = setting(0.9, "FedAvgM: momentum of the server", low=0, high=0.9999)
+    mask_threshold: float = setting(0.1, "GMA: agreement from which a value moves in full", low=0, high=1)
+    fairness: float = setting(1.0, "q-FFL: q, how much more clients with a large loss count", low=0)
+    trim_fraction: float = setting(0.2, "fedtrimmedavg: part of the clients left out at each end", above=0, high=0.4999)
+    krum_malicious: int = setting(1, "krum, multikrum: how many wild clients to withstand", low=1)
+    krum_keep: int = setting(3, "multikrum: how many clients are averaged", low=1)
+    fraction_train: float = setting(1.0, "fraction of clients sampled a round", above=0, high=1)
+    statistics_weighting: str = setting(
         "uniform", "how client statistics are averaged", choices=("uniform", "examples")
     )
-    leave_one_out: bool = _setting(False, "BTFL: take the client's own share out of the global DLE")
-    node_timeout: float = _setting(300.0, "seconds to wait for all clients, or for enough of them later", above=0)
-    round_timeout: float = _setting(3600.0, "seconds a round may take", above=0)
-    min_replies: int = _setting(
+    leave_one_out: bool = setting(False, "BTFL: take the client's own share out of the global DLE")
+    node_timeout: float = setting(300.0, "seconds to wait for all clients, or for enough of them later", above=0)
+    round_timeout: float = setting(3600.0, "seconds a round may take", above=0)
+    min_replies: int = setting(
         1, "good replies (of fewer clients asked: all) without which a round is done again, once", low=1
     )
-    update_norm_bound: float = _setting(
+    update_norm_bound: float = setting(
         0.0, "a model or rates further than this (l2 norm) from what was sent is refused (0: no bound)", low=0
     )
-    max_examples: int = _setting(100_000_000, "a client that claims more examples is refused", low=1)
+    max_examples: int = setting(100_000_000, "a client that claims more examples is refused", low=1)
 
     # Learning adaptation rates (ATP)
-    rates_rounds: int = _setting(20, "rounds that learn adaptation rates, for methods that need them", low=0)
-    rates_clients: int = _setting(0, "clients sampled a round of rates (0: all that train)", low=0)
-    rates_epochs: int = _setting(1, "local epochs over the validation split a round of rates", low=1)
-    rates_batch_size: int = _setting(20, "batch that rates are refined on", low=1)
-    rates_learning_rate: float = _setting(0.1, "learning rate of the rates (the paper: 0.1, or 0.5)", above=0)
-    adapt_batch_size: int = _setting(20, "batch that methods defined per batch adapt to at test time", low=1)
-    rates_init: str = _setting("", "file of learned rates to start from instead of zeros")
+    rates_rounds: int = setting(20, "rounds that learn adaptation rates, for methods that need them", low=0)
+    rates_clients: int = setting(0, "clients sampled a round of rates (0: all that train)", low=0)
+    rates_epochs: int = setting(1, "local epochs over the validation split a round of rates", low=1)
+    rates_batch_size: int = setting(20, "batch that rates are refined on", low=1)
+    rates_learning_rate: float = setting(0.1, "learning rate of the rates (the paper: 0.1, or 0.5)", above=0)
+    adapt_batch_size: int = setting(20, "batch that methods defined per batch adapt to at test time", low=1)
+    rates_init: str = setting("", "file of learned rates to start from instead of zeros")
 
     # Test-time rounds in which clients help each other
-    collaborations: str = _setting(
+    collaborations: str = setting(
         "", "how clients help each other at test time, e.g. 'none,fedavg,pfedbbn[temperature=1]'; empty: no such rounds"
     )
-    share: str = _setting("all", "what clients mix", choices=("affine", "statistics", "all"))
-    stream_mix: str = _setting("dirichlet", "class mix of a client's stream", choices=("dirichlet", "iid", "published"))
-    stream_concentration: float = _setting(0.01, "Dirichlet concentration of the class mix", above=0)
-    stream_size: int = _setting(1000, "images of a client, met anew under each corruption", low=1)
-    stream_batch: int = _setting(200, "images of a client a round", low=1)
-    stream_order: str = _setting(
+    share: str = setting("all", "what clients mix", choices=("affine", "statistics", "all"))
+    stream_mix: str = setting("dirichlet", "class mix of a client's stream", choices=("dirichlet", "iid", "published"))
+    stream_concentration: float = setting(0.01, "Dirichlet concentration of the class mix", above=0)
+    stream_size: int = setting(1000, "images of a client, met anew under each corruption", low=1)
+    stream_batch: int = setting(200, "images of a client a round", low=1)
+    stream_order: str = setting(
         "auto", "order of the images; auto: shuffled for iid, else by class", choices=("auto", "sorted", "shuffled")
     )
-    stream_orders: int = _setting(0, "different orders of corruptions; clients share them (0: each its own)", low=0)
-    stream_rounds: int = _setting(0, "test-time rounds (0: to the end of the streams)", low=0)
+    stream_orders: int = setting(0, "different orders of corruptions; clients share them (0: each its own)", low=0)
+    stream_rounds: int = setting(0, "test-time rounds (0: to the end of the streams)", low=0)
 
     # Where it runs
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:<index>")
-    autocast: bool = _setting(False, "bfloat16 autocast in local training")
-    workers: int = _setting(2, "simulated clients that run at the same time", low=1)
-    num_gpus: float = _setting(0.0, "share of a GPU for each simulated client", low=0)
-    eval_batch_size: int = _setting(256, "batch of statistics and test streams", low=1)
-    state_dir: str = _setting("", "folder for clients' private state; empty: Flower's context, which ends with the run")
-    results: str = _setting("results", "folder of run folders")
-    run_name: str = _setting("", "name of the run folder; empty: data set, seed and time")
-    checkpoint_every: int = _setting(1, "rounds of all kinds between two checkpoints (0: none)", low=0)
-    checkpoints_kept: int = _setting(2, "the last n checkpoints are kept", low=1)
-    resume: str = _setting(
+    device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
+    autocast: bool = setting(False, "bfloat16 autocast in local training")
+    workers: int = setting(2, "simulated clients that run at the same time", low=1)
+    num_gpus: float = setting(0.0, "share of a GPU for each simulated client", low=0)
+    eval_batch_size: int = setting(256, "batch of statistics and test streams", low=1)
+    state_dir: str = setting("", "folder for clients' private state; empty: Flower's context, which ends with the run")
+    results: str = setting("results", "folder of run folders")
+    run_name: str = setting("", "name of the run folder; empty: data set, seed and time")
+    checkpoint_every: int = setting(1, "rounds of all kinds between two checkpoints (0: none)", low=0)
+    checkpoints_kept: int = setting(2, "the last n checkpoints are kept", low=1)
+    resume: str = setting(
         "", "run folder, or checkpoint file in it, to go on from, with its other settings; clients need state-dir"
     )
 

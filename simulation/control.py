@@ -48,7 +48,9 @@ def register(home: Path, public_keys: Sequence[Path]) -> int:
     return new
 
 
-def run(home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False) -> None:
+def run(
+    home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False, options: Sequence[str] = ()
+) -> None:
     """Bundle the project, run it, and wait until the run has ended.
 
     Parameters
@@ -62,6 +64,8 @@ def run(home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = F
         Seconds the run may take; it is stopped then.
     show : bool
         Show the run's log on this terminal.
+    options : sequence of str
+        More words for `flwr run`.
 
     Raises
     ------
@@ -70,7 +74,7 @@ def run(home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = F
     """
     path = home / "run.toml"  # a file, for a command line would have to quote values twice
     path.write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
-    number = flwr(home, "run", str(PROJECT), CONNECTION, "--run-config", str(path))["run-id"]
+    number = flwr(home, "run", str(PROJECT), CONNECTION, "--run-config", str(path), *options)["run-id"]
     command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends
     try:
         told = subprocess.run(

@@ -6,9 +6,7 @@ Flower's CLI exits 0 when a run failed; this script reads the run's status and e
 from __future__ import annotations
 
 import argparse
-import json
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,16 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from rich.console import Console
 
 from server.report import METRICS_FILE, read_results, render_tables
 from settings import Settings, SettingsError
-from settings.parse import convert
-from simulation.superlink import CONNECTION, POLL, PROJECT, FlowerError, environment, program, superlink
-
-PATHS = ("results", "data-dir", "init", "state-dir")  # settings that are paths on the machine of the SuperLink
-SETTLED = 30.0  # seconds within which a run whose log has ended must have its final status
+from simulation import control
+from simulation.superlink import FlowerError, superlink
 
 
 @dataclass(frozen=True)
@@ -79,16 +73,13 @@ def parse(words: Sequence[str] | None = None) -> Submission:
     parser.add_argument("--timeout", type=float, default=86400.0, help="seconds that the run may take")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings")
     arguments = parser.parse_args(words)
-    config: dict[str, Any] = {"results": defaults.results, "run-name": time.strftime("flower-%Y%m%d-%H%M%S")}
     for word in arguments.set:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise SettingsError(f"--set {word!r}: allowed is key=value")
-        if key in ("clients", "workers"):
+        if word.partition("=")[0] in ("clients", "workers"):
             raise SettingsError(f"--set {word!r}: clients and workers are given by --clients and --cpus")
-        config[key] = convert(key, value)
+    name = time.strftime("flower-%Y%m%d-%H%M%S")
+    config = control.run_config(arguments.set, {"results": defaults.results, "run-name": name})
     # the working directory of the apps is Flower's affair
-    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in PATHS if config.get(key)}
+    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in control.PATHS if config.get(key)}
     config |= {"clients": arguments.clients, "workers": arguments.cpus}
     return Submission(config, arguments.clients, arguments.cpus, arguments.timeout)
 
@@ -104,42 +95,8 @@ def run(submission: Submission) -> None:
     with tempfile.TemporaryDirectory(prefix="fedtta-flower-", ignore_cleanup_errors=True) as folder:
         home = Path(folder).resolve()
         with superlink(home):
-            submit(home, submission)
-            status, details = final_status(home)
-    if status != "finished:completed":
-        raise FlowerError(f"{status}: {details}")
-
-
-def submit(home: Path, submission: Submission) -> None:
-    """Let `flwr run` bundle the project and show the run's log on this terminal until the run ends."""
-    config = home / "run.toml"  # a file, for a command line would have to quote values twice
-    config.write_text(tomli_w.dumps(submission.config), encoding="utf-8")
-    command = [
-        program("flwr"), "run", str(PROJECT), CONNECTION, "--stream",
-        "--federation-config", submission.federation(), "--run-config", str(config),
-    ]  # fmt: skip
-    try:
-        done = subprocess.run(command, cwd=PROJECT, env=environment(home), timeout=submission.timeout, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise FlowerError(f"not finished after {submission.timeout:g} s") from error
-    if done.returncode:
-        raise FlowerError("Flower did not take the run; its message is above")
-
-
-def final_status(home: Path) -> tuple[str, str]:
-    """Return the status of the SuperLink's only run, such as 'finished:failed', and its details."""
-    end = time.monotonic() + SETTLED
-    command = [program("flwr"), "ls", CONNECTION, "--format", "json"]
-    while True:
-        done = subprocess.run(
-            command, cwd=PROJECT, env=environment(home), timeout=SETTLED, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise FlowerError(f"flwr ls: {done.stdout}{done.stderr}")
-        (entry,) = json.loads(done.stdout)["runs"]
-        if entry["status"].startswith("finished") or time.monotonic() > end:
-            return entry["status"], entry["status-details"]
-        time.sleep(POLL)
+            federation = ("--federation-config", submission.federation())
+            control.run(home, submission.config, submission.timeout, show=True, options=federation)
 
 
 def unwind(number: int, frame: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from client.agent.guard import Limits
 from settings import Scalar, SettingsError, assignments, from_toml
-from settings.schema import check, key_of
+from settings.schema import REQUIRED, check, key_of, setting
 
 #: Keys that hold a path; a relative one is relative to the TOML file.
 PATHS = ("state_dir", "data_dir", "certificate", "key", "client_ca")
@@ -21,19 +21,6 @@ TLS = ("certificate", "key", "client_ca")
 #: Adapter → the option and its value with which it takes a whole test set (`Adapter.takes_whole_set`).
 WHOLE_SET = {"fedicon": ("mode", "offline")}
 UNIX = "unix:"
-
-
-def _key(
-    help: str,
-    default: Any = dataclasses.MISSING,
-    choices: tuple[str, ...] | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-) -> Any:
-    """Declare a key, as `settings.schema` does; without a default it must be set."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -47,45 +34,45 @@ class AgentConfig:
     """
 
     # Which client this is
-    partition_id: int = _key("which client this is, from 0", low=0)
-    num_partitions: int = _key("of how many", low=1)
-    state_dir: str = _key("folder of everything that the agent keeps; one agent a folder")
-    role: str = _key("what the client does; empty: what its data allow", "", ("", "both", "source", "target"))
-    data_dir: str = _key("folder of data sets; empty: what the run says", "")
-    device: str = _key("auto, cpu, cuda or cuda:<index>", "auto")
+    partition_id: int = setting(REQUIRED, "which client this is, from 0", low=0)
+    num_partitions: int = setting(REQUIRED, "of how many", low=1)
+    state_dir: str = setting(REQUIRED, "folder of everything that the agent keeps; one agent a folder")
+    role: str = setting("", "what the client does; empty: what its data allow", ("", "both", "source", "target"))
+    data_dir: str = setting("", "folder of data sets; empty: what the run says")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
 
     # What it answers with
-    adapter: str = _key("test-time adaptation, with options: 'fedthe[beta=0.3]'", "fedthe")
-    base: str = _key("network that the adapter gets", "global", ("global", "personalised"))
-    training: str = _key("which training's model is served; empty: the first of a run that the adapter fits", "")
+    adapter: str = setting("fedthe", "test-time adaptation, with options: 'fedthe[beta=0.3]'")
+    base: str = setting("global", "network that the adapter gets", ("global", "personalised"))
+    training: str = setting("", "which training's model is served; empty: the first of a run that the adapter fits")
 
     # Where it listens
-    listen: str = _key("address of the predictor; empty: unix:<state-dir>/agent.sock", "")
-    relay: str = _key("address for the Flower ClientApp; empty: unix:<state-dir>/relay.sock", "")
-    certificate: str = _key("PEM file of this server's certificate (TCP only)", "")
-    key: str = _key("PEM file of its private key (TCP only)", "")
-    client_ca: str = _key("PEM file of the authority that signs clients' certificates (TCP only)", "")
-    message_limit_mb: int = _key("largest message of the predictor, MiB", 64, low=1, high=1024)
-    deadline: float = _key("seconds that a request may wait and take", 30.0, above=0)
-    max_streams: int = _key("streams of predictions at the same time", 64, low=1)
-    queue_limit: int = _key("requests that may wait; the next one is told 'busy'", 64, low=1)
-    batch_limit: int = _key("samples of waiting requests that are predicted at once", 256, low=1)
+    listen: str = setting("", "address of the predictor; empty: unix:<state-dir>/agent.sock")
+    relay: str = setting("", "address for the Flower ClientApp; empty: unix:<state-dir>/relay.sock")
+    certificate: str = setting("", "PEM file of this server's certificate (TCP only)")
+    key: str = setting("", "PEM file of its private key (TCP only)")
+    client_ca: str = setting("", "PEM file of the authority that signs clients' certificates (TCP only)")
+    message_limit_mb: int = setting(64, "largest message of the predictor, MiB", low=1, high=1024)
+    deadline: float = setting(30.0, "seconds that a request may wait and take", above=0)
+    max_streams: int = setting(64, "streams of predictions at the same time", low=1)
+    queue_limit: int = setting(64, "requests that may wait; the next one is told 'busy'", low=1)
+    batch_limit: int = setting(256, "samples of waiting requests that are predicted at once", low=1)
 
     # What it keeps
-    save_every_samples: int = _key("what was learned is saved after so many samples", 256, low=1)
-    save_every_seconds: float = _key("and after so many seconds, if there is anything to save", 30.0, above=0)
-    snapshots_kept: int = _key("snapshots of what was learned", 3, low=1)
+    save_every_samples: int = setting(256, "what was learned is saved after so many samples", low=1)
+    save_every_seconds: float = setting(30.0, "and after so many seconds, if there is anything to save", above=0)
+    snapshots_kept: int = setting(3, "snapshots of what was learned", low=1)
 
     # The guard against collapse; see `client.agent.guard`
-    guard: bool = _key("watch the adapter, hold it or roll it back", True)
-    guard_window: int = _key("samples that the guard looks back on", 128, low=8)
-    guard_margin: float = _key("share of degenerate samples answered otherwise than unadapted", 0.05, low=0, high=1)
-    guard_retry: int = _key("samples answered unadapted before the adapter is tried again", 512, low=1)
-    guard_collapse_share: float = _key("one class's share of adapted predictions that is a collapse", 0.9, above=0.5)
-    guard_one_class: float = _key("one class's share of unadapted predictions that is degenerate", 0.6, above=0)
-    guard_low_entropy: float = _key("mean entropy, as a share of ln K, that is next to none", 0.02, low=0, high=1)
-    guard_high_entropy: float = _key("mean unadapted entropy, as a share of ln K, that is noise", 0.8, above=0)
-    guard_least_batch: int = _key("smaller batches are degenerate for methods defined per batch", 8, low=1)
+    guard: bool = setting(True, "watch the adapter, hold it or roll it back")
+    guard_window: int = setting(128, "samples that the guard looks back on", low=8)
+    guard_margin: float = setting(0.05, "share of degenerate samples answered otherwise than unadapted", low=0, high=1)
+    guard_retry: int = setting(512, "samples answered unadapted before the adapter is tried again", low=1)
+    guard_collapse_share: float = setting(0.9, "one class's share of adapted predictions that is a collapse", above=0.5)
+    guard_one_class: float = setting(0.6, "one class's share of unadapted predictions that is degenerate", above=0)
+    guard_low_entropy: float = setting(0.02, "mean entropy, as a share of ln K, that is next to none", low=0, high=1)
+    guard_high_entropy: float = setting(0.8, "mean unadapted entropy, as a share of ln K, that is noise", above=0)
+    guard_least_batch: int = setting(8, "smaller batches are degenerate for methods defined per batch", low=1)
 
     def __post_init__(self) -> None:
         """Check every key, then what belongs together."""
