@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export FLWR_TELEMETRY_ENABLED := 0
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test lint flower keys deploy-local sheet proto requirements clean help
+.PHONY: run test test-faults lint flower keys deploy-local sheet proto requirements clean help
 
 help:          ## show this
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -24,6 +24,10 @@ run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS= (or all), A
 
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Side by side, for most of the time is waiting for Flower to notice that somebody is gone; the longest begins.
+test-faults: $(VENV)/ready  ## real processes over TLS: killed, cut off, refused, and every phase undisturbed
+	$(BIN)/python -m pytest -m faults -n 3 --dist worksteal tests/faults/test_undisturbed.py tests/faults $(ARGS)
 
 lint: $(VENV)/ready  ## lint, format and types
 	$(BIN)/ruff check .

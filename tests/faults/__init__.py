@@ -1,0 +1,1 @@
+"""Real processes that are killed, refused and cut off: `make test-faults`."""

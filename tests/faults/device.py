@@ -1,0 +1,78 @@
+"""An agent that has a model, and a program's connection to it, which outlives the agent."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.served import PARTITION, SETTINGS, fabricate
+from client.agent import agent_pb2 as pb
+from client.agent import agent_pb2_grpc
+from client.agent.store import Store
+from simulation import agents
+from tests.faults.stage import PATIENCE
+
+#: After a lost connection, look for the agent again soon.
+OPTIONS = [("grpc.max_reconnect_backoff_ms", 500), ("grpc.initial_reconnect_backoff_ms", 100)]
+
+
+class Device:
+    """An agent process, its state in `folder`; `channel` is how a program reaches it (None: by its socket)."""
+
+    def __init__(self, folder: Path, channel: grpc.Channel | None = None, **keys: Any) -> None:
+        self.state, self._home = folder / f"agent-{PARTITION}", folder / "home"
+        self._config = agents.agent_config(folder, folder, PARTITION, SETTINGS.clients, {"device": "cpu", **keys})
+        store = Store(self.state, 1, print)
+        store.save_model(fabricate())
+        store.close()
+        self.channel = channel or grpc.insecure_channel(f"unix:{folder}/a{PARTITION}", OPTIONS)
+        self.stub = agent_pb2_grpc.PredictorStub(self.channel)
+        self.start()
+
+    def start(self) -> None:
+        self.process = agents.start_agent(self._home, self._config)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def restart(self) -> pb.StatusReply:
+        """Start it again after a kill and return what it has come back with."""
+        self.process.wait()
+        self.start()
+        return self.status()
+
+    def status(self) -> pb.StatusReply:
+        return self.stub.Status(pb.StatusRequest(), timeout=PATIENCE, wait_for_ready=True)
+
+    def predict(self, request: pb.PredictRequest) -> pb.PredictReply:
+        return self.stub.Predict(request, timeout=PATIENCE, wait_for_ready=True)
+
+    def until_killed(self, stream: list[pb.PredictRequest], replied: Callable[[int], None]) -> list[pb.PredictReply]:
+        """Send a stream, call `replied` with the number of replies after each, and return all that came."""
+        replies: list[pb.PredictReply] = []
+        try:
+            for reply in self.stub.PredictStream(iter(stream), timeout=PATIENCE, wait_for_ready=True):
+                replies.append(reply)
+                replied(len(replies))
+        except grpc.RpcError:
+            assert self.process.wait(PATIENCE) == -signal.SIGKILL
+            return replies
+        raise AssertionError("the stream ended before the agent was killed")
+
+
+@contextmanager
+def device(channel: grpc.Channel | None = None, **keys: Any) -> Iterator[Device]:
+    """Start one; it is killed at the end."""
+    with agents.sockets_folder() as folder:
+        made = Device(folder, channel, **keys)
+        try:
+            yield made
+        finally:
+            made.channel.close()
+            made.kill()
+            made.process.wait()

@@ -1,0 +1,193 @@
+"""A deployment with agents, TLS and node authentication, whose parts a test can kill and start again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from client.agent import agent_pb2, agent_pb2_grpc
+from settings import Settings
+from simulation import agents, control, deployment, superlink
+from simulation.certificates import Keys, make_keys
+
+PATIENCE = 600.0  # seconds that what takes at most two minutes may take on a busy machine
+POLL = 0.05
+
+
+def wait_until(reached: Callable[[], bool], what: str) -> None:
+    """Fail when it is not reached within PATIENCE."""
+    end = time.monotonic() + PATIENCE
+    while not reached():
+        assert time.monotonic() < end, f"waited for {what}"
+        time.sleep(POLL)
+
+
+@dataclass
+class Stage:
+    """What runs; node and agent i belong to partition i."""
+
+    root: Path
+    sockets: Path
+    keys: Keys
+    fleet: str  # where nodes reach it
+    own_fleet: str  # where it listens; a proxy may be in between
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def home(self) -> Path:
+        return self.root / "flower"
+
+    def start_agent(self, partition: int) -> None:
+        """Start an agent, again with the config of before."""
+        started = agents.start_agent(self.home / f"agent-{partition}", self.root / f"device-{partition}.toml")
+        self.agents[partition:] = [started, *self.agents[partition + 1 :]]
+
+    def start_node(self, partition: int, partitions: int) -> None:
+        """Start a SuperNode, again with the key of before."""
+        config = {
+            "partition-id": partition, "num-partitions": partitions, "agent": f"unix:{self.sockets}/r{partition}",
+        }  # fmt: skip
+        own = (self.keys.ca, self.keys.node(partition)[0])
+        started = deployment.supernode(self.home / f"node-{partition}", self.fleet, config, own)
+        self.nodes[partition:] = [started, *self.nodes[partition + 1 :]]
+
+    @contextlib.contextmanager
+    def supervised_node(self, partition: int, partitions: int) -> Iterator[None]:
+        """Start a SuperNode as often as it ends and clear what it has left, as a service manager does."""
+        stopping = threading.Event()
+
+        def supervise() -> None:
+            while not stopping.wait(2):
+                if self.nodes[partition].poll() is not None:
+                    superlink.stop(self.home / f"node-{partition}")
+                    self.start_node(partition, partitions)
+
+        thread = threading.Thread(target=supervise)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopping.set()
+            thread.join()
+
+    def processes(self, word: str) -> list[int]:
+        """Return the ids of what was started here and has a word in its command line."""
+        found = []
+        for pid in superlink.started(self.home):
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    def status(self, partition: int) -> agent_pb2.StatusReply | None:
+        """Return what an agent says of itself, None when it does not answer."""
+        with grpc.insecure_channel(f"unix:{self.sockets}/a{partition}") as channel:
+            try:
+                return agent_pb2_grpc.PredictorStub(channel).Status(agent_pb2.StatusRequest(), timeout=5)
+            except grpc.RpcError:
+                return None
+
+    def in_training(self, partition: int) -> bool:
+        """Return whether an agent is training now."""
+        status = self.status(partition)
+        return status is not None and status.training == "train"
+
+    def log(self, name: str) -> str:
+        """Return a process' log, such as 'node-0' or 'agent-1' or 'superlink'."""
+        path = {"n": deployment.LOG, "a": agents.LOG}[name[0]] if "-" in name else "superlink.log"
+        folder = self.home / name if "-" in name else self.home
+        return (folder / path).read_text(encoding="utf-8", errors="replace")
+
+    def run(self, settings: Settings, **changes: Any) -> Future[None]:
+        """Submit a run; its results are in `results/<run-name>`."""
+        config = settings.flat() | {"results": str(self.root / "results")} | changes
+        executor = ThreadPoolExecutor(1)
+        try:
+            return executor.submit(deployment.run, self.home, config, PATIENCE)
+        finally:
+            executor.shutdown(wait=False)
+
+    def results(self, name: str) -> Path:
+        return self.root / "results" / name
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return what a run has told so far."""
+        path = self.results(name) / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def rounds(self, name: str) -> int:
+        """Return how many training rounds of a run have ended."""
+        return sum(event["event"] == "round" for event in self.events(name))
+
+    def restart_superlink(self) -> None:
+        """Start a SuperLink on the database, addresses and keys of the one that was killed."""
+        own = tomllib.loads((self.home / "config.toml").read_text())["superlink"][superlink.CONNECTION]
+        port = int(own["address"].rpartition(":")[2])
+        command = superlink.superlink_command("127.0.0.1", port, self.own_fleet, self.keys)
+        log = self.home / "superlink.log"
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [*command, "--database", str(self.home / superlink.DATABASE)], stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, cwd=superlink.PROJECT, env=superlink.environment(self.home),
+                start_new_session=True,
+            )  # fmt: skip
+        superlink.wait_until_healthy(process, f"https://{own['address']}/health", log, self.keys)
+
+
+def kill(*pids: int) -> None:
+    """kill -9."""
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def flwr_status(home: Path) -> str:
+    """Return the status of the only run that has been submitted."""
+    (entry,) = control.flwr(home, "ls", superlink.CONNECTION)["runs"]
+    status: str = entry["status"]
+    return status
+
+
+@contextlib.contextmanager
+def stage(
+    root: Path,
+    partitions: int = 2,
+    through: Callable[[str], AbstractContextManager[str]] = nullcontext,
+    **device: Any,
+) -> Iterator[Stage]:
+    """Start SuperLink, SuperNodes and agents; `through` gets the SuperLink's address and gives the nodes another."""
+    home = root / "flower"
+    home.mkdir()
+    keys = make_keys(home / "keys", partitions)[0]
+    with ExitStack() as stack:
+        sockets = stack.enter_context(agents.sockets_folder())
+        fleet = stack.enter_context(superlink.superlink(home, simulation=False, keys=keys))
+        control.register(home, [keys.node(i)[1] for i in range(partitions)])
+        made = Stage(root, sockets, keys, stack.enter_context(through(fleet)), fleet)
+        for i in range(partitions):
+            agents.agent_config(root, sockets, i, partitions, {"device": "cpu", **device})
+            made.start_agent(i)
+            made.start_node(i, partitions)
+        agents.wait_for({f"unix:{sockets}/a{i}": made.agents[i] for i in range(partitions)})
+        try:
+            yield made
+        finally:
+            for process in [*made.nodes, *made.agents]:
+                process.kill()
+                process.wait()

@@ -1,0 +1,68 @@
+"""A network that is slow, narrow and cut off for a while: between nodes and SuperLink, between program and agent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from benchmarks.served import pictures
+from benchmarks.streams import batches, requests
+from settings import Settings
+from simulation.certificates import make_keys
+from simulation.superlink import free_ports
+from tests.faults.device import OPTIONS, device
+from tests.faults.proxy import Proxy, proxy
+from tests.faults.stage import PATIENCE, stage, wait_until
+from tests.server.test_run import assert_same_results, run
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
+
+DELAY, RATE, CUT = 0.1, 1e6, 20.0  # seconds, bytes a second, seconds
+RUN = "slow"
+SMALL = Settings(
+    clients=2, fraction=0.3, image_size=20, device="cpu", rounds=3, local_epochs=5, personal_epochs=1, augment=False,
+    methods="fedavg,fedthe", shifts="original", node_timeout=300.0, round_timeout=300.0, run_name=RUN,
+)  # fmt: skip
+
+
+def test_three_rounds_over_a_bad_line_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    lines: list[Proxy] = []
+
+    @contextlib.contextmanager
+    def through(fleet: str) -> Iterator[str]:
+        with proxy(fleet, DELAY, RATE) as line:
+            lines.append(line)
+            yield line.address
+
+    with stage(tmp_path, through=through) as made:
+        running = made.run(SMALL)
+        wait_until(lambda: made.rounds(RUN) == 1 and made.in_training(0), "round 2")
+        before = lines[0].connections
+        assert before >= 2  # nodes do come this way
+        lines[0].cut(CUT)
+        running.result(PATIENCE)
+        assert lines[0].connections > before
+    assert not [event for event in made.events(RUN) if event["event"] in ("failed", "late", "refused")]
+    assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
+
+
+def test_a_program_finds_its_agent_again(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", 1, agents=["127.0.0.1"])[0].folder
+    (port,) = free_ports(1)
+    tls = {"certificate": "agent-127.0.0.1.crt", "key": "agent-127.0.0.1.key", "client-ca": "agents-ca.crt"}
+    own = {"listen": f"127.0.0.1:{port}", **{name: str(keys / file) for name, file in tls.items()}}
+    credentials = grpc.ssl_channel_credentials(
+        *((keys / name).read_bytes() for name in ("agents-ca.crt", "program.key", "program.crt"))
+    )
+    asked = requests(batches(pictures(20), 1))
+    with proxy(own["listen"], DELAY, RATE) as line:
+        channel = grpc.secure_channel(line.address, credentials, OPTIONS)
+        with device(channel, **own) as made:
+            assert [made.predict(request).position for request in asked[:10]] == list(range(10))
+            line.cut(3.0)
+            assert [made.predict(request).position for request in asked[10:]] == list(range(10, 20))
+            assert line.connections == 2

@@ -1,0 +1,47 @@
+"""Three nodes with agents, TLS and keys, every phase there is: the bits of one process, then answers from the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from client.runtime import federation_of
+from settings import Settings
+from simulation import agents
+from tests.faults.stage import PATIENCE, stage
+from tests.integration.test_deployment import RUNS as PHASES
+from tests.server.test_run import assert_same_results, run
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(6 * PATIENCE)]
+
+#: Three rounds of training, statistics and adaptation; then, two clients' runs with a third, learned rates, test-time
+#: rounds, and FedICON's three phases.
+RUNS: dict[str, Settings] = {
+    "train": Settings(
+        rounds=3, fraction=0.3, image_size=20, device="cpu", local_epochs=8, personal_epochs=2, learning_rate=0.1,
+        augment=False, methods="fedavg,personal,fedthe,btfl", shifts="original,corrupted", node_timeout=300.0,
+        round_timeout=300.0,
+    ),
+    **PHASES,
+}  # fmt: skip
+NODES = 3
+
+
+def test_every_phase_over_grpc_has_the_bits_of_one_process(tmp_path: Path) -> None:
+    runs = {name: settings.replace(clients=NODES, run_name=name) for name, settings in RUNS.items()}
+    with stage(tmp_path, NODES) as made:
+        for name, settings in reversed(runs.items()):  # what is served in the end comes from "train"
+            made.run(settings).result(PATIENCE)
+            assert made.events(name)[-1]["status"] == "completed"
+        federation = federation_of(runs["train"])
+        for i in range(NODES):
+            images = federation.images.pixels[federation.splits[i].test[:20]]
+            status, reply = agents.ask(f"unix:{made.sockets}/a{i}", images)
+            assert status.adapter.startswith("fedthe")
+            assert reply is not None
+            right = agents.predicted(reply) == federation.images.labels[federation.splits[i].test[:20]]
+            assert right.mean() > 0.5
+    for name, settings in runs.items():
+        alone = settings.replace(state_dir=str(tmp_path / "state" / name))
+        assert_same_results(made.results(name), run(tmp_path / "alone" / name, alone))
