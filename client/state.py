@@ -8,6 +8,7 @@ can step back.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from models import load_arrays, save_arrays
 
 Arrays = dict[str, NDArray[Any]]
 KEPT = 2  # tags kept for each key
+FORGOTTEN = ".forgotten"  # ends the name of a run that is being removed
 
 
 class PrivateState(Protocol):
@@ -130,6 +132,27 @@ class DirectoryState:
         files = {tag: path for (name, tag), path in self._files().items() if name == key}
         for tag in outdated(list(files), round, keep):
             files[tag].unlink()
+
+
+def forget_runs(root: Path, current: str, kept: int) -> list[str]:
+    """Remove from a `DirectoryState`'s root all runs but the current one and those used last; return their names.
+
+    Parameters
+    ----------
+    kept : int
+        Runs that stay, with the current one; at least 1.
+    """
+    for left in root.glob(f"*{FORGOTTEN}"):  # by a process that was killed at it
+        shutil.rmtree(left)
+    used = {}
+    for run in root.iterdir() if root.is_dir() else ():
+        clients = [path for path in run.iterdir() if path.name.isdigit()] if run.is_dir() else []
+        if clients and run.name != current:  # beside runs there is more, such as networks
+            used[run] = max(path.stat().st_mtime for path in clients)
+    old = sorted(used, key=lambda run: used[run])[: max(0, len(used) - kept + 1)]
+    for run in old:  # gone at once, though its files take their time
+        shutil.rmtree(run.rename(run.with_name(run.name + FORGOTTEN)))
+    return [run.name for run in old]
 
 
 def plain_name(what: str, name: str) -> str:

@@ -62,6 +62,7 @@ class AgentConfig:
     save_every_samples: int = setting(256, "what was learned is saved after so many samples", low=1)
     save_every_seconds: float = setting(30.0, "and after so many seconds, if there is anything to save", above=0)
     snapshots_kept: int = setting(3, "snapshots of what was learned", low=1)
+    runs_kept: int = setting(4, "runs whose private state is kept; older ones cannot be resumed", low=1)
 
     # The guard against collapse; see `client.agent.guard`
     guard: bool = setting(True, "watch the adapter, hold it or roll it back")

@@ -21,7 +21,7 @@ from client.agent.store import Entry, Store
 from client.compute import resolve_device
 from client.evaluation import Row
 from client.phases import PHASES, Node, device_of, perform, round_of, task_of, variants_of
-from client.state import MemoryState
+from client.state import MemoryState, forget_runs
 from client.work import Done, Work
 
 __all__ = ["Agent", "NoModel", "Prediction", "Saved", "Status"]
@@ -57,6 +57,7 @@ class Agent:
         self._events: dict[str, int] = {}  # of guards of models that were here before
         self._device = resolve_device(config.device)
         self._row = Row(config.adapter_name, config.adapter_name, config.adapter_options, config.base)
+        self._private = config.state_folder / PRIVATE
         self._node = self._own_node()
         self._live: Live | None = None
         self._saved_at, self._tried_at, self._changed, self._model_saved = 0, 0, False, True
@@ -210,6 +211,8 @@ class Agent:
                 done = perform(work, self._node)
                 if work.phase == "evaluate":
                     self._take_over(work)
+                for run in forget_runs(self._private, str(work.config["run"]), self.config.runs_kept):
+                    self._note(f"run {run} forgotten: it is not among the last {self.config.runs_kept}")
             finally:
                 self._phase = ""
         return done
@@ -231,7 +234,7 @@ class Agent:
 
     def _own_node(self) -> Node:
         config = self.config
-        settings = {"device": config.device, "state-dir": str(config.state_folder / PRIVATE)}
+        settings = {"device": config.device, "state-dir": str(self._private)}
         if config.data_dir:
             settings["data-dir"] = config.data_dir
         return Node(config.partition_id, config.num_partitions, MemoryState(), config.role or None, settings)

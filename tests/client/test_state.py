@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from client.app import ContextState
 from client.identity import kept
-from client.state import DirectoryState, Keeping, MemoryState, PrivateState, outdated
+from client.state import FORGOTTEN, DirectoryState, Keeping, MemoryState, PrivateState, forget_runs, outdated
 from models import save_arrays
 
 #: Where a backend keeps things; a second call is the same device after a restart (or in its next message).
@@ -213,6 +214,21 @@ class TestDirectory:
         found = [value_of(DirectoryState(tmp_path, run, partition), 1) for run, partition in places]
         assert found == [50, 1, 2, 3]
         assert DirectoryState(tmp_path, "c", 1).load("t", 1) is None
+
+    def test_all_but_the_last_runs_are_forgotten(self, tmp_path: Path) -> None:
+        for number, run in enumerate(["d", "a", "c", "b"]):
+            DirectoryState(tmp_path, run, 1).save("t", 1, entry(number))
+            os.utime(tmp_path / run / "1", (number, number))
+        (tmp_path / "networks").mkdir()
+        (tmp_path / "networks" / "0a.safetensors").touch()
+        (tmp_path / f"x{FORGOTTEN}" / "1").mkdir(parents=True)  # left by one that was killed
+        assert forget_runs(tmp_path, "d", 4) == []
+        assert forget_runs(tmp_path, "d", 3) == ["a"]  # the oldest but for the current one
+        assert forget_runs(tmp_path, "new", 2) == ["d", "c"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "networks"]
+        assert value_of(DirectoryState(tmp_path, "b", 1), 1) == 3
+        assert forget_runs(tmp_path, "b", 1) == []
+        assert forget_runs(tmp_path / "nothing", "b", 1) == []
 
     @pytest.mark.parametrize("run", ["", ".", "..", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "ä/ö", "a\0"])
     def test_a_run_that_is_no_plain_name_is_refused(self, tmp_path: Path, run: str) -> None:

@@ -242,6 +242,19 @@ def test_private_state_lives_in_the_state_directory(folder: Path) -> None:
     assert sorted(map(str, kept)) == [f"run1/0/cross_entropy@{round}.safetensors" for round in (1, 2)]
 
 
+def test_old_runs_are_forgotten_and_that_is_noted(
+    folder: Path, start: tuple[Path, Work, Done], agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, work = agents(runs_kept=2), start[1]
+    private = folder / "state" / "private"
+    monkeypatch.setattr(agent, "_take_over", lambda work: None)
+    for run in ("run2", "run3"):
+        shutil.copytree(private / "run1", private / run)
+        agent.perform(evaluation(work.records["arrays"], None, run=run))
+    assert sorted(path.name for path in private.iterdir() if path.name.startswith("run")) == ["run2", "run3"]
+    assert "run run1 forgotten: it is not among the last 2" in agent.status().notes
+
+
 def test_it_saves_by_itself_after_so_many_samples(agents: Any) -> None:
     agent = agents(save_every_samples=20)
     predictions(agent, 0, 10)
