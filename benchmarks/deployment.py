@@ -12,7 +12,6 @@ import contextlib
 import json
 import shutil
 import statistics as averages
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ from server.report import METRICS_FILE
 from settings import Settings, SettingsError, from_config
 from simulation import agents, control
 from simulation import deployment as nodes
-from simulation.superlink import CONNECTION, PROJECT, FlowerError, environment, program
+from simulation.superlink import FlowerError
 
 #: One training of the embedded digits, and as little after it as a run allows.
 BASE = {"dataset": "digits", "model": "cnn", "methods": "fedavg", "shifts": "original", "local-epochs": 1}
@@ -164,18 +163,8 @@ def run_empty_app(home: Path, app: Path, timeout: float) -> list[float]:
     FlowerError
         Flower did not take it, or it did not complete; the message has its log.
     """
-    number = control.flwr(home, "run", str(app), CONNECTION)["run-id"]
-    command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends
-    try:
-        told = subprocess.run(
-            command, cwd=PROJECT, env=environment(home), timeout=timeout, capture_output=True, text=True, check=False
-        ).stdout
-    except subprocess.TimeoutExpired as error:
-        control.flwr(home, "stop", number, CONNECTION)
-        raise FlowerError(f"the empty app: not finished after {timeout:g} s, and stopped") from error
+    nodes.run(home, {}, timeout, project=app)
     results = app.parent / "empty.json"
-    if not results.exists():
-        raise FlowerError(f"the empty app failed: {told}\n{nodes.logs(home, f'*/{nodes.LOG}')}")
     seconds: list[float] = json.loads(results.read_text(encoding="utf-8"))
     return seconds
 

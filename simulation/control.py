@@ -49,9 +49,10 @@ def register(home: Path, public_keys: Sequence[Path]) -> int:
 
 
 def run(
-    home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False, options: Sequence[str] = ()
-) -> None:
-    """Bundle the project, run it, and wait until the run has ended.
+    home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False, options: Sequence[str] = (),
+    project: Path = PROJECT,
+) -> None:  # fmt: skip
+    """Bundle a project, run it, and wait until the run has ended.
 
     Parameters
     ----------
@@ -66,6 +67,8 @@ def run(
         Show the run's log on this terminal.
     options : sequence of str
         More words for `flwr run`.
+    project : Path
+        Folder of the app; by default this one.
 
     Raises
     ------
@@ -74,7 +77,7 @@ def run(
     """
     path = home / "run.toml"  # a file, for a command line would have to quote values twice
     path.write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
-    number = flwr(home, "run", str(PROJECT), CONNECTION, "--run-config", str(path), *options)["run-id"]
+    number = flwr(home, "run", str(project), CONNECTION, "--run-config", str(path), *options)["run-id"]
     command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends
     try:
         told = subprocess.run(

@@ -16,7 +16,7 @@ from pathlib import Path
 from simulation import control
 from simulation.certificates import Keys, make_keys
 from simulation.control import Scalar
-from simulation.superlink import FlowerError, environment, free_ports, program, superlink
+from simulation.superlink import PROJECT, FlowerError, environment, free_ports, program, superlink
 
 LOG = "supernode.log"
 TAIL = 30  # lines of each node's log that a failure shows
@@ -124,8 +124,8 @@ def node_config(config: Mapping[str, Scalar]) -> str:
     return " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
 
 
-def run(home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False) -> None:
-    """Run the app on the nodes of a deployment and wait until the run has ended; see `control.run`.
+def run(home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False, project: Path = PROJECT) -> None:
+    """Run this app, or another project's, on the nodes of a deployment and wait for its end; see `control.run`.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def run(home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = F
         Flower did not take the run, or it did not complete; the message has Flower's reason and what the nodes logged.
     """
     try:
-        control.run(home, config, timeout, show)
+        control.run(home, config, timeout, show, project=project)
     except FlowerError as error:
         raise FlowerError(f"{error}\n{logs(home, f'*/{LOG}')}") from error
 
