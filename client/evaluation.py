@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from client.local_data import contrastive_views
 from client.neighbours import Neighbours
 from data import DATASETS, Stream
 from models import TwoHead
 from settings import Settings
 from tta import Adapter, Statistics
 from tta.augmix import AugMix
-from tta.contrastive_views import ContrastiveViews
 from tta.knn_per import KNNPer
 from tta.registry import create, info
 from tta.views import Views
@@ -129,7 +129,7 @@ def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
     if adapter in RANDOM_VIEWS:
         follow["augment"] = Views(flip=flip)
     if adapter in CONTRASTIVE_VIEWS:
-        follow |= {"augment": ContrastiveViews(flip=flip), "temperature": settings.temperature}
+        follow |= {"augment": contrastive_views(settings), "temperature": settings.temperature}
     if settings.leave_one_out:
         follow["leave_one_out"] = settings.clients
     return {name: value for name, value in follow.items() if name in info(adapter).options}

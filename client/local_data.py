@@ -42,8 +42,15 @@ def _augmentation(settings: Settings) -> Augment | None:
     """Return what makes random views of training images; None for none."""
     if not settings.augment:
         return None
-    flip = DATASETS[settings.dataset].flip
-    return ContrastiveViews(flip=flip) if settings.views == "contrastive" else partial(crop_flip, flip=flip)
+    if settings.views == "contrastive":
+        return contrastive_views(settings)
+    return partial(crop_flip, flip=DATASETS[settings.dataset].flip)
+
+
+def contrastive_views(settings: Settings) -> ContrastiveViews:
+    """Return what makes FedICON's views of the run's data set."""
+    known = DATASETS[settings.dataset]
+    return ContrastiveViews(crop_scale=(known.crop, 1.0), flip=known.flip)
 
 
 @torch.no_grad()

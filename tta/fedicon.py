@@ -112,7 +112,7 @@ class FedICON(Adapter):
         batch_size: int = 32,
         lr: float = 0.01,
         momentum: float = 0.0,
-        temperature: float = 0.5,
+        temperature: float = 0.1,
         augment: Callable[[Tensor, Generator], Tensor] | None = None,
         seed: int = 0,
         head: Literal["global", "personal"] = "global",

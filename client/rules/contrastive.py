@@ -12,11 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from client.local_data import contrastive_views
 from client.rules.base import Local, Rule, minimise, train_epochs
 from client.training import optimizer, smallest_batch
-from data import DATASETS
 from tta.contrastive import self_contrastive, supervised_contrastive
-from tta.contrastive_views import ContrastiveViews
 
 
 class Contrastive(Rule):
@@ -36,7 +35,7 @@ class Contrastive(Rule):
     def train(self, local: Local) -> float:
         """Train the encoder for `local_epochs`; see `Rule.train`."""
         model, smallest = local.model, smallest_batch(local.model, local.settings)
-        views = ContrastiveViews(flip=DATASETS[local.settings.dataset].flip)
+        views = contrastive_views(local.settings)
         weights = list(model.encoder.parameters())
         descent = optimizer(weights, local.settings)
 

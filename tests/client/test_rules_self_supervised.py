@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from client.local_data import contrastive_views
 from client.rules import contrastive as rounds
 from client.rules.base import Local
 from client.rules.contrastive import Classifier, Contrastive
 from client.rules.rotation import Rotation
 from data import DATASETS
 from models import TwoHead
+from settings import Settings
 from tests.client.test_rules import assert_close, batches, both, descend, draw, network64, objective, options, shared
 from tests.client.test_rules import turn as plain_turn
 from tests.client.tiny import network
@@ -46,9 +48,7 @@ def contrastive(z: Tensor, labels: list[int]) -> Tensor:
 @pytest.mark.parametrize("with_labels", [True, False])
 def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels: bool) -> None:
     views = ContrastiveViews(flip=DATASETS["npz"].flip)
-    monkeypatch.setattr(
-        rounds, "ContrastiveViews", lambda flip: lambda x, g: ContrastiveViews(flip=flip)(x, g).double()
-    )
+    monkeypatch.setattr(rounds, "contrastive_views", lambda settings: lambda x, g: views(x, g).double())
     model, twin, g = network64(norm), network64(norm), draw(3)
     loss = Contrastive(with_labels).train(turn(model))
     twin.train()
@@ -67,6 +67,12 @@ def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels
     before = {name: value.clone() for name, value in model.state_dict().items()}
     Contrastive(with_labels).personalise(turn(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("dataset", "crop", "flip"), [("digits", 0.6, False), ("cifar10", 0.2, True)])
+def test_views_are_those_of_the_data_set(dataset: str, crop: float, flip: bool) -> None:
+    settings = Settings(dataset=dataset, views="contrastive")
+    assert contrastive_views(settings) == ContrastiveViews(crop_scale=(crop, 1.0), flip=flip)
 
 
 @both
