@@ -1,4 +1,4 @@
-"""`fedicon`: FedICON's Tables 1, 2, 5, 7, 8 and 9 and its Figures 1b and 3, beside the paper's numbers.
+"""`fedicon`: FedICON's Tables 1, 2 and 5 to 9 and its Figures 1b and 3, beside the paper's numbers.
 
 A cell is one data set under one shift with one seed, and one domain left out where the shift is a new domain. A cell's
 rows are kept in one small file; each training is a run of its own, and a row that is kept is not run again. So tables
@@ -18,7 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.atp import about, require_same
-from benchmarks.fedicon_tables import ABLATION, OFFLINE, markdown
+from benchmarks.fedicon_paper import ABLATION, OFFLINE
+from benchmarks.fedicon_tables import markdown
 from benchmarks.protocol import load_protocol
 from benchmarks.record import RESULTS, write_json
 from benchmarks.run import seeds_of
@@ -30,8 +31,13 @@ from server.methods import parse_rows, plan
 from server.report import Results
 from settings import Settings, SettingsError, assignments
 
-#: Data set → its options in the protocol.
-DATA = {"digit5": "per_domain=2000", "office10": ""}
+#: Data set → its settings beside the protocol's. The paper's ResNet-18 for DomainNet has learned ImageNet before:
+#: `--set model-options='pretrained=<file>'`.
+DATA = {
+    "digit5": ("dataset-options=per_domain=2000",),
+    "office10": ("dataset-options=",),
+    "domainnet": ("dataset-options=", "model=resnet18", "model-options=", "rounds=20"),
+}
 SHIFTS = ("covariate", "domain")
 FIGURES = ("1b", "3-clients", "3-epochs")
 FIGURE_ROWS = {"1b": "fedavg", "3-clients": f"fedavg,{OFFLINE}", "3-epochs": f"fedavg,{OFFLINE}"}
@@ -114,7 +120,7 @@ def base_settings(arguments: argparse.Namespace) -> tuple[Settings, tuple[str, .
     SettingsError
         The data are not there, or have fewer than three domains: nothing would be left to learn from.
     """
-    start = [f"dataset={arguments.data}", f"dataset-options={DATA[arguments.data]}"]
+    start = [f"dataset={arguments.data}", *DATA[arguments.data]]
     base = load_protocol("fedicon", [*start, *arguments.set])
     if arguments.rounds is not None:
         base = base.replace(rounds=arguments.rounds)

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from benchmarks import fedicon
 from benchmarks.fedicon import Cell, accuracies, add_arguments, base_settings, cells_of, command_line, fill, read_cells
-from benchmarks.fedicon_tables import ABLATION, OFFLINE, PAPER, TABLE_9, UNSUPERVISED, markdown
+from benchmarks.fedicon_paper import ABLATION, OFFLINE, PAPER, TABLE_9, UNSUPERVISED
+from benchmarks.fedicon_tables import markdown
 from benchmarks.protocol import load_protocol
 from server.errors import RunError
 from server.methods import parse_rows, plan
@@ -98,6 +99,15 @@ def test_office10_has_its_own_options(domains: list[str]) -> None:
     assert (cell.table, cell.settings.dataset, cell.settings.clients) == ("office10-covariate", "office10", 4)
     with pytest.raises(SettingsError, match="--figure 1b: allowed is --data digit5"):
         plan_of("--data", "office10", "--figure", "1b")
+
+
+def test_domainnet_has_the_papers_network_and_rounds(domains: list[str]) -> None:
+    domains[:] = ["clipart", "real", "sketch"]
+    (cell,) = plan_of("--data", "domainnet", "--set", "model-options=small_stem=true")
+    assert (cell.table, cell.settings.model) == ("domainnet-covariate", "resnet18")
+    assert cell.settings.model_options == "small_stem=true"
+    assert (cell.settings.rounds, cell.settings.dataset_options) == (20, "domains=clipart,real,sketch")
+    assert PAPER[cell.table].value(OFFLINE, "real") == 84.72
 
 
 def test_figure_1b_gives_as_much_to_learn_from_in_each_case(domains: list[str]) -> None:

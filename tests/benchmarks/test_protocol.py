@@ -49,7 +49,12 @@ def test_changes_win_over_the_file_and_the_last_one_counts() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("brfl2", [], "unknown protocol 'brfl2'; there are: atp, brfl, brfl-central, fedicon, pfedbbn"),
+        (
+            "brfl2",
+            [],
+            "unknown protocol 'brfl2'; there are: atp, brfl, brfl-central, "
+            "brfl-personal, fedicon, fedicon-attribute, pfedbbn",
+        ),
         ("brfl", ["rounds"], "--set 'rounds': allowed is key=value"),
         ("brfl", ["round=3"], "did you mean rounds?"),
         ("brfl", ["rounds=many"], "allowed is a value of type int"),
