@@ -129,7 +129,7 @@ def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
     if adapter in RANDOM_VIEWS:
         follow["augment"] = Views(flip=flip)
     if adapter in CONTRASTIVE_VIEWS:
-        follow |= {"augment": contrastive_views(settings), "temperature": settings.temperature}
+        follow["augment"] = contrastive_views(settings)
     if settings.leave_one_out:
         follow["leave_one_out"] = settings.clients
     return {name: value for name, value in follow.items() if name in info(adapter).options}

@@ -103,7 +103,7 @@ class Settings:
     )
     ditto_lambda: float = setting(1.0, "Ditto: pull of the personal model towards the received one", low=0)
     rotation_weight: float = setting(1.0, "TTT: weight of telling rotations apart in training", low=0)
-    temperature: float = setting(0.1, "FedICON: temperature of the contrastive losses", above=0)
+    temperature: float = setting(0.1, "FedICON: temperature of the loss that trains the encoder", above=0)
     classifier_rounds: int = setting(10, "FedICON: rounds of the classifier on the frozen encoder", low=0)
     classifier_epochs: int = setting(5, "FedICON: epochs that make the final classifier a client's own", low=0)
 

@@ -15,8 +15,10 @@ and the classifier, which is not tuned, predicts from the tuned features. The lo
 
 Decisions and deviations:
 
-- SGD without momentum at 0.01, in batches of 32, is the paper's for training (appendix A); "eq. 2 and 5 [...] can share
-  the same optimization strategy". Its weight decay of 5e-4 is left out: it would take 5e-6 of a weight a step.
+- SGD without momentum, in batches of 32, is the paper's for training (appendix A); "eq. 2 and 5 [...] can share the
+  same optimization strategy". Training's η = 0.01 undoes what labels have taught the encoder: on Digit-5, corrupted
+  validation images (seed 1, one pass), 87.0 % are right untuned, 85.1 % with 0.01, 88.8 % with 0.003, 88.3 % with 0.001
+  (τ = 0.5; with training's 0.1: 76.0, 87.1, 87.8). Weight decay of 5e-4 is left out: it would take 2e-6 of a weight.
 - The paper does not tell τ, nor what a view is: see `contrastive` and `contrastive_views`. z' of eq. 5 is read as the
   other one of two views, as in training; the image as it is takes no part.
 - All parameters of the encoder are tuned, as copies, whatever their `requires_grad`.
@@ -110,9 +112,9 @@ class FedICON(Adapter):
         mode: Literal["offline", "online"] = "online",
         epochs: int = 1,
         batch_size: int = 32,
-        lr: float = 0.01,
+        lr: float = 0.003,
         momentum: float = 0.0,
-        temperature: float = 0.1,
+        temperature: float = 0.5,
         augment: Callable[[Tensor, Generator], Tensor] | None = None,
         seed: int = 0,
         head: Literal["global", "personal"] = "global",

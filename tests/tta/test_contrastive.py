@@ -60,7 +60,7 @@ def test_two_images_by_hand() -> None:
     """Views of one image are equal, those of two at a right angle: ln((e^2 + 1 + 1) / e^2) with τ = 1/2."""
     first = torch.eye(2, dtype=torch.float64)
     want = math.log((math.exp(2) + 2) / math.exp(2))
-    assert float(self_contrastive(first, 3 * first, 0.5)) == pytest.approx(want, abs=1e-12)
+    assert float(self_contrastive(first, 3 * first)) == pytest.approx(want, abs=1e-12)
     # One class: every anchor has three positives, products 2, 0 and 0.
     one_class = math.log(math.exp(2) + 2) - 2 / 3
     got = supervised_contrastive(torch.cat((first, first)), torch.zeros(4, dtype=torch.int64), 0.5)

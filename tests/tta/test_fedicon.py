@@ -43,8 +43,8 @@ def step(network: TwoHead, optimiser: torch.optim.Optimizer, x: Tensor, generato
     z = z / z.norm(dim=1, keepdim=True)
     loss = torch.zeros((), dtype=x.dtype)
     for i in range(len(z)):
-        others = [torch.exp(z[i] @ z[a] / 0.1) for a in range(len(z)) if a != i]
-        positive = torch.exp(z[i] @ z[(i + len(x)) % len(z)] / 0.1)
+        others = [torch.exp(z[i] @ z[a] / 0.5) for a in range(len(z)) if a != i]
+        positive = torch.exp(z[i] @ z[(i + len(x)) % len(z)] / 0.5)
         loss = loss - torch.log(positive / torch.stack(others).sum()) / len(z)
     optimiser.zero_grad()
     loss.backward()
@@ -94,7 +94,7 @@ def test_it_equals_the_reference(kind: str, mode: Any, epochs: int, head: Any) -
 
 
 def test_steps_lower_the_loss() -> None:
-    adapter = FedICON(two_head_network(), epochs=60, lr=0.1, temperature=0.5, augment=noise)
+    adapter = FedICON(two_head_network(), epochs=60, lr=0.1, augment=noise)
     adapter.predict(images(12))
     assert float(adapter.report()["loss"].view(6, 10).mean(1).diff().max()) < 0  # mean of every ten steps
 
