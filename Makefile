@@ -27,7 +27,7 @@ test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
 
 # Side by side, for most of the time is waiting for Flower to notice that somebody is gone; the longest begins.
 test-faults: $(VENV)/ready  ## real processes over TLS: killed, cut off, refused, and every phase undisturbed
-	$(BIN)/python -m pytest -m faults -n 3 --dist worksteal tests/faults/test_undisturbed.py tests/faults $(ARGS)
+	$(BIN)/python -m pytest -m faults -n 2 --dist worksteal tests/faults/test_undisturbed.py tests/faults $(ARGS)
 
 lint: $(VENV)/ready  ## lint, format and types
 	$(BIN)/ruff check .

@@ -25,7 +25,7 @@ DELAY, RATE, CUT = 0.1, 1e6, 20.0  # seconds, bytes a second, seconds
 RUN = "slow"
 SMALL = Settings(
     clients=2, fraction=0.3, image_size=20, device="cpu", rounds=3, local_epochs=5, personal_epochs=1, augment=False,
-    methods="fedavg,fedthe", shifts="original", node_timeout=300.0, round_timeout=300.0, run_name=RUN,
+    methods="fedavg,fedthe", shifts="original", node_timeout=300.0, round_timeout=300.0, run_name=RUN, min_replies=2,
 )  # fmt: skip
 
 
@@ -46,7 +46,9 @@ def test_three_rounds_over_a_bad_line_have_the_bits_of_one_process(tmp_path: Pat
         lines[0].cut(CUT)
         running.result(PATIENCE)
         assert lines[0].connections > before
-    assert not [event for event in made.events(RUN) if event["event"] in ("failed", "late", "refused")]
+    # a node whose heartbeats come too late after the cut is named, and its round done again: the quorum needs it
+    assert {event["partition"] for event in made.events(RUN) if event["event"] == "failed"} <= {0, 1}
+    assert not [event for event in made.events(RUN) if event["event"] in ("late", "refused")]
     assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
 
 
