@@ -41,7 +41,7 @@ def test_a_table_grows_with_cells_of_one_kind_only(tmp_path: Path) -> None:
     path.write_text(json.dumps({**same, "settings": older, "cells": {"tent": {}}}))
     assert earlier(path, same)["cells"] == {"tent": {}}
     with pytest.raises(SettingsError, match="another settings"):
-        earlier(path, identity(Settings(temperature=0.1), source))
+        earlier(path, identity(Settings(temperature=0.5), source))
     source.write_bytes(b"other weights")
     with pytest.raises(SettingsError, match="another source_sha256"):
         earlier(path, identity(Settings(), source))

@@ -166,7 +166,7 @@ def test_events_are_read_from_the_runs_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def flower(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Flower and agents that only note what is asked of them; `flwr log` writes what the empty app would."""
+    """Flower and agents that only note what is asked of them; another project's run writes what the empty app would."""
     asked: list[Any] = []
 
     @contextmanager
@@ -175,24 +175,18 @@ def flower(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         yield
         asked.append("stopped")
 
-    def run(home: Path, config: Any, timeout: float) -> None:
+    def run(home: Path, config: Any, timeout: float, project: Path | None = None) -> None:
+        if project is not None:
+            asked.append(("run", project.name, timeout))
+            (project.parent / "empty.json").write_text("[9, 5, 6]")
+            return
         asked.append(("run", config["methods"], timeout))
         folder = Path(config["results"]) / config["run-name"]
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
 
-    def flwr(home: Path, *words: str) -> dict[str, Any]:
-        asked.append(("flwr", words[0], Path(words[1]).name))
-        return {"run-id": "5"}
-
-    def log(command: Any, env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-        (Path(env["FLWR_HOME"]).parent / "empty.json").write_text("[9, 5, 6]")
-        return subprocess.CompletedProcess(command, 0, "told")
-
     monkeypatch.setattr(deployment.nodes, "deployment", deployed)
     monkeypatch.setattr(deployment.nodes, "run", run)
-    monkeypatch.setattr(deployment.control, "flwr", flwr)
-    monkeypatch.setattr(deployment.subprocess, "run", log)
     monkeypatch.setattr(deployment.agents, "start_agent", lambda home, config: asked.append(config.name))
     monkeypatch.setattr(deployment.agents, "wait_for", lambda started: asked.append(len(started)))
     return asked
@@ -208,25 +202,17 @@ def test_both_apps_run_on_the_same_nodes(flower: list[Any], tmp_path: Path) -> N
     assert [(config["partition-id"], config["num-partitions"]) for config in configs] == [(0, 2), (1, 2)]
     assert [config["agent"][-3:] for config in configs] == ["/r0", "/r1"]
     assert rest == [
-        "device-0.toml", "device-1.toml", 2, ("flwr", "run", "empty-app"), ("run", "fedavg", 40.0), "stopped"
+        "device-0.toml", "device-1.toml", 2, ("run", "empty-app", 40.0), ("run", "fedavg", 40.0), "stopped"
     ]  # fmt: skip
 
 
-def test_an_empty_app_that_wrote_nothing_has_failed(
-    flower: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = subprocess.CompletedProcess([], 0, "no such module")
-    monkeypatch.setattr(deployment.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(FlowerError, match="the empty app failed: no such module"):
-        deployment.run_empty_app(tmp_path, tmp_path / "empty-app", 9.0)
+def test_an_empty_app_that_failed_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(*_: Any, **__: Any) -> None:
+        raise FlowerError("finished:failed: no such module")
 
-    def stuck(command: Any, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, 9.0)
-
-    monkeypatch.setattr(deployment.subprocess, "run", stuck)
-    with pytest.raises(FlowerError, match="not finished after 9 s, and stopped"):
+    monkeypatch.setattr(deployment.nodes, "run", failed)
+    with pytest.raises(FlowerError, match="no such module"):
         deployment.run_empty_app(tmp_path, tmp_path / "empty-app", 9.0)
-    assert flower[-1] == ("flwr", "stop", "5")
 
 
 def test_from_words_to_file(
