@@ -211,11 +211,18 @@ class Agent:
                 done = perform(work, self._node)
                 if work.phase == "evaluate":
                     self._take_over(work)
-                for run in forget_runs(self._private, str(work.config["run"]), self.config.runs_kept):
-                    self._note(f"run {run} forgotten: it is not among the last {self.config.runs_kept}")
+                self._forget_runs(str(work.config["run"]))
             finally:
                 self._phase = ""
         return done
+
+    def _forget_runs(self, current: str) -> None:
+        """Remove the private state of old runs; work that is done is not lost when that fails."""
+        try:
+            for run in forget_runs(self._private, current, self.config.runs_kept):
+                self._note(f"run {run} forgotten: it is not among the last {self.config.runs_kept}")
+        except OSError as error:
+            self._note(f"old runs could not be removed: {error}")
 
     def close(self) -> None:
         """Save what is not saved, and let others have the state directory; predictions must have ended."""

@@ -47,7 +47,6 @@ def test_three_rounds_over_a_bad_line_have_the_bits_of_one_process(tmp_path: Pat
         running.result(PATIENCE)
         assert lines[0].connections > before
     # a node whose heartbeats come too late after the cut is named, and its round done again: the quorum needs it
-    assert {event["partition"] for event in made.events(RUN) if event["event"] == "failed"} <= {0, 1}
     assert not [event for event in made.events(RUN) if event["event"] in ("late", "refused")]
     assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from client import phases
+from client.agent import core
 from client.agent.core import Agent, NoModel
 from client.agent.store import StateInUse
 from client.work import Done, Work
@@ -253,6 +254,13 @@ def test_old_runs_are_forgotten_and_that_is_noted(
         agent.perform(evaluation(work.records["arrays"], None, run=run))
     assert sorted(path.name for path in private.iterdir() if path.name.startswith("run")) == ["run2", "run3"]
     assert "run run1 forgotten: it is not among the last 2" in agent.status().notes
+
+    def denied(*_: Any) -> list[str]:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(core, "forget_runs", denied)
+    assert agent.perform(evaluation(work.records["arrays"], None, run="run3")).metrics  # done all the same
+    assert agent.status().notes[-1] == "old runs could not be removed: not yours"
 
 
 def test_it_saves_by_itself_after_so_many_samples(agents: Any) -> None:
