@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.papers import values
+from settings import Scalar
+
 #: Rows: method → what the tables call it.
 ROWS = {
     "fedavg": "no adaptation",
@@ -15,24 +18,26 @@ ROWS = {
     "atp[adapt=params]": "ATP-params",
     "atp[adapt=stats]": "ATP-stats",
 }
-#: Accuracy in percent, mean of the paper's seeds. Table 5, shallow CNN.
-TABLE_5 = {
-    "fedavg": {"feature": 64.39, "label": 69.33, "hybrid": 61.99},
-    "atp": {"feature": 66.90, "label": 76.23, "hybrid": 68.88},
-    "atp[mode=online]": {"feature": 67.13, "label": 78.56, "hybrid": 71.52},
-}
-#: Table 4 (ResNet-18): gains over no adaptation.
-TABLE_4 = {
-    "atp": {"feature": 73.71 - 69.42, "label": 79.90 - 72.98, "hybrid": 73.05 - 63.68},
-    "atp[adapt=params]": {"feature": 69.23 - 69.42, "label": 78.29 - 72.98, "hybrid": 68.05 - 63.68},
-    "atp[adapt=stats]": {"feature": 71.27 - 69.42, "label": 74.03 - 72.98, "hybrid": 64.78 - 63.68},
-}
-#: Table 3 (ResNet-18): gain on a test shift (inner) of the rates learned on another (outer).
-TABLE_3 = {
-    "feature": {"feature": 73.68 - 69.42, "label": 65.05 - 72.98, "hybrid": 60.64 - 63.68},
-    "label": {"feature": 67.99 - 69.42, "label": 79.90 - 72.98, "hybrid": 69.50 - 63.68},
-    "hybrid": {"feature": 72.69 - 69.42, "label": 78.92 - 72.98, "hybrid": 73.05 - 63.68},
-}
+SHIFTS = ("feature", "label", "hybrid")
+
+
+def _accuracies(table: str, **setting: Scalar) -> dict[str, dict[str, float]]:
+    """Return method → shift → the paper's accuracy in percent, of the methods that are rows here."""
+    found = {shift: values("atp", table, shift, **setting) for shift in SHIFTS}
+    return {method: {shift: found[shift][method] for shift in SHIFTS} for method in ROWS if method in found["hybrid"]}
+
+
+def _gains(accuracies: Mapping[str, float], base: Mapping[str, float]) -> dict[str, float]:
+    return {shift: accuracies[shift] - base[shift] for shift in SHIFTS}
+
+
+#: Shallow CNN: method → shift → accuracy in percent.
+TABLE_5 = _accuracies("5", model="shallow-cnn", dataset="cifar10")
+_RESNET = _accuracies("4")
+#: ResNet-18: method → shift → gain over no adaptation.
+TABLE_4 = {method: _gains(row, _RESNET["fedavg"]) for method, row in _RESNET.items() if method != "fedavg"}
+#: ResNet-18: the shift that rates were learned on → the shift that they are tested on → gain over no adaptation.
+TABLE_3 = {learned: _gains(_accuracies("3", rates_learned_on=learned)["atp"], _RESNET["fedavg"]) for learned in SHIFTS}
 STATISTICS = ("running_mean", "running_var")
 MISSING = "–"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.papers import printed
 from benchmarks.protocol import WHERE_KEYS, load_protocol
 from benchmarks.record import RESULTS, provenance, write_json
 from benchmarks.stages import stage
@@ -27,49 +28,15 @@ from server.report import Results
 from server.report.collaboration import matrix
 from settings import Settings, SettingsError
 
-#: Global accuracy in percent on CIFAR-10-C, WideResNet-28 (paper, Table 1): method → collaboration → mix.
-TABLE_1: dict[str, dict[str, dict[str, float]]] = {
-    "fedavg": {"none": {"iid": 56.51, "0.005": 58.28, "0.01": 58.58, "0.1": 56.11}},
-    "tent": {
-        "none": {"iid": 81.08, "0.005": 23.99, "0.01": 24.98, "0.1": 31.23},
-        "fedavg": {"iid": 81.19, "0.005": 21.51, "0.01": 22.47, "0.1": 29.42},
-        "fedprox": {"iid": 81.20, "0.005": 21.52, "0.01": 22.47, "0.1": 29.42},
-        "fedavgm": {"iid": 81.30, "0.005": 21.45, "0.01": 22.37, "0.1": 29.38},
-        "pfedgraph": {"iid": 81.19, "0.005": 21.52, "0.01": 22.49, "0.1": 29.98},
-        "fedamp": {"iid": 81.19, "0.005": 20.65, "0.01": 22.49, "0.1": 28.28},
-    },
-    "cotta": {
-        "none": {"iid": 81.78, "0.005": 21.13, "0.01": 23.42, "0.1": 31.06},
-        "fedavg": {"iid": 81.61, "0.005": 19.92, "0.01": 21.11, "0.1": 28.74},
-        "fedprox": {"iid": 81.59, "0.005": 19.92, "0.01": 23.69, "0.1": 30.98},
-        "fedavgm": {"iid": 81.95, "0.005": 19.88, "0.01": 21.45, "0.1": 28.50},
-        "pfedgraph": {"iid": 81.64, "0.005": 19.94, "0.01": 22.34, "0.1": 29.01},
-        "fedamp": {"iid": 81.61, "0.005": 20.19, "0.01": 22.93, "0.1": 30.21},
-    },
-    "roid": {
-        "none": {"iid": 81.44, "0.005": 14.60, "0.01": 15.95, "0.1": 26.20},
-        "fedavg": {"iid": 81.85, "0.005": 22.93, "0.01": 23.96, "0.1": 32.15},
-        "fedprox": {"iid": 81.81, "0.005": 20.87, "0.01": 24.02, "0.1": 31.77},
-        "fedavgm": {"iid": 81.87, "0.005": 23.07, "0.01": 24.09, "0.1": 32.35},
-        "pfedgraph": {"iid": 81.84, "0.005": 22.99, "0.01": 23.96, "0.1": 32.34},
-        "fedamp": {"iid": 81.83, "0.005": 21.11, "0.01": 23.82, "0.1": 33.11},
-    },
-    "rotta": {
-        "none": {"iid": 66.63, "0.005": 30.64, "0.01": 32.73, "0.1": 51.06},
-        "fedavg": {"iid": 64.16, "0.005": 64.54, "0.01": 64.34, "0.1": 64.68},
-        "fedprox": {"iid": 67.31, "0.005": 39.39, "0.01": 64.41, "0.1": 64.69},
-        "fedavgm": {"iid": 38.88, "0.005": 39.73, "0.01": 39.42, "0.1": 37.86},
-        "pfedgraph": {"iid": 64.87, "0.005": 63.75, "0.01": 64.43, "0.1": 63.98},
-        "fedamp": {"iid": 65.91, "0.005": 63.87, "0.01": 62.85, "0.1": 63.16},
-    },
-    "bbn": {
-        "none": {"iid": 72.32, "0.005": 56.88, "0.01": 52.33, "0.1": 70.53},
-        "fedavg": {"iid": 72.61, "0.005": 68.47, "0.01": 69.04, "0.1": 74.05},
-        "pfedgraph": {"iid": 72.73, "0.005": 69.37, "0.01": 66.89, "0.1": 73.54},
-        "fedamp": {"iid": 72.36, "0.005": 63.16, "0.01": 61.36, "0.1": 72.53},
-        "pfedbbn": {"iid": 70.11, "0.005": 72.41, "0.01": 71.96, "0.1": 68.53},
-    },
-}
+
+def table_1() -> dict[str, dict[str, dict[str, float]]]:
+    """Return the paper's global accuracy in percent on CIFAR-10-C: method → collaboration → mix."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for one in printed("pfedbbn"):
+        if one.table == "1" and one.setting["dataset"] == "cifar10":
+            mix = str(one.setting.get("stream-concentration", one.setting["stream-mix"]))
+            found.setdefault(one.method, {}).setdefault(str(one.setting["collaborations"]), {})[mix] = one.mean
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,9 +184,10 @@ def markdown(content: Mapping[str, Any], command: str) -> str:
     cells: Mapping[str, Mapping[str, Mapping[str, Any]]] = content["cells"]
     mixes = sorted({mix for row in cells.values() for cell in row.values() for mix in cell}, key=_number)
     lines = [f"| method | collaboration | {' | '.join(mixes)} |", "| --- | --- |" + " --: |" * len(mixes)]
-    papers = list(TABLE_1)
+    paper = table_1()
+    papers = list(paper)
     for method, row in sorted(cells.items(), key=lambda item: _place(papers, item[0])):
-        known = TABLE_1.get(method.partition("[")[0], {})
+        known = paper.get(method.partition("[")[0], {})
         for together, cell in sorted(row.items(), key=lambda item: _place([*known], item[0])):
             texts = []
             for mix in mixes:
