@@ -129,9 +129,9 @@ def cut(found: Found) -> str:
     return name
 
 
-def earlier_events(folder: Path) -> list[Event]:
-    """Return the events that a run folder holds."""
-    return _events((folder / METRICS_FILE).read_bytes())
+def earlier_events(folder: Path, offset: int | None = None) -> list[Event]:
+    """Return the events that a run folder holds, or those in the first `offset` bytes of its metrics file."""
+    return _events((folder / METRICS_FILE).read_bytes()[:offset])
 
 
 def require_fit(checkpoint: Checkpoint, world: World, identities: Mapping[int, Mapping[str, Any]]) -> None:

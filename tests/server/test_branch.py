@@ -1,0 +1,105 @@
+"""A training that is done is tested again: what a run of its own would have written, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.app import serve
+from server.branch import TESTS, branch
+from settings import Settings
+from tests.server.test_resume import BATCHNORM, SMALL, assert_same, devices, events, quicken, run
+
+#: What is trained, and what of it is tested later.
+LATER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "both heads": ({}, {"methods": "fedavg,personal,btfl,em", "shifts": "original,corrupted", "severity": 3}),
+    "heads that stay": ({"methods": "fedavg[training=fedrep]"}, {"methods": "fedrep,memo[training=fedrep]"}),
+    "own models": ({"methods": "fedavg[training=apfl]"}, {"methods": "apfl,t3a[training=apfl;base=personalised]"}),
+    "two phases": (
+        {"methods": "fedavg[training=fedicon]", "classifier_rounds": 2},
+        {"methods": "fedicon,fedavg[training=fedicon;base=personalised]", "adapt_batch_size": 7},
+    ),
+    "rates": (
+        {"rounds": 1, **BATCHNORM},
+        {"methods": "fedavg,atp,tent", "rates_rounds": 2, "rates_epochs": 2, "finetune_epochs": 2},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    quicken(monkeypatch)
+
+
+def trained(folder: Path, **changes: Any) -> tuple[Path, Settings]:
+    """Train, test FedAvg's head, and keep what a branch needs."""
+    settings = SMALL.replace(**{"methods": "fedavg", "checkpoints_kept": 3, **changes})
+    return run(folder / "first", settings), settings.replace(state_dir=str(folder / "first" / "state"))
+
+
+def go_on(source: Path, target: Path, settings: Settings) -> Path:
+    """Test in a folder of its own, with a copy of the clients' private state."""
+    shutil.copytree(settings.state_dir, target / "state")
+    settings = settings.replace(state_dir=str(target / "state"))
+    serve(devices(settings), branch(source, target / "r", settings), target / "r")
+    return target / "r"
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_later_tests_are_those_of_a_run_of_their_own(name: str, tmp_path: Path) -> None:
+    training, tests = LATER[name]
+    source, settings = trained(tmp_path, **training)
+    alone = run(tmp_path / "alone", settings.replace(**tests))
+    for again in ("one", "two"):  # a training can be tested any number of times
+        assert_same(go_on(source, tmp_path / again, settings.replace(**tests)), alone)
+
+
+def test_the_new_folder_tells_what_was_trained_and_what_was_tested(tmp_path: Path) -> None:
+    source, settings = trained(tmp_path)
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    tests = settings.replace(methods="fedavg,memo", tune_samples=3)
+    folder = go_on(source, tmp_path / "later", tests)
+    assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    (opening,) = events(folder, "run")
+    assert (opening["settings"]["methods"], opening["settings"]["tune-samples"]) == ("fedavg,memo", 3)
+    assert opening["time"] == events(source, "run")[0]["time"]
+    texts = [event["text"] for event in events(folder, "note")]
+    assert any(text.startswith("memo: measured on the first 3 samples") for text in texts)
+    assert any(text.startswith("resumed after round 2 of training") or "round 2" in text for text in texts)
+    assert {event["method"] for event in events(folder, "evaluation")} == {"fedavg", "memo"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"methods": "fedavg,fedthe"}, "allowed are rows of one training"),
+        ({"methods": "fedthe"}, "no checkpoint after round 2 of balanced_softmax"),
+        ({"rounds": 3}, "no checkpoint after round 3 of cross_entropy"),
+        ({"learning_rate": 0.2, "alpha": 0.3}, "learning-rate = 0.2, there it is 0.1; .*|alpha = 0.3, there it is 0.1"),
+        ({"methods": "nothing"}, "unknown method 'nothing'"),
+    ],
+)
+def test_another_training_is_refused_and_nothing_is_written(
+    change: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    source, settings = trained(tmp_path)
+    with pytest.raises(ValueError, match=words):
+        branch(source, tmp_path / "later", settings.replace(**change))
+    assert not (tmp_path / "later").exists()
+
+
+def test_a_checkpoint_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
+    source, settings = trained(tmp_path, checkpoints_kept=1)
+    with pytest.raises(ValueError, match="no checkpoint after round 2 of cross_entropy"):
+        branch(source, tmp_path / "later", settings)
+    (path,) = (source / "checkpoints").iterdir()
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=path.name):
+        branch(source, tmp_path / "later", settings)
+
+
+def test_tests_are_settings() -> None:
+    assert set(TESTS) <= set(Settings().flat())
