@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from client.agent.serving import Served, lacking, serve, usual
@@ -15,7 +16,7 @@ from client.evaluation import Row, evaluate_row, make_adapter
 from client.learner import Learner, Metrics
 from client.local_data import training_set
 from client.neighbours import Neighbours, memorise
-from client.private import leaks, load_network
+from client.private import load_network, trained_indices
 from client.rules import rule
 from client.spec import network_spec
 from client.state import Arrays
@@ -59,8 +60,8 @@ class Device(Learner):
         Returns
         -------
         leak_check, results
-            How many stream samples were checked against everything trained on and how many had been (must be 0);
-            one entry for each row and shift.
+            How many stream samples were checked against everything trained on and how many had been (0, unless splits
+            are drawn anew); one entry for each row and shift.
 
         Raises
         ------
@@ -74,11 +75,12 @@ class Device(Learner):
             members = [row for row in rows if row.base == base]
             if members and base == "personalised":
                 self._personalise(task, private, round)
-            own = self._neighbours(members)
+            own = self._neighbours(members, round)
             for samples in streams:
                 for row in members:
                     results.append(evaluate_row(row, self.model, known, samples, self.settings, rates, own))
-        leaked = sum(leaks(samples.index, private, self.federation) for samples in streams)
+        used = self._trained_on(rows, private, round)
+        leaked = sum(int(np.isin(samples.index, used).sum()) for samples in streams)
         return {"checked": sum(len(samples.y) for samples in streams), "leaked": leaked}, results
 
     def serve(
@@ -105,8 +107,9 @@ class Device(Learner):
         if row.base == "personalised":
             self._personalise(task, private, round)
         labelled, size = self.role != "target", self.settings.eval_batch_size
-        ordinary = usual(self.model, self.federation, self.partition, self.device, size, labelled)
-        network, neighbours = copy.deepcopy(self.model), self._neighbours([row])
+        dealt = self.federation.in_round(round)
+        ordinary = usual(self.model, dealt, self.partition, self.device, size, labelled)
+        network, neighbours = copy.deepcopy(self.model), self._neighbours([row], round)
         images, chosen = self.federation.images, self.settings
         spec = network_spec(images, chosen.model, chosen.model_options, chosen.dataset, chosen.image_size)
         return serve(row, network, spec, chosen, images.classes, ordinary, known, rates, neighbours)
@@ -167,17 +170,28 @@ class Device(Learner):
     def _personalise(self, task: Task, private: Arrays, round: int) -> None:
         """Turn the network into this client's own, as the training's rule says."""
         self._require_source()
-        data = training_set(self.federation, self.partition, self.settings, self.device)
+        data = training_set(self.federation.in_round(round), self.partition, self.settings, self.device)
         rule(task.rule).personalise(self._local(data, task, private, "personalise", round))
 
-    def _neighbours(self, rows: Sequence[Row]) -> Neighbours | None:
+    def _neighbours(self, rows: Sequence[Row], round: int) -> Neighbours | None:
         """Return what the client memorises under the network as it is, if a row needs it."""
-        if not any("datastore" in info(row.adapter).needs for row in rows):
+        if not any(_memorises(row) for row in rows):
             return None
         self._require_source()
-        return memorise(self.model, self.federation, self.partition, self.settings, self.device)
+        return memorise(self.model, self.federation.in_round(round), self.partition, self.settings, self.device)
+
+    def _trained_on(self, rows: Sequence[Row], private: Arrays, round: int) -> NDArray[np.int64]:
+        """Return the samples that the training was on, at any client, and what this one trains on beside it."""
+        used = [self.federation.trained_on(round - 1), trained_indices(private)]
+        if any(row.base == "personalised" or _memorises(row) for row in rows):
+            used.append(self.federation.in_round(round).splits[self.partition].train)
+        return np.unique(np.concatenate(used))
 
     def _stream(self, shift: str) -> Stream:
         """Return a test stream of this client."""
         known: dict[str, Any] = {"seed": self.settings.seed, "severity": self.settings.severity}
         return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **known)
+
+
+def _memorises(row: Row) -> bool:
+    return "datastore" in info(row.adapter).needs

@@ -36,7 +36,7 @@ class Learner:
     Parameters
     ----------
     federation : Federation
-        Images and the splits of all clients, drawn once from the seed.
+        Images and the splits of all clients, drawn from the seed; what holds in a round is its `in_round`.
     partition : int
         Which client this is.
     model : TwoHead
@@ -103,13 +103,14 @@ class Learner:
         loss_function, what = find_objective(task.objective), rule(task.rule)
         self._require_source()
         private = self._receive(arrays, task, round - 1)
-        data = training_set(self.federation, self.partition, self.settings, self.device)
+        dealt = self.federation.in_round(round)
+        data = training_set(dealt, self.partition, self.settings, self.device)
         start = time.perf_counter()
         if what.uses_personal_head:
             self._train_head(data, "personal", round)
         seconds = time.perf_counter() - start
         size = self.settings.eval_batch_size
-        metrics = validate(self.model, self.federation, self.partition, size, self.device, what.uses_personal_head)
+        metrics = validate(self.model, dealt, self.partition, size, self.device, what.uses_personal_head)
         if self.settings.aggregation == "qffl":  # its server weighs clients by the loss of what they received
             metrics["global-loss"] = mean_loss(self.model, data, loss_function, size)
         local = self._local(data, task, private, "local", round)
@@ -135,7 +136,8 @@ class Learner:
         start = time.perf_counter()
         self._require_source()
         before = self._receive(arrays, task, round - 1)
-        data = training_set(self.federation, self.partition, self.settings, self.device)
+        dealt = self.federation.in_round(round)
+        data = training_set(dealt, self.partition, self.settings, self.device)
         personal = rule(task.rule).uses_personal_head
         if personal:
             self._train_head(data, "final", round)
@@ -143,10 +145,10 @@ class Learner:
         local = summarise(self.model, data.pixels, size)
         private = {**carried_entries(before), **head_entries(self.model, before, data.index)}
         self.state.save(task.training, round, {**private, **own_statistics(local, round)})
-        held_out = labelled(self.federation, self.federation.splits[self.partition].validation, self.device)
+        held_out = labelled(dealt, dealt.splits[self.partition].validation, self.device)
         local |= pooled_statistics(self.model, data.counts, *held_out, wanted, self.settings)
         return local, {
-            **validate(self.model, self.federation, self.partition, size, self.device, personal),
+            **validate(self.model, dealt, self.partition, size, self.device, personal),
             "num-examples": len(data),
             "seconds": time.perf_counter() - start,
         }
@@ -178,7 +180,8 @@ class Learner:
         self._require_source()
         load_network(self.model, arrays)
         start = time.perf_counter()
-        x, y = labelled(self.federation, self.federation.splits[self.partition].validation, self.device)
+        dealt = self.federation.in_round(round)
+        x, y = labelled(dealt, dealt.splits[self.partition].validation, self.device)
         draw = generator(self.settings.seed, "rates", round, self.partition)
         refined = refine_rates(self.model, x, y, rates or zero_rates(self.model), variant, self.settings, draw)
         return refined.rates, {

@@ -20,7 +20,6 @@ from torch import Tensor
 from client.checks import check_model
 from client.randomness import generator
 from client.state import Arrays
-from data import Federation
 from models import PERSONAL_PREFIX, TwoHead
 
 KEPT = "kept."
@@ -82,14 +81,12 @@ def carried_entries(private: Mapping[str, NDArray[Any]]) -> Arrays:
 
 def head_entries(model: TwoHead, private: Mapping[str, NDArray[Any]], trained: NDArray[np.int64]) -> Arrays:
     """Return the personal head, and the indices of all images trained on, `trained` included."""
-    earlier = private.get(TRAINED, np.empty(0, np.int64))
-    return {**_arrays(personal_head(model)), TRAINED: np.union1d(earlier, trained)}
+    return {**_arrays(personal_head(model)), TRAINED: np.union1d(trained_indices(private), trained)}
 
 
-def leaks(index: NDArray[np.int64], private: Mapping[str, NDArray[Any]], federation: Federation) -> int:
-    """Count the samples of a stream that this client has in fact trained on, or that any client trains on."""
-    own = private.get(TRAINED, np.empty(0, np.int64))  # a target has trained on nothing
-    return int(np.isin(index, np.union1d(own, federation.train_indices)).sum())
+def trained_indices(private: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
+    """Return which images this client has in fact trained on; none before its first round, and for a target."""
+    return private.get(TRAINED, np.empty(0, np.int64))
 
 
 def personal_head(model: TwoHead) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from settings import Settings, assignments
 _DATA_FIELDS = (
     "dataset", "dataset_options", "data_dir", "download", "fraction", "image_size",
     "clients", "partition", "alpha", "step_ratio", "target_fraction", "domains",
-    "target_domain", "unseen_domain", "seed",
+    "target_domain", "unseen_domain", "split", "seed",
 )  # fmt: skip
 _MODEL_FIELDS = ("model", "model_options", "dataset", "image_size", "device")
 
@@ -57,7 +57,8 @@ def make_device(
 def _role(federation: Federation, partition: int, asked: str | None) -> Role:
     """Return the client's role: its data's, or a narrower one that its node asks for."""
     own = federation.roles[partition]
-    allowed: tuple[Role, ...] = ("both", "source", "target") if own == "both" else (own,)
+    narrower = own == "both" and not federation.anew  # which is defined for clients that do both
+    allowed: tuple[Role, ...] = ("both", "source", "target") if narrower else (own,)
     for role in allowed:
         if role == (asked or own):
             return role
@@ -85,6 +86,7 @@ def _deal(
     domains: str,
     target_domain: str,
     unseen_domain: str,
+    split: str,
     seed: int,
 ) -> Federation:
     """Load the images and deal them out."""
@@ -109,6 +111,7 @@ def _deal(
         domains=domains,
         target_domain=target_domain,
         unseen_domain=unseen_domain,
+        anew=split == "published",
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -22,6 +22,9 @@ SOURCE = (0.8, 0.2, 0.0)
 class Federation:
     """All clients' splits of one data set. Every node computes the same one from the same settings.
 
+    `splits` are drawn once, with `fractions`, and what is tested is always theirs; `anew` says that every training
+    round draws its own beside them (`in_round`), as the published code of FedTHE and BTFL does.
+
     `domains` are corruptions of clients' pictures; `origins` the domains of the data set that clients' pictures come
     from, None where they come from several; `unseen` the samples of the domain that no client has.
     """
@@ -33,6 +36,8 @@ class Federation:
     domains: tuple[Domain | None, ...] = ()
     origins: tuple[str | None, ...] = ()
     unseen: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
+    anew: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", self.roles or ("both",) * len(self.splits))
@@ -54,6 +59,7 @@ class Federation:
         domains: str = "none",
         target_domain: str = "",
         unseen_domain: str = "",
+        anew: bool = False,
     ) -> Federation:
         """Deal `images` out (`partition`) and split each client's samples (`split`), everything from `seed`.
 
@@ -65,11 +71,13 @@ class Federation:
         Then the clients of `target_domain` may be the targets and all others the sources. The pictures of
         `unseen_domain` are dealt to nobody, by any scheme: they are `unseen`, for testing.
 
+        With `anew` every training round has splits of its own (`in_round`).
+
         Raises
         ------
         ValueError
             As `partition`, `by_domain`, `leave_out`, `split`, `draw_roles`, `target_roles` and `draw_domains`; an
-            unknown scheme; `target_domain` beside `target_fraction`.
+            unknown scheme; `target_domain` beside `target_fraction`; `anew` with clients that only train or only test.
         """
         if target_domain and target_fraction:
             raise ValueError(
@@ -89,6 +97,8 @@ class Federation:
             roles = target_roles(images, origins, target_domain)
         else:
             roles = draw_roles(num_clients, target_fraction, seed)
+        if anew and set(roles) != {"both"}:
+            raise ValueError("anew=True: allowed where all clients train and test; a target has no split to draw")
         drawn = draw_domains(roles, domains, seed)
         splits = tuple(
             Split(own[:0], own[:0], own)
@@ -96,7 +106,8 @@ class Federation:
             else split(own, (seed, client), SOURCE if role == "source" else fractions)
             for client, (own, role) in enumerate(zip(clients, roles, strict=True))
         )
-        return cls(render_domains(images, clients, drawn, seed), splits, seed, roles, drawn, origins, unseen)
+        rendered = render_domains(images, clients, drawn, seed)
+        return cls(rendered, splits, seed, roles, drawn, origins, unseen, fractions, anew)
 
     @property
     def num_clients(self) -> int:
@@ -110,10 +121,48 @@ class Federation:
 
     @cached_property
     def train_indices(self) -> np.ndarray:
-        """All samples that any client trains or tunes on: training and validation splits, sorted."""
+        """All samples of the training and validation splits, sorted."""
         return np.sort(np.concatenate([part for one in self.splits for part in (one.train, one.validation)]))
+
+    def in_round(self, round: int) -> Federation:
+        """Return the federation whose `splits` clients train, validate and tune on in a round, from 1.
+
+        It is this one, unless splits are drawn anew. Test streams come from this one in any case: so one seed tests the
+        same samples either way, and what differs is the leak alone.
+        """
+        return _redrawn(self, round) if self.anew else self
+
+    def trained_on(self, rounds: int) -> np.ndarray:
+        """Return all samples that any client has trained or tuned on after so many rounds, sorted.
+
+        Drawn once, these are `train_indices`. Drawn anew, they are the training splits of all these rounds; validation
+        samples, which no weights are trained on, do not count then, since soon every sample has been one.
+        """
+        return _trained_on(self, rounds) if self.anew else self.train_indices
 
     def others_test(self, client: int) -> np.ndarray:
         """Return the pooled test samples of all clients but `client`, in the order of the clients."""
         parts = [one.test for number, one in enumerate(self.splits) if number != client]
         return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+@lru_cache(maxsize=2)
+def _redrawn(federation: Federation, round: int) -> Federation:
+    """Return a federation with each client's samples split by (seed, client, round); all sizes stay."""
+    if round < 1:
+        raise ValueError(f"round={round} must be at least 1")  # 0 would be the split that is tested
+    splits = tuple(
+        split(one.samples, (federation.seed, client, round), federation.fractions)
+        for client, one in enumerate(federation.splits)
+    )
+    return replace(federation, splits=splits, anew=False)
+
+
+@lru_cache(maxsize=2)
+def _trained_on(federation: Federation, rounds: int) -> np.ndarray:
+    """Return the samples in any client's training split of the first rounds, sorted."""
+    trained = np.zeros(len(federation.images), dtype=bool)
+    for round in range(1, rounds + 1):
+        for one in federation.in_round(round).splits:
+            trained[one.train] = True
+    return np.flatnonzero(trained)

@@ -97,6 +97,11 @@ def out_of_client(client: Client) -> list[Part]:
     return [("out_of_client", client.others)]
 
 
+def corrupted_out_of_client(client: Client) -> list[Part]:
+    """Take samples of the other clients' test splits, each under one of the 15 common corruptions."""
+    return [("corrupted_out_of_client", client.others)]
+
+
 def unseen_domain(client: Client) -> list[Part]:
     """Take the whole domain that no client has (FedICON's domain shift); nothing where there is none."""
     return [("unseen_domain", client.unseen)]
@@ -170,6 +175,9 @@ SHIFTS: dict[str, Shift] = {
     "natural": Shift("CIFAR-10.1 with the client's class mix", natural, needs_natural=True),
     "out_of_client": Shift("other clients' test samples", out_of_client),
     "mixture": Shift("equal parts of all of these", mixture),
+    "corrupted_out_of_client": Shift(
+        "other clients' test samples, a random corruption a sample", corrupted_out_of_client
+    ),
     "original_ind": Shift("internal distribution: the client's own test split", original),
     "shifted_ind": Shift("internal distribution, corrupted or natural", shifted_ind),
     "original_exd": Shift("external distribution: other clients' test samples", out_of_client),

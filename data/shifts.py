@@ -176,6 +176,16 @@ def _corrupted(x: Tensor, indices: np.ndarray, seed: int, severity: int) -> Tens
     return out
 
 
-def check_no_leak(stream: Stream, federation: Federation) -> int:
-    """Return how many of the stream's samples any client trains or tunes on; it must be 0."""
-    return int(np.isin(stream.index, federation.train_indices).sum())
+def check_no_leak(stream: Stream, federation: Federation, rounds: int | None = None) -> int:
+    """Return how many of the stream's samples any client trains or tunes on; it must be 0.
+
+    Where splits are drawn anew it is how many were trained on in so many rounds, and grows with them.
+
+    Raises
+    ------
+    ValueError
+        Splits are drawn anew, and `rounds` does not say how often.
+    """
+    if rounds is None and federation.anew:
+        raise ValueError("splits are drawn anew in every round: what leaks depends on rounds")
+    return int(np.isin(stream.index, federation.trained_on(rounds or 0)).sum())

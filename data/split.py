@@ -1,4 +1,4 @@
-"""A client's training, validation and test samples, drawn once from the seed and never again."""
+"""A client's training, validation and test samples, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ class Split:
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
+
+    @property
+    def samples(self) -> np.ndarray:
+        """All three together, sorted."""
+        return np.sort(np.concatenate([self.train, self.validation, self.test]))
 
     def __len__(self) -> int:
         return len(self.train) + len(self.validation) + len(self.test)

@@ -10,6 +10,15 @@ from typing import Any, get_type_hints
 Scalar = bool | int | float | str
 #: Values of `aggregation` that withstand wild clients.
 ROBUST = ("fedmedian", "fedtrimmedavg", "krum", "multikrum")
+#: Field → the values that a new split in every round is defined for: all clients train in all rounds, and all test.
+PUBLISHED: dict[str, tuple[Any, ...]] = {
+    "partition": ("equal", "dirichlet", "iid"),
+    "target_fraction": (0.0,),
+    "target_domain": ("",),
+    "unseen_domain": ("",),
+    "collaborations": ("",),
+    "fraction_train": (1.0,),
+}
 
 
 #: In place of a default: the key must be set.
@@ -72,6 +81,11 @@ class Settings:
     )
     alpha: float = setting(0.1, "Dirichlet concentration", above=0)
     step_ratio: float = setting(16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1)
+    split: str = setting(
+        "once",
+        "training, validation and test samples: drawn once, or anew in every round, a leak that published code has",
+        choices=("once", "published"),
+    )
     target_fraction: float = setting(0.0, "share of clients that only test, without labels", low=0, high=0.99)
     target_domain: str = setting("", "clients of this domain only test, all others only train (partition: domain)")
     unseen_domain: str = setting("", "pictures of this domain are nobody's: the test distribution unseen_domain")
@@ -194,6 +208,12 @@ class Settings:
                 f"aggregation = {self.aggregation!r}: allowed with leave-one-out = False and statistics-weighting = "
                 f"'uniform' only, since its statistics are no means that clients weigh"
             )
+        for name, allowed in PUBLISHED.items() if self.split == "published" else ():
+            if getattr(self, name) not in allowed:
+                words = " or ".join(repr(value) for value in allowed)
+                raise SettingsError(
+                    f"{key_of(name)} = {getattr(self, name)!r}: allowed with split = 'published' is {words}"
+                )
         if self.min_replies > self.clients:
             raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most clients = {self.clients}")
         if "/" in self.run_name or self.run_name in (".", ".."):

@@ -111,13 +111,15 @@ def checks(results: Results) -> str:
 def _leaks(results: Results) -> str:
     if not results.leak_checks:
         return missing("No leak check was recorded.")
-    return "".join(_leak(check) for check in results.leak_checks)
+    on_purpose = results.run is not None and results.run.settings.get("split") == "published"
+    return "".join(_leak(check, on_purpose) for check in results.leak_checks)
 
 
-def _leak(check: LeakCheck) -> str:
+def _leak(check: LeakCheck, on_purpose: bool) -> str:
     of = f" ({escape(check.training)})" if check.training else ""
     if check.leaked:
-        words = f"Leak check failed{of}: {check.leaked:,} of {check.checked:,} test samples were trained on."
+        what = "Leak on purpose, split = published" if on_purpose else "Leak check failed"
+        words = f"{what}{of}: {check.leaked:,} of {check.checked:,} test samples were trained on."
         return f'<p class="warning">{words}</p>'
     return f'<p class="good">Leak check by index{of}: none of {check.checked:,} test samples was trained on.</p>'
 

@@ -82,9 +82,7 @@ def test_the_new_folder_tells_what_was_trained_and_what_was_tested(tmp_path: Pat
         ({"methods": "nothing"}, "unknown method 'nothing'"),
     ],
 )
-def test_another_training_is_refused_and_nothing_is_written(
-    change: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_another_training_is_refused_and_nothing_is_written(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     source, settings = trained(tmp_path)
     with pytest.raises(ValueError, match=words):
         branch(source, tmp_path / "later", settings.replace(**change))

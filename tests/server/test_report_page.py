@@ -132,6 +132,9 @@ def test_all_text_is_escaped(tmp_path: Path) -> None:
     assert "$x_2$" in page  # nor is it read as a formula in plots
 
 
+PUBLISHED = {"event": "run", "time": "t", "settings": {"split": "published"}, "versions": {}, "hardware": "h"}
+
+
 @pytest.mark.parametrize(
     ("events", "words", "pictures"),
     [
@@ -149,6 +152,7 @@ def test_all_text_is_escaped(tmp_path: Path) -> None:
         ),
         ([evaluation("none", "x", 0, 0, 0)], ["no evaluation with test samples"], 0),
         ([{"event": "leak_check", "checked": 5, "leaked": 2}], ["Leak check failed: 2 of 5"], 0),
+        ([PUBLISHED, {"event": "leak_check", "checked": 5, "leaked": 2}], ["on purpose, split = published: 2 of 5"], 0),
         ([{"event": "end", "seconds": 9.0, "status": "failed"}], ["ended with status “failed”"], 0),
         (UNEVEN, ["b on x: 1 client", "b on y: no samples"], 1),
         ([training_round("ce", 1, train_loss=float("inf"))], ["Training loss not finite: ce, round 1"], 2),
