@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.atp_tables import markdown
 from benchmarks.protocol import WHERE_KEYS, load_protocol
-from benchmarks.record import RESULTS, differing, provenance, write_json
+from benchmarks.record import RESULTS, about, differing, write_json
 from benchmarks.stages import stage
 from benchmarks.start import label_path
 from models import write_atomically
@@ -166,15 +166,6 @@ def require_same(path: Path, found: dict[str, Any], settings: Settings) -> None:
     """Raise SettingsError unless a kept file was made with these settings, wherever its files lay."""
     if other := differing(found, settings, (*WHERE_KEYS, *FILES)):
         raise SettingsError(f"{path} was made with other settings ({', '.join(other)}); choose another --out")
-
-
-def about(results: Results) -> dict[str, Any]:
-    """Return where and when a run ran, and for how long."""
-    run, end = results.run, results.end
-    if run is None or end is None:
-        raise SettingsError("a run does not say what it ran, or has no end")
-    own = {"time": run.time, "commit": run.commit, "hardware": run.hardware, "versions": run.versions}
-    return {**own, "wall_seconds": round(end.seconds), "load_average": provenance()["load_average"]}
 
 
 def traffic(results: Results) -> dict[str, float]:

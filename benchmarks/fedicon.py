@@ -17,11 +17,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.atp import about, require_same
+from benchmarks.atp import require_same
 from benchmarks.fedicon_paper import ABLATION, OFFLINE
 from benchmarks.fedicon_tables import markdown
 from benchmarks.protocol import load_protocol
-from benchmarks.record import RESULTS, write_json
+from benchmarks.record import RESULTS, about, write_json
 from benchmarks.run import seeds_of
 from benchmarks.stages import stage
 from data import load

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fedicon_paper import ABLATION, OFFLINE, PAPER, PAPERS_NAMES, TABLE_9
-from benchmarks.protocol import spread
+from benchmarks.summary import spread
 from settings import Settings
 
 #: Ours that should be above the others on average.

@@ -1,46 +1,140 @@
-"""Running one protocol over several seeds and summing it up: mean and standard deviation over seeds."""
+"""A protocol: one TOML file of settings, and the cells of its tables, which change some of them.
+
+dataset = "cifar10"                      # settings of all cells, flat
+[paper]                                  # whose numbers stand beside ours
+name = "fedthe"
+[cells."dir-1"]                          # one cell: what it changes ...
+title = "Dirichlet(1.0)"
+alpha = 1.0
+paper = { table = "1", alpha = 1.0 }     # ... and which of the paper's numbers are its own
+[quick]                                  # --quick: which cells, and what all of them change
+cells = ["dir-1"]
+rounds = 1
+"""
 
 from __future__ import annotations
 
-import math
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.record import RESULTS, differing, write_json
-from benchmarks.start import check_start
-from server.errors import RunError
-from server.report import METRICS_FILE, Results, read_results, table
-from settings import Settings, SettingsError, from_config, from_toml
+from benchmarks.papers import papers, values
+from settings import Scalar, Settings, SettingsError, from_config
 from settings.parse import convert
 
 PROTOCOLS = Path(__file__).parent / "protocols"
+TABLES = ("cells", "paper", "quick")
+#: What a cell says beside settings.
+ABOUT = ("title", "paper")
+MAIN = "main"  # the only cell of a protocol that names none
 
 #: Settings that say where a run computes, not what.
 WHERE_KEYS = ("device", "workers", "num-gpus", "results", "run-name", "state-dir")
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Accuracies in percent over seeds: `cells[method][column]` is one value a seed, `average` a column."""
+class Reference:
+    """Where a paper's numbers of a cell stand: a table, and the part of it with this setting."""
+
+    paper: str
+    table: str
+    setting: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
+
+    def column(self, name: str) -> dict[str, float]:
+        """Return row → the paper's mean in one column; nothing where it has no such column."""
+        try:
+            return values(self.paper, self.table, name, **self.setting)
+        except ValueError:
+            return {}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of a protocol's tables: settings with all rows in `methods`, and the paper's numbers for it."""
 
     name: str
-    seeds: list[int]
-    cells: dict[str, dict[str, list[float]]]
+    title: str
+    settings: Settings
+    reference: Reference | None = None
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol's name, what its file says of it, and its cells in the order of the file."""
+
+    name: str
+    about: str
+    cells: tuple[Cell, ...]
 
 
 def load_protocol(name: str, changes: Sequence[str] = ()) -> Settings:
-    """Read `protocols/<name>.toml` and apply changes of the form key=value.
+    """Return the settings that all cells of `protocols/<name>.toml` share, with changes of the form key=value.
 
     Raises
     ------
     SettingsError
         An unknown protocol (the known ones are listed), key or value.
     """
-    return changed(from_toml(protocol_path(name)), changes)
+    return changed(_read(name)[0], changes)
+
+
+def read_protocol(name: str, changes: Sequence[str] = (), only: Sequence[str] = (), quick: bool = False) -> Protocol:
+    """Read a protocol with its cells, or `only` some of them, by name.
+
+    Parameters
+    ----------
+    changes : sequence of str
+        "key=value", which win over the file in every cell; {seed} in `init` stands for the seed.
+    quick : bool
+        The small version that the file has for looking whether all of it runs.
+
+    Raises
+    ------
+    SettingsError
+        An unknown protocol, cell, key or value, or a paper's table that is not there; file and place are named.
+    """
+    flat, tables = _read(name)
+    known: Mapping[str, Mapping[str, Any]] = tables.get("cells", {MAIN: {}})
+    if wrong := [cell for cell in (*known, *only) if cell not in known or not re.fullmatch(r"[a-z0-9.-]+", cell)]:
+        raise SettingsError(f"{name}: cell {wrong[0]!r}; there are: {', '.join(known)}")
+    small = tables.get("quick", {}) if quick else {}
+    wanted = only or small.get("cells") or list(known)
+    config = {key: value for key, value in small.items() if key != "cells"}
+    paper = tables.get("paper", {})
+    return Protocol(
+        name,
+        description(name),
+        tuple(_cell(name, cell, flat, paper, known[cell], config, changes) for cell in known if cell in wanted),
+    )
+
+
+def _cell(
+    protocol: str,
+    name: str,
+    flat: Mapping[str, Any],
+    paper: Mapping[str, Any],
+    about: Mapping[str, Any],
+    small: Mapping[str, Any],
+    changes: Sequence[str],
+) -> Cell:
+    """Return a cell: the file's settings, what the cell changes, what --quick changes, what the user changes."""
+    where = f"{protocol}, cell {name}"
+    own = {key: value for key, value in about.items() if key not in ABOUT}
+    try:
+        settings = changed({**flat, **own, **small}, changes)
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error}") from error
+    place = {**paper, **about.get("paper", {})}
+    reference = None
+    if "table" in place:
+        if place.get("name") not in papers():
+            raise SettingsError(f"{where}: paper {place.get('name')!r}; there are: {', '.join(papers())}")
+        setting = {key: value for key, value in place.items() if key not in ("name", "table")}
+        reference = Reference(str(place["name"]), str(place["table"]), setting)
+    return Cell(name, str(about.get("title", protocol if name == MAIN else name)), settings, reference)
 
 
 def protocol_path(name: str) -> Path:
@@ -52,6 +146,12 @@ def protocol_path(name: str) -> Path:
     return path
 
 
+def description(name: str) -> str:
+    """Return the comment at the top of a protocol's file."""
+    match = re.match(r"(?:#.*\n)+", protocol_path(name).read_text())
+    return re.sub(r"^# ?", "", match[0], flags=re.MULTILINE).strip() if match else ""
+
+
 def changed(config: Mapping[str, Any], changes: Sequence[str]) -> Settings:
     """Return settings from a flat mapping with changes of the form key=value applied, the last one winning.
 
@@ -60,18 +160,13 @@ def changed(config: Mapping[str, Any], changes: Sequence[str]) -> Settings:
     SettingsError
         A change is of another form, or a key or value is not allowed.
     """
-    values = dict(config)
+    found = dict(config)
     for change in changes:
         key, equals, word = change.partition("=")
         if not equals:
             raise SettingsError(f"--set {change!r}: allowed is key=value")
-        values[key] = convert(key, word)
-    return from_config(values)
-
-
-def run_folder(name: str, seed: int, folder: Path) -> Path:
-    """Return the run folder of one seed."""
-    return folder / f"{name}-{seed}"
+        found[key] = convert(key, word)
+    return from_config(found)
 
 
 def of_seed(settings: Settings, seed: int) -> Settings:
@@ -79,131 +174,14 @@ def of_seed(settings: Settings, seed: int) -> Settings:
     return settings.replace(seed=seed, init=settings.init.replace("{seed}", str(seed)))
 
 
-def run_protocol(name: str, settings: Settings, seeds: Sequence[int], folder: Path) -> Summary:
-    """Run the protocol once a seed, skipping seeds whose run folder is complete, and sum up.
-
-    Run folders are `<folder>/<name>-<seed>`; one that was cut short is refused, naming it.
-
-    Raises
-    ------
-    SettingsError
-        As above, or the network to start from does not fit (`check_start`).
-    RunError
-        A run failed.
-    """
-    from simulation import simulate
-
-    everyone = [of_seed(settings, seed) for seed in seeds]
-    for mine in everyone:  # before the first of them runs
-        check_start(mine)
-        if (run_folder(name, mine.seed, folder) / METRICS_FILE).exists():
-            check_complete(run_folder(name, mine.seed, folder), mine)
-    results = []
-    for mine in everyone:
-        target = run_folder(name, mine.seed, folder)
-        if not (target / METRICS_FILE).exists():
-            simulate(mine, target)
-            check_complete(target, mine)
-        results.append(read_results(target / METRICS_FILE))
-    return summarise(name, list(seeds), results)
-
-
-def check_complete(folder: Path, settings: Settings) -> None:
-    """Raise SettingsError unless a run folder holds a completed run of these settings, wherever it ran."""
-    results = read_results(folder / METRICS_FILE)
-    if results.end is None or results.end.status != "completed":
-        raise SettingsError(f"{folder} holds a run that did not complete; remove it to run that seed again")
-    if other := differing(results.run.settings if results.run else {}, settings, WHERE_KEYS):
-        raise SettingsError(
-            f"{folder} holds a run with other settings ({', '.join(other)}); remove it or choose another --folder"
-        )
-
-
-def summarise(name: str, seeds: list[int], results: Sequence[Results]) -> Summary:
-    """Collect accuracies by method and distribution, in the order of the first run.
-
-    Raises
-    ------
-    RunError
-        A method has no accuracy on a distribution in one of the runs: a mean over fewer compares with nothing.
-    """
-    cells: dict[str, dict[str, list[float]]] = {}
-    for result in results:
-        for row in table(result):
-            means = {shift: cell.mean if cell else None for shift, cell in row.cells.items()}
-            for column, value in {**means, "average": row.average}.items():
-                if value is None:
-                    raise RunError(f"{name}: a run has no accuracy of {row.label} on {column}")
-                cells.setdefault(row.label, {}).setdefault(column, []).append(100 * value)
-    if not cells:
-        raise RunError(f"{name}: the runs hold no evaluation")
-    shifts = {column for columns in cells.values() for column in columns}
-    for method, columns in cells.items():
-        for column in shifts:
-            if len(columns.get(column, [])) != len(seeds):
-                raise RunError(f"{name}: {method} has no accuracy on {column} in each of the {len(seeds)} runs")
-    return Summary(name, seeds, cells)
-
-
-def recovered(summary: Summary, method: str, column: str = "out_of_client") -> list[float]:
-    """Return, a seed, the share in percent of the gap personal → FedAvg that a method recovers in a column.
-
-    NaN where FedAvg is not better than the personal head: there is no gap then.
-    """
-    low, high = summary.cells["personal"][column], summary.cells["fedavg"][column]
-    values = zip(summary.cells[method][column], low, high, strict=True)
-    return [100 * (mine - p) / (f - p) if f > p else math.nan for mine, p, f in values]
-
-
-def shares(summary: Summary, column: str = "out_of_client") -> dict[str, list[float]]:
-    """Return `recovered` of every other method; nothing where the gap's two ends or the column are missing."""
-    ends = ("personal", "fedavg")
-    if not all(column in summary.cells.get(end, {}) for end in ends):
-        return {}
-    return {method: recovered(summary, method, column) for method in summary.cells if method not in ends}
-
-
-def spread(values: Sequence[float]) -> str:
-    """Return 'mean ± sd' with two decimals; the mean alone of one value, '–' where a value is not finite."""
-    if not np.isfinite(values).all():
-        return "–"
-    mean = f"{np.mean(values):.2f}"
-    return f"{mean} ± {np.std(values):.2f}" if len(values) > 1 else mean
-
-
-def best(summary: Summary) -> dict[str, str]:
-    """Return the mean, as displayed, of the best method of each column."""
-    columns = next(iter(summary.cells.values()))
-    return {column: f"{max(np.mean(row[column]) for row in summary.cells.values()):.2f}" for column in columns}
-
-
-def to_markdown(summary: Summary) -> str:
-    """Return the table as Markdown: mean ± sd over seeds (divided by n), best mean of a column bold."""
-    top = best(summary)
-    lines = [f"| method | {' | '.join(top)} |", "| --- |" + " --: |" * len(top)]
-    for method, row in summary.cells.items():
-        texts = [
-            f"**{spread(row[column])}**" if f"{np.mean(row[column]):.2f}" == top[column] else spread(row[column])
-            for column in top
-        ]
-        lines.append(f"| {method} | {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
-def write_summary(summary: Summary, settings: Settings, info: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Write `<folder>/<name>.json` with settings, versions, hardware and every seed's numbers (null: no gap)."""
-    content = {
-        "protocol": summary.name,
-        "seeds": summary.seeds,
-        "settings": settings.flat(),
-        **info,
-        "accuracy_percent": {
-            method: {column: [round(value, 4) for value in values] for column, values in row.items()}
-            for method, row in summary.cells.items()
-        },
-        "share_of_gap_recovered_out_of_client_percent": {
-            method: [round(value, 2) if math.isfinite(value) else None for value in values]
-            for method, values in shares(summary).items()
-        },
-    }
-    return write_json(folder / f"{summary.name}.json", content)
+def _read(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a file's settings and its tables; SettingsError names a table or a key of it that is none."""
+    path = protocol_path(name)
+    try:
+        content = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from error
+    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
+    if wrong := [key for key in tables if key not in TABLES]:
+        raise SettingsError(f"{path}: table [{wrong[0]}]; allowed are {', '.join(TABLES)}")
+    return {key: value for key, value in content.items() if key not in tables}, tables

@@ -10,6 +10,8 @@ from typing import Any
 
 from models import write_atomically
 from server.environment import describe
+from server.errors import RunError
+from server.report import Results
 from settings import Settings
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,6 +25,15 @@ def provenance() -> dict[str, Any]:
     """
     known = {key: value for key, value in describe(Settings()).items() if key != "settings"}
     return {**known, "load_average": round(os.getloadavg()[0], 2)}
+
+
+def about(results: Results) -> dict[str, Any]:
+    """Return where and when a run ran, and for how long; RunError if it does not say so, or has no end."""
+    run, end = results.run, results.end
+    if run is None or end is None:
+        raise RunError("a run does not say what it ran, or has no end")
+    own = {"time": run.time, "commit": run.commit, "hardware": run.hardware, "versions": run.versions}
+    return {**own, "wall_seconds": round(end.seconds), "load_average": provenance()["load_average"]}
 
 
 def differing(found: Mapping[str, Any], settings: Settings, ignored: Collection[str] = ()) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.protocol import check_complete
+from benchmarks.protocol import WHERE_KEYS
+from benchmarks.record import differing
 from server.report import METRICS_FILE, Results, read_results
-from settings import Settings
+from settings import Settings, SettingsError
 
 
 def stage(folder: Path, settings: Settings) -> Results:
@@ -25,3 +26,14 @@ def stage(folder: Path, settings: Settings) -> Results:
         simulate(settings, folder)
     check_complete(folder, settings)
     return read_results(folder / METRICS_FILE)
+
+
+def check_complete(folder: Path, settings: Settings) -> None:
+    """Raise SettingsError unless a run folder holds a completed run of these settings, wherever it ran."""
+    results = read_results(folder / METRICS_FILE)
+    if results.end is None or results.end.status != "completed":
+        raise SettingsError(f"{folder} holds a run that did not complete; remove it to run that seed again")
+    if other := differing(results.run.settings if results.run else {}, settings, WHERE_KEYS):
+        raise SettingsError(
+            f"{folder} holds a run with other settings ({', '.join(other)}); remove it or choose another --folder"
+        )

@@ -9,68 +9,117 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks import run as module
 from benchmarks.__main__ import main, parser
-from benchmarks.protocol import Summary
-from benchmarks.run import description, rendered, seeds_of, share_lines
+from benchmarks.protocol_page import share_lines
+from benchmarks.run import rendered, seeds_of
+from benchmarks.summary import Summary
+from server.report import Results
 from settings import Settings
-from tests.benchmarks.fabricated import write_run
+from tests.benchmarks.fabricated import results
+
+ROWS = ["--methods", "fedavg,personal,btfl"]
+CELL = ["run", "brfl", "--cells", "cnn-dir-0.1"]
 
 
 @pytest.fixture(autouse=True)
-def _made_up_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simulation.simulate", lambda settings, folder: write_run(folder, settings.seed, settings))
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str]]:
+    """Seed, rows and folder of every test that was asked for; runs are made up."""
+    found: list[tuple[int, str, str]] = []
+
+    def evaluated(settings: Settings, trainings: Path, folder: Path) -> Results:
+        found.append((settings.seed, settings.methods, folder.name))
+        return results(settings.seed, settings, folder.name)
+
+    monkeypatch.setattr("benchmarks.cells.evaluated", evaluated)
+    return found
+
+
+def words(tmp_path: Path, *more: str) -> list[str]:
+    return [*CELL, "--folder", str(tmp_path / "runs"), "--out", str(tmp_path / "out"), *more]
 
 
 def test_from_words_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["run", "brfl", "--seeds", "1,2", "--folder", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
-    assert main([*words, "--set", "rounds=1", "alpha=0.5", "--set", "rounds=2"]) == 0
+    assert main(words(tmp_path, *ROWS, "--seeds", "2", "--set", "rounds=1", "alpha=0.5", "--set", "rounds=2")) == 0
     printed = capsys.readouterr().out
     assert "btfl: 37.50 ± 12.50 % of the gap personal → FedAvg recovered on out_of_client" in printed
-    content = json.loads((tmp_path / "out/brfl.json").read_text())
-    assert (content["settings"]["rounds"], content["settings"]["alpha"]) == (2, 0.5)
-    assert [(run["seed"], run["wall_seconds"], run["commit"]) for run in content["runs"]] == [
-        (1, 10.0, "abc"),
-        (2, 20.0, "abc"),
-    ]
-    page = (tmp_path / "out/brfl.md").read_text()
-    assert "| btfl | 81.25 ± 6.25 | 37.50 ± 0.00 | **59.38 ± 3.12** |" in page
-    assert "python -m benchmarks run brfl --seeds 1,2 --set rounds=1 alpha=0.5 rounds=2" in page
+    assert "1 of 2 trainings: cnn-dir-0.1, seed 1, cross_entropy; about 0 min left" in printed
+    content = json.loads((tmp_path / "out/brfl/cnn-dir-0.1-2.json").read_text())
+    assert (content["settings"]["rounds"], content["settings"]["alpha"], content["seed"]) == (2, 0.5, 2)
+    (ran,) = content["runs"]
+    assert (ran["commit"], ran["wall_seconds"], ran["test_samples_checked"]) == ("abc", 20, 16)
+    assert (ran["test_samples_trained_on"], ran["methods"]) == (0, ["fedavg", "personal", "btfl"])
+    assert content["rows"]["btfl"]["shifts"]["original"]["accuracy_percent"] == 87.5
+    page = (tmp_path / "out/brfl/README.md").read_text()
+    assert "| `btfl` | 81.25 ± 6.25 | 37.50 ± 0.00 | **59.38 ± 3.12** |" in page
+    assert "python -m benchmarks run brfl --cells cnn-dir-0.1" in page
+    assert "--seeds 1,2 --set rounds=1 alpha=0.5 rounds=2" in page
     assert "- Seed 2: 16 test samples, by index none of them trained on; 20 s on abacus; torch 9.9" in page
     assert "`alpha = 0.5`" in page
     assert "- made up" in page
+    assert "Not run: cnn-dir-1, full" in page
     assert str(tmp_path) not in page
-    assert (tmp_path / "out/brfl.html").read_text() == "<p>seed 1</p>"
+
+
+def test_rows_and_seeds_that_are_kept_are_not_run_again(asked: list, tmp_path: Path) -> None:
+    assert main(words(tmp_path, "--methods", "fedavg,personal", "--seeds", "1")) == 0
+    assert main(words(tmp_path, *ROWS, "--seeds", "2")) == 0
+    assert main(words(tmp_path, *ROWS, "--seeds", "2")) == 0
+    trained = [one[:2] for one in asked]
+    assert trained == [(1, "fedavg,personal"), (1, "btfl"), (2, "fedavg,personal,btfl")]
+    content = json.loads((tmp_path / "out/brfl/cnn-dir-0.1-1.json").read_text())
+    assert (list(content["rows"]), len(content["runs"])) == (["fedavg", "personal", "btfl"], 2)
+
+
+def test_what_was_made_with_other_settings_is_refused_before_anything_runs(
+    asked: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(tmp_path, *ROWS, "--seeds", "2-2")) == 0
+    asked.clear()
+    assert main(words(tmp_path, *ROWS, "--seeds", "2", "--set", "rounds=3")) == 2
+    assert "cnn-dir-0.1-2.json was made with other settings (rounds)" in capsys.readouterr().err
+    assert main(words(tmp_path, "--methods", "fedavg,nobody")) == 2
+    assert "brfl, cell cnn-dir-0.1: methods: unknown method" in capsys.readouterr().err
+    assert asked == []
+    (tmp_path / "out/brfl/cnn-dir-0.1-2.json").write_text("{")
+    assert main(words(tmp_path, *ROWS)) == 2
+    assert "cnn-dir-0.1-2.json cannot be read" in capsys.readouterr().err
+
+
+def test_quick_is_small_and_has_a_place_of_its_own(
+    asked: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "QUICK", tmp_path / "quick")
+    assert main(["run", "btgfl", "--quick", *ROWS]) == 0
+    assert [one[0] for one in asked] == [1, 1]
+    content = json.loads((tmp_path / "quick/btgfl/one-by-one-1.json").read_text())
+    assert (content["settings"]["dataset"], content["settings"]["rounds"]) == ("digits", 1)
 
 
 def test_terminal_table_and_labels_with_brackets() -> None:
     cells = {"fedavg": [60.0], "personal": [20.0], "fedthe[beta=1]": [40.0]}
-    summary = Summary("p", [7], {name: {"out_of_client": v, "average": v} for name, v in cells.items()})
+    rows = {name: {"out_of_client": v, "average": v} for name, v in cells.items()}
+    summary = Summary("p", "Some cell", rows, {"fedavg": {"average": 71.25}}, [7])
     console = Console(width=100)
     with console.capture() as printed:
         console.print(rendered(summary))
     text = re.sub(r"\s+", " ", printed.get())
     assert "fedthe[beta=1] │ 40.00 │ 40.00" in text
-    assert "seed 7" in text
+    assert "fedavg │ 60.00 │ 60.00 71.2" in text
+    assert "over seeds 7" in text
     assert share_lines(summary) == ["fedthe[beta=1]: 50.00 % of the gap personal → FedAvg recovered on out_of_client"]
 
 
-def test_errors_are_said_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_errors_are_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "nothing"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown protocol 'nothing'; there are: atp, brfl")
-    write_run(tmp_path / "brfl-1", 1, Settings(), status="failed: x")
-    assert main(["run", "brfl", "--seeds", "1", "--folder", str(tmp_path)]) == 2
-    assert "did not complete" in capsys.readouterr().err
-
-
-def test_description_is_the_comment_on_top() -> None:
-    assert description("brfl").startswith("BRFL (FedTHE, section 5)")
-    assert "#" not in description("brfl")
-    assert "dataset =" not in description("brfl")
+    assert main(["run", "brfl", "--cells", "nowhere"]) == 2
+    assert "cell 'nowhere'; there are: cnn-dir-0.1" in capsys.readouterr().err
 
 
 def test_seeds() -> None:
-    assert seeds_of("3,1") == [3, 1]
-    assert parser().parse_args(["run", "brfl"]).seeds == [1, 2, 3]
+    assert (seeds_of("3"), seeds_of("3,1"), seeds_of("2-4"), seeds_of("5-5")) == ([1, 2, 3], [3, 1], [2, 3, 4], [5])
+    assert parser().parse_args(["run", "brfl"]).seeds is None
 
 
 @pytest.mark.parametrize(
@@ -81,6 +130,8 @@ def test_seeds() -> None:
         ["run"],
         ["run", "brfl", "--seeds", "1,1"],
         ["run", "brfl", "--seeds", "1,x"],
+        ["run", "brfl", "--seeds", "0"],
+        ["run", "brfl", "--seeds", "3-2"],
         ["heads", "--samples", "999"],
         ["heads", "--samples", "many"],
         ["rounds", "--clients", "few"],

@@ -1,0 +1,130 @@
+"""Trainings that are done once: each is kept by a hash of all it depends on, and every later row is tested on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+from benchmarks.protocol import WHERE_KEYS
+from server.branch import TESTS, branch
+from server.checkpoints import checkpoint_files
+from server.errors import RunError
+from server.methods import Training, plan
+from server.report import METRICS_FILE, Results, read_results
+from server.resume import FREE
+from settings import Settings, SettingsError
+
+ROOT = Path(__file__).parent.parent
+#: Rooms whose code decides what a training comes to.
+ROOMS = ("client", "data", "models", "server", "settings", "strategies", "tta")
+NOT_TRAINING = ("agent", "report")  # folders in them that do not
+RUN, STATE = "run", "state"
+
+
+def evaluated(settings: Settings, trainings: Path, folder: Path) -> Results:
+    """Return the results of rows that share one training, which is run only if it is not kept already.
+
+    A training or a test that was cut short goes on, or is done again, with the same bits.
+
+    Parameters
+    ----------
+    settings : Settings
+        With the rows in `methods`.
+    trainings : Path
+        Where trainings are kept, one folder each.
+    folder : Path
+        The run folder of this test; if it holds a completed run of these settings, that is read.
+
+    Raises
+    ------
+    SettingsError
+        As `plan`, `simulate` and `branch`.
+    RunError
+        The training or the test failed.
+    """
+    from simulation import simulate
+
+    if (done := _completed(folder)) is not None and _same(done, settings):
+        return done
+    several = plan(settings)
+    if len(several) != 1:
+        names = ", ".join(one.name for one in several)
+        raise SettingsError(f"methods = {settings.methods!r}: allowed are rows of one training, not of {names}")
+    (training,) = several
+    shutil.rmtree(folder, ignore_errors=True)
+    if training.recipe.rounds(settings) == 0:
+        simulate(settings, folder)
+    else:
+        kept = trained(settings, training, trainings)
+        state = folder / STATE
+        shutil.copytree(kept / STATE, state)
+        simulate(branch(kept / RUN, folder, settings.replace(state_dir=str(state))), folder)
+        shutil.rmtree(state)
+    results = _completed(folder)
+    if results is None:
+        raise RunError(f"{folder}: the run did not complete; its metrics.jsonl says why")
+    return results
+
+
+def trained(settings: Settings, training: Training, trainings: Path) -> Path:
+    """Return the folder of a training that is done: its run and its clients' private state.
+
+    Raises
+    ------
+    SettingsError, RunError
+        As `simulate`.
+    """
+    from simulation import simulate
+
+    folder = trainings / key(settings, training)
+    row = "fedavg" if training.name == "cross_entropy" else f"fedavg[training={training.name}]"
+    # the cheapest test there is; three checkpoints: after the last round, the statistics, the test
+    own = settings.replace(
+        methods=row, shifts="original", state_dir=str(folder / STATE), checkpoint_every=1, checkpoints_kept=3
+    )
+    if _completed(folder / RUN) is None:
+        if checkpoint_files(folder / RUN):
+            own = own.replace(resume=str(folder / RUN))
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        simulate(own, folder / RUN)
+    if _completed(folder / RUN) is None:
+        raise RunError(f"{folder / RUN}: the training did not complete; its metrics.jsonl says why")
+    return folder
+
+
+def key(settings: Settings, training: Training) -> str:
+    """Return a name for a training that changes with all it depends on: settings, network to start from, code."""
+    free = {*FREE, *TESTS, *WHERE_KEYS}
+    told = {name: value for name, value in settings.flat().items() if name not in free}
+    if settings.init:
+        told["init"] = hashlib.sha256(Path(settings.init).read_bytes()).hexdigest()
+    text = json.dumps([training.name, told, code()], sort_keys=True)
+    return f"{settings.dataset}-{training.name}-{settings.seed}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+@cache
+def code() -> str:
+    """Return a hash of all code that trains."""
+    total = hashlib.sha256()
+    paths = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    for path in sorted(path for path in paths if not set(path.parts) & set(NOT_TRAINING)):
+        total.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def _completed(folder: Path) -> Results | None:
+    """Return what a run folder holds if its run completed."""
+    if not (folder / METRICS_FILE).exists():
+        return None
+    results = read_results(folder / METRICS_FILE)
+    return results if results.end is not None and results.end.status == "completed" else None
+
+
+def _same(results: Results, settings: Settings) -> bool:
+    """Tell whether a run had these settings, wherever and however fast it ran."""
+    found = results.run.settings if results.run else {}
+    return all(found.get(name) == value for name, value in settings.flat().items() if name not in FREE)
