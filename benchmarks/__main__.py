@@ -22,15 +22,18 @@ from benchmarks import (
     heads,
     methods,
     mixing,
+    overview,
     rounds,
     run,
     source,
+    wall_clock,
 )
 from server.errors import RunError
 from settings import SettingsError
 
 COMMANDS = {
-    "run": (run, "a protocol over several seeds: table, share of the gap recovered, results as JSON and Markdown"),
+    "run": (run, "a protocol's cells over several seeds, beside the paper's numbers: tables, JSON files, a page"),
+    "page": (overview, "the index and the page with pictures of everything that `run` has kept"),
     "heads": (heads, "time of head interpolation alone, beside a naive loop over samples"),
     "rounds": (rounds, "wall time of a simulated round over the local training in it"),
     "atp": (atp, "ATP's tables for the shallow CNN: global model, rates, every shift's rates on every other"),
@@ -38,6 +41,7 @@ COMMANDS = {
     "methods": (methods, "every method: what it trains, adapts and needs; with --cost also its cost at test time"),
     "collaborate": (collaborate, "test-time methods under collaborations on class-imbalanced corruption streams"),
     "bbn": (bbn, "time of adapting to a batch with BBN over a plain forward and backward pass of it"),
+    "wall-clock": (wall_clock, "accuracy under a constant-speed stream: a method that is too slow misses samples"),
     "mixing": (mixing, "time and memory of the server's N x N work for 1,000 clients"),
     "source": (source, "train a source network on one part of a data set"),
     "agent": (agent, "latency, predictions a second and memory of the resident agent, and 50 streams at once"),
