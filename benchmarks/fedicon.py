@@ -22,7 +22,7 @@ from benchmarks.fedicon_paper import ABLATION, OFFLINE
 from benchmarks.fedicon_tables import markdown
 from benchmarks.protocol import load_protocol
 from benchmarks.record import RESULTS, about, write_json
-from benchmarks.run import seeds_of
+from benchmarks.run import seeds_of, seeds_word
 from benchmarks.stages import stage
 from data import load
 from models import write_atomically
@@ -35,7 +35,9 @@ from settings import Settings, SettingsError, assignments
 #: `--set model-options='pretrained=<file>'`.
 DATA = {
     "digit5": ("dataset-options=per_domain=2000",),
-    "office10": ("dataset-options=",),
+    # Few pictures make few steps of the classifier: on corrupted validation pictures (seed 1) 50.0 % are right after 5
+    # epochs of one's own, 52.1 % after 20.
+    "office10": ("dataset-options=", "classifier-epochs=20"),
     "domainnet": ("dataset-options=", "model=resnet18", "model-options=", "rounds=20"),
 }
 SHIFTS = ("covariate", "domain")
@@ -304,7 +306,7 @@ def command_line(arguments: argparse.Namespace) -> str:
     """Return the command that fills these cells again."""
     what = ["--figure", arguments.figure] if arguments.figure else ["--shift", arguments.shift]
     words = ["python", "-m", "benchmarks", "fedicon", "--data", arguments.data, *what]
-    words += ["--seeds", ",".join(map(str, arguments.seeds))]
+    words += ["--seeds", seeds_word(arguments.seeds)]
     words += ["--methods", arguments.methods] if arguments.methods else []
     words += ["--rounds", str(arguments.rounds)] if arguments.rounds is not None else []
     return shlex.join([*words, *(["--set", *arguments.set] if arguments.set else [])])

@@ -62,6 +62,11 @@ def seeds_of(text: str) -> list[int]:
     return found
 
 
+def seeds_word(seeds: Sequence[int]) -> str:
+    """Return the word that `seeds_of` reads as these seeds."""
+    return ",".join(map(str, seeds)) if len(seeds) > 1 else f"{seeds[0]}-{seeds[0]}"
+
+
 def run(arguments: argparse.Namespace, console: Console) -> None:
     """Run what is missing, print the tables and write the pages.
 
@@ -151,7 +156,7 @@ def command_line(arguments: argparse.Namespace) -> str:
         words += ["--cells", arguments.cells]
     if arguments.methods:
         words += ["--methods", arguments.methods]
-    if seeds := arguments.seeds:
-        words += ["--seeds", ",".join(map(str, seeds)) if len(seeds) > 1 else f"{seeds[0]}-{seeds[0]}"]
+    if arguments.seeds:
+        words += ["--seeds", seeds_word(arguments.seeds)]
     words += ["--quick"] if arguments.quick else []
     return shlex.join([*words, *(["--set", *arguments.set] if arguments.set else [])])

@@ -38,7 +38,9 @@ class Dataset:
     `mean` and `std` are per channel, of pixels in [0, 1]; `classes` is None where the files decide; `flip`
     says whether a mirrored picture still belongs to its class; `options` are the names that its loader takes;
     `natural` names the data set that is its natural shift; of a contrastive view at least `crop` of the area is
-    left (the default is Khosla et al.'s for CIFAR; less than six tenths of a digit may be another digit).
+    left. The default is Khosla et al.'s for CIFAR; less than six tenths of a digit may be another digit, and of
+    Office-10's scenes at 32 x 32 pixels nothing that tells its class (a linear probe on corrupted validation images,
+    seed 1, after 10 encoder rounds at learning rate 0.05: 58.5 % right with 0.6, 53.1 % with 0.2).
     """
 
     description: str
@@ -90,7 +92,7 @@ DATASETS: dict[str, Dataset] = {
     ),
     "office10": Dataset(
         "Office-Caltech-10: amazon, caltech10, dslr and webcam",
-        load_office10, _HALF, _HALF, 10, flip=True, options=(*_SEVERAL, "copies"),
+        load_office10, _HALF, _HALF, 10, flip=True, options=(*_SEVERAL, "copies"), crop=0.6,
     ),
     "pacs": Dataset(
         "PACS: photo, art_painting, cartoon and sketch",

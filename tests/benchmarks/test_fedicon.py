@@ -300,6 +300,6 @@ def test_the_papers_tables_agree_with_each_other() -> None:
 
 
 def test_the_command_says_what_was_asked_for() -> None:
-    given = arguments("--figure", "3-epochs", "--seeds", "2", "--rounds", "4", "--set", "severity=3")
-    assert command_line(given).endswith("--data digit5 --figure 3-epochs --seeds 2 --rounds 4 --set severity=3")
+    given = arguments("--figure", "3-epochs", "--seeds", "2-2", "--rounds", "4", "--set", "severity=3")
+    assert command_line(given).endswith("--data digit5 --figure 3-epochs --seeds 2-2 --rounds 4 --set severity=3")
     assert read_cells(Path("nowhere")) == {}
