@@ -94,7 +94,7 @@ def html_page(found: Found) -> str:
 
 def section(protocol: Protocol, cell: Cell, contents: Mapping[int, Content]) -> str:
     """Return a cell's part of the page; what no run has kept is left out."""
-    summary = summarise(cell.name, cell.title, contents, cell.reference)
+    summary = summarise(cell, contents)
     results, rows = as_results(contents), table_rows(summary)
     title = "" if cell.title == protocol.name else f"<h3>{escape(cell.title)}</h3>"
     parts = [title, html_table(summary, cell)]
@@ -131,7 +131,7 @@ def html_table(summary: Summary, cell: Cell) -> str:
     beside = ""
     if cell.reference is not None and summary.paper:
         beside = f" Below it the paper's ({cell.reference.paper}, Table {cell.reference.table}) and the difference."
-    caption = f"<strong>Accuracy in %</strong>, mean over clients; {over(summary.seeds)}.{beside}"
+    caption = f"<strong>Accuracy in %</strong>, mean over {cell.weighting}; {over(summary.seeds)}.{beside}"
     return data_table(head, body, caption)
 
 

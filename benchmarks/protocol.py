@@ -10,6 +10,9 @@ paper = { table = "1", alpha = 1.0 }     # ... and which of the paper's numbers 
 [quick]                                  # --quick: which cells, and what all of them change
 cells = ["dir-1"]
 rounds = 1
+[calls]                                  # commands that run after the cells, with {seeds}, {runs}, {out} and {results}
+all = ["fedicon --data digit5 --seeds {seeds}"]
+quick = ["fedicon --data digit5 --rounds 1 --seeds {seeds} --folder {runs}/fedicon --out {out}/fedicon"]
 """
 
 from __future__ import annotations
@@ -26,10 +29,12 @@ from settings import Scalar, Settings, SettingsError, from_config
 from settings.parse import convert
 
 PROTOCOLS = Path(__file__).parent / "protocols"
-TABLES = ("cells", "paper", "quick")
+TABLES = ("cells", "paper", "quick", "calls")
 #: What a cell says beside settings.
-ABOUT = ("title", "paper")
+ABOUT = ("title", "paper", "weighting")
 MAIN = "main"  # the only cell of a protocol that names none
+
+WEIGHTINGS = ("clients", "samples")
 
 #: Settings that say where a run computes, not what.
 WHERE_KEYS = ("device", "workers", "num-gpus", "results", "run-name", "state-dir")
@@ -37,37 +42,46 @@ WHERE_KEYS = ("device", "workers", "num-gpus", "results", "run-name", "state-dir
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a paper's numbers of a cell stand: a table, and the part of it with this setting."""
+    """Where a paper's numbers of a cell stand: a table, and the part of it with this setting.
+
+    `only` is the paper's column for a cell whose one test distribution has no name there.
+    """
 
     paper: str
     table: str
     setting: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
+    only: str = ""
 
     def column(self, name: str) -> dict[str, float]:
         """Return row → the paper's mean in one column; nothing where it has no such column."""
         try:
-            return values(self.paper, self.table, name, **self.setting)
+            return values(self.paper, self.table, self.only or name, **self.setting)
         except ValueError:
             return {}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of a protocol's tables: settings with all rows in `methods`, and the paper's numbers for it."""
+    """One place of a protocol's tables: settings with all rows in `methods`, and the paper's numbers for it.
+
+    `weighting` says whether a mean counts every client the same (FedTHE, BTFL) or every sample (ATP).
+    """
 
     name: str
     title: str
     settings: Settings
     reference: Reference | None = None
+    weighting: str = "clients"
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A protocol's name, what its file says of it, and its cells in the order of the file."""
+    """A protocol's name, what its file says of it, its cells in the order of the file, and commands beside them."""
 
     name: str
     about: str
     cells: tuple[Cell, ...]
+    calls: tuple[str, ...] = ()
 
 
 def load_protocol(name: str, changes: Sequence[str] = ()) -> Settings:
@@ -97,7 +111,8 @@ def read_protocol(name: str, changes: Sequence[str] = (), only: Sequence[str] = 
         An unknown protocol, cell, key or value, or a paper's table that is not there; file and place are named.
     """
     flat, tables = _read(name)
-    known: Mapping[str, Mapping[str, Any]] = tables.get("cells", {MAIN: {}})
+    calls = tables.get("calls", {})
+    known: Mapping[str, Mapping[str, Any]] = tables.get("cells", {} if calls else {MAIN: {}})
     if wrong := [cell for cell in (*known, *only) if cell not in known or not re.fullmatch(r"[a-z0-9.-]+", cell)]:
         raise SettingsError(f"{name}: cell {wrong[0]!r}; there are: {', '.join(known)}")
     small = tables.get("quick", {}) if quick else {}
@@ -108,6 +123,7 @@ def read_protocol(name: str, changes: Sequence[str] = (), only: Sequence[str] = 
         name,
         description(name),
         tuple(_cell(name, cell, flat, paper, known[cell], config, changes) for cell in known if cell in wanted),
+        () if only else tuple(calls.get("quick" if quick else "all", ())),
     )
 
 
@@ -132,9 +148,13 @@ def _cell(
     if "table" in place:
         if place.get("name") not in papers():
             raise SettingsError(f"{where}: paper {place.get('name')!r}; there are: {', '.join(papers())}")
-        setting = {key: value for key, value in place.items() if key not in ("name", "table")}
-        reference = Reference(str(place["name"]), str(place["table"]), setting)
-    return Cell(name, str(about.get("title", protocol if name == MAIN else name)), settings, reference)
+        setting = {key: value for key, value in place.items() if key not in ("name", "table", "column")}
+        reference = Reference(str(place["name"]), str(place["table"]), setting, str(place.get("column", "")))
+    title = str(about.get("title", protocol if name == MAIN else name))
+    weighting = str(about.get("weighting", "clients"))
+    if weighting not in WEIGHTINGS:
+        raise SettingsError(f"{where}: weighting = {weighting!r}; allowed are {', '.join(WEIGHTINGS)}")
+    return Cell(name, title, settings, reference, weighting)
 
 
 def protocol_path(name: str) -> Path:

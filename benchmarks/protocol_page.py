@@ -33,7 +33,7 @@ def markdown_page(protocol: Protocol, contents: Mapping[str, Mapping[int, Conten
 
 def section(protocol: str, cell: Cell, kept_cell: Mapping[int, Content]) -> str:
     """Return a cell's table, what of the gap is recovered, where it ran and with which settings."""
-    summary = summarise(cell.name, cell.title, kept_cell, cell.reference)
+    summary = summarise(cell, kept_cell)
     first = kept_cell[min(kept_cell)]
     default = Settings().flat()
     own = {key: value for key, value in first["settings"].items() if key != "seed" and value != default.get(key)}
@@ -42,7 +42,7 @@ def section(protocol: str, cell: Cell, kept_cell: Mapping[int, Content]) -> str:
         beside = f"; behind the bar the paper's mean ({cell.reference.paper}, Table {cell.reference.table})"
     parts = [
         "" if cell.title == protocol else f"## {cell.title}",
-        f"Accuracy in %, mean over clients; {over(summary.seeds)}{beside}.",
+        f"Accuracy in %, mean over {cell.weighting}; {over(summary.seeds)}{beside}.",
         to_markdown(summary),
         "\n".join(f"- {line}" for line in share_lines(summary)),
         "\n".join(f"- Seed {seed}: {run_words(content)}." for seed, content in sorted(kept_cell.items())),

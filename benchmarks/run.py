@@ -24,6 +24,7 @@ from benchmarks.protocol_page import share_lines, write_page
 from benchmarks.record import RESULTS
 from benchmarks.start import check_start
 from benchmarks.summary import Summary, best, spread, summarise
+from server.errors import RunError
 from settings import SettingsError
 
 FOLDER = Path("results/benchmarks")
@@ -83,14 +84,16 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     protocol = read_protocol(arguments.protocol, changes, only, arguments.quick)
     todo = to_do(protocol, seeds, out)
     fill_all(protocol, todo, out, folder, console)
+    for words in calls(protocol, seeds, out, folder, arguments.set):
+        call(words, console)
     for cell in protocol.cells:
         contents = kept(out).get(protocol.name, {}).get(cell.name, {})
-        summary = summarise(cell.name, cell.title, contents, cell.reference)
+        summary = summarise(cell, contents)
         console.print(rendered(summary))
         for line in share_lines(summary):
             console.print(Text(line))  # options stand in brackets, which are no markup
-    page = write_page(protocol.name, out, command_line(arguments))
-    for path in (page, *write_overview(out)):
+    page = [write_page(protocol.name, out, command_line(arguments))] if protocol.cells else []
+    for path in (*page, *write_overview(out)):
         console.print(f"Written: {path}", highlight=False)
 
 
@@ -126,6 +129,24 @@ def fill_all(
             left = (time.perf_counter() - start) / done * (total - done)
             text = f"{done} of {total} trainings: {cell.name}, seed {seed}, {training}; about {left / 60:.0f} min left"
             console.print(text, highlight=False)
+
+
+def calls(
+    protocol: Protocol, seeds: Sequence[int], out: Path, folder: Path, changes: Sequence[str] = ()
+) -> list[list[str]]:
+    """Return the words of the commands that belong to a protocol, its places filled in."""
+    places = {"seeds": seeds_word(seeds), "out": out, "runs": folder, "results": RESULTS}
+    more = ["--set", *changes] if changes else []
+    return [[*(word.format(**places) for word in shlex.split(text)), *more] for text in protocol.calls]
+
+
+def call(words: Sequence[str], console: Console) -> None:
+    """Run a command of `python -m benchmarks`; RunError if it fails, which it has said itself."""
+    from benchmarks.__main__ import main  # which imports this module
+
+    console.print(f"python -m benchmarks {shlex.join(words)}", markup=False, highlight=False)
+    if status := main(words):
+        raise RunError(f"python -m benchmarks {shlex.join(words)} ended with {status}")
 
 
 def rendered(summary: Summary) -> Table:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.cells import Content
-from benchmarks.protocol import Reference
+from benchmarks.protocol import Cell
 
 AVERAGE = "average"
 
@@ -42,12 +42,14 @@ class Summary:
         return [*found, AVERAGE]
 
 
-def summarise(name: str, title: str, kept: Mapping[int, Content], reference: Reference | None = None) -> Summary:
+def summarise(cell: Cell, kept: Mapping[int, Content]) -> Summary:
     """Join a cell's files, seed → content; a row that some seeds lack has fewer values."""
+    name, title, reference = cell.name, cell.title, cell.reference
+    key = "accuracy_percent" if cell.weighting == "clients" else "by_samples_percent"
     cells: dict[str, dict[str, list[float]]] = {}
     for _, content in sorted(kept.items()):
         for label, row in content["rows"].items():
-            means = {shift: float(one["accuracy_percent"]) for shift, one in row["shifts"].items()}
+            means = {shift: float(one[key]) for shift, one in row["shifts"].items()}
             for column, value in {**means, AVERAGE: float(np.mean(list(means.values())))}.items():
                 cells.setdefault(label, {}).setdefault(column, []).append(value)
     summary = Summary(name, title, cells, {}, sorted(kept))

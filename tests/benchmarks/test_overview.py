@@ -103,7 +103,7 @@ def test_ours_the_papers_and_the_difference(out: Path) -> None:
     (cell,) = read_protocol("brfl", only=["cnn-dir-1"]).cells
     assert cell.reference is not None
     theirs = cell.reference.column("original")["fedavg"]
-    summary = summarise(cell.name, cell.title, {1: content(1), 3: content(3)}, cell.reference)
+    summary = summarise(cell, {1: content(1), 3: content(3)})
     table = html_table(summary, cell)
     assert f'52.0 <span class="sd">± 1.0</span><div class="sd">{theirs:.1f} ({52 - theirs:+.1f})</div>' in table
     assert "mean ± standard deviation (divided by n) over the seeds 1, 3" in table

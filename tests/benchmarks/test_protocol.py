@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import benchmarks.protocol as module
+from benchmarks.__main__ import parser
 from benchmarks.protocol import PROTOCOLS, Reference, description, load_protocol, read_protocol
+from benchmarks.run import calls
 from server.methods import plan
 from settings import SettingsError
 
@@ -18,11 +20,14 @@ NAMES = sorted(path.stem for path in PROTOCOLS.glob("*.toml"))
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_cell_of_every_protocol_is_valid(name: str, quick: bool) -> None:
     protocol = read_protocol(name, quick=quick)
-    assert protocol.cells
+    assert protocol.cells or protocol.calls
+    for words in calls(protocol, [1], Path("out"), Path("runs"), ["rounds=1"]):
+        assert parser().parse_args(words).set[-1] == "rounds=1"
     for cell in protocol.cells:
         assert plan(cell.settings)
         if cell.reference is not None and "test-size" not in cell.reference.setting:
-            columns = [cell.reference.column(name) for name in ("corrupted", "original_ind", "corrupted_out_of_client")]
+            shifts = ("original", "corrupted", "original_ind", "corrupted_out_of_client")
+            columns = [cell.reference.column(name) for name in shifts]
             assert any(columns), f"{cell.name}: the paper has no such number"
 
 

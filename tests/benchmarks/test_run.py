@@ -15,7 +15,7 @@ from benchmarks.protocol_page import share_lines
 from benchmarks.run import rendered, seeds_of
 from benchmarks.summary import Summary
 from server.report import Results
-from settings import Settings
+from settings import Settings, SettingsError
 from tests.benchmarks.fabricated import results
 
 ROWS = ["--methods", "fedavg,personal,btfl"]
@@ -94,6 +94,24 @@ def test_quick_is_small_and_has_a_place_of_its_own(
     assert [one[0] for one in asked] == [1, 1]
     content = json.loads((tmp_path / "quick/btgfl/one-by-one-1.json").read_text())
     assert (content["settings"]["dataset"], content["settings"]["rounds"]) == ("digits", 1)
+
+
+def test_commands_that_belong_to_a_protocol_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr("benchmarks.fedicon.run", lambda arguments, console: called.append(arguments.data))
+    words = ["run", "feature-shift", "--out", str(tmp_path)]
+    assert main([*words, "--seeds", "2-2"]) == 0
+    assert called == ["digit5", "office10", "office10", "digit5"]
+    assert "python -m benchmarks fedicon --data digit5 --seeds 2-2" in capsys.readouterr().out.replace("\n", " ")
+
+    def fail(arguments: object, console: object) -> None:
+        raise SettingsError("no such data")
+
+    monkeypatch.setattr("benchmarks.fedicon.run", fail)
+    assert main(words) == 1
+    assert "fedicon --data digit5 --seeds 1,2,3 ended with 2" in capsys.readouterr().err
 
 
 def test_terminal_table_and_labels_with_brackets() -> None:

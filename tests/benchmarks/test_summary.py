@@ -8,8 +8,9 @@ import math
 import pytest
 
 from benchmarks.cells import row_content
-from benchmarks.protocol import Reference
+from benchmarks.protocol import Cell, Reference
 from benchmarks.summary import Summary, recovered, shares, spread, summarise, to_markdown
+from settings import Settings
 from tests.benchmarks.fabricated import results
 
 
@@ -19,7 +20,7 @@ def summary() -> Summary:
         seed: {"rows": {label: row_content(results(seed), label, "t") for label in ("fedavg", "personal", "btfl")}}
         for seed in (2, 1)
     }
-    return summarise("made-up", "Made up", kept)
+    return summarise(Cell("made-up", "Made up", Settings()), kept)
 
 
 def test_summary_by_hand(summary: Summary) -> None:
@@ -65,7 +66,7 @@ def test_a_row_that_some_seeds_lack_and_the_papers_numbers() -> None:
         1: {"rows": {"fedavg": row_content(one, "fedavg", "t"), "btfl": row_content(one, "btfl", "t")}},
         2: {"rows": {"fedavg": row_content(two, "fedavg", "t")}},
     }
-    found = summarise("c", "C", kept, Reference("fedthe", "1", {"alpha": 1.0}))
+    found = summarise(Cell("c", "C", Settings(), Reference("fedthe", "1", {"alpha": 1.0})), kept)
     own, strange = (found.paper["fedavg"][column] for column in ("original", "out_of_client"))
     text = to_markdown(found)
     assert f"| `fedavg` | 50.00 ± 0.00 \\| {own:.2f} | **68.75 ± 6.25** \\| {strange:.2f} | **59.38" in text
@@ -75,3 +76,12 @@ def test_a_row_that_some_seeds_lack_and_the_papers_numbers() -> None:
 def test_one_seed_has_no_standard_deviation() -> None:
     assert spread([12.5]) == "12.50"
     assert "±" not in to_markdown(Summary("one", "One", {"a": {"average": [1.0]}}, {}, [1]))
+
+
+def test_samples_or_clients_count_the_same() -> None:
+    # three of four right at one client, one of one at another
+    row = {"training": "t", "shifts": {"original": {"accuracy_percent": 87.5, "by_samples_percent": 80.0}}}
+    kept = {1: {"rows": {"fedavg": row}}}
+    by_samples = summarise(Cell("c", "C", Settings(), weighting="samples"), kept)
+    assert by_samples.cells["fedavg"]["original"] == [80.0]
+    assert summarise(Cell("c", "C", Settings()), kept).cells["fedavg"]["original"] == [87.5]
