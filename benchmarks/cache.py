@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.protocol import WHERE_KEYS
 from server.branch import TESTS, branch
-from server.checkpoints import checkpoint_files
+from server.checkpoints import checkpoint_files, read_checkpoint
 from server.errors import RunError
 from server.methods import Training, plan
 from server.report import METRICS_FILE, Results, read_results
@@ -24,7 +24,7 @@ NOT_TRAINING = ("agent", "report")  # folders in them that do not
 RUN, STATE = "run", "state"
 
 
-def evaluated(settings: Settings, trainings: Path, folder: Path) -> Results:
+def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | None = None) -> Results:
     """Return the results of rows that share one training, which is run only if it is not kept already.
 
     A training or a test that was cut short goes on, or is done again, with the same bits.
@@ -37,6 +37,8 @@ def evaluated(settings: Settings, trainings: Path, folder: Path) -> Results:
         Where trainings are kept, one folder each.
     folder : Path
         The run folder of this test; if it holds a completed run of these settings, that is read.
+    of : Settings, optional
+        A training with more rounds, of which this one is the beginning: it is the longer one that is run and kept.
 
     Raises
     ------
@@ -58,7 +60,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path) -> Results:
     if training.recipe.rounds(settings) == 0:
         simulate(settings, folder)
     else:
-        kept = trained(settings, training, trainings)
+        kept = trained(of or settings, training, trainings, settings.rounds if of else None)
         state = folder / STATE
         shutil.copytree(kept / STATE, state)
         simulate(branch(kept / RUN, folder, settings.replace(state_dir=str(state))), folder)
@@ -69,8 +71,13 @@ def evaluated(settings: Settings, trainings: Path, folder: Path) -> Results:
     return results
 
 
-def trained(settings: Settings, training: Training, trainings: Path) -> Path:
+def trained(settings: Settings, training: Training, trainings: Path, back_to: int | None = None) -> Path:
     """Return the folder of a training that is done: its run and its clients' private state.
+
+    Parameters
+    ----------
+    back_to : int, optional
+        A round that tests go back to: all checkpoints are kept then, and a training that lacks this one is run again.
 
     Raises
     ------
@@ -82,11 +89,12 @@ def trained(settings: Settings, training: Training, trainings: Path) -> Path:
     folder = trainings / key(settings, training)
     row = "fedavg" if training.name == "cross_entropy" else f"fedavg[training={training.name}]"
     # the cheapest test there is; three checkpoints: after the last round, the statistics, the test
+    kept = 3 if back_to is None else settings.rounds + 3
     own = settings.replace(
-        methods=row, shifts="original", state_dir=str(folder / STATE), checkpoint_every=1, checkpoints_kept=3
+        methods=row, shifts="original", state_dir=str(folder / STATE), checkpoint_every=1, checkpoints_kept=kept
     )
-    if _completed(folder / RUN) is None:
-        if checkpoint_files(folder / RUN):
+    if _completed(folder / RUN) is None or (back_to is not None and not _stands_at(folder / RUN, back_to)):
+        if checkpoint_files(folder / RUN) and _completed(folder / RUN) is None:
             own = own.replace(resume=str(folder / RUN))
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -114,6 +122,12 @@ def code() -> str:
     for path in sorted(path for path in paths if not set(path.parts) & set(NOT_TRAINING)):
         total.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
     return total.hexdigest()
+
+
+def _stands_at(folder: Path, round: int) -> bool:
+    """Tell whether a run folder has a checkpoint after a training round."""
+    places = (read_checkpoint(path).place for path in checkpoint_files(folder).values())
+    return any((place.stage, place.round) == ("training", round) for place in places)
 
 
 def _completed(folder: Path) -> Results | None:

@@ -56,13 +56,15 @@ def missing(path: Path, settings: Settings) -> list[Training]:
     return list(plan(settings.replace(methods=",".join(order)))) if order else []
 
 
-def fill(path: Path, protocol: str, cell: Cell, seed: int, folder: Path) -> Iterator[str]:
+def fill(path: Path, protocol: str, cell: Cell, seed: int, folder: Path, on_the_way: bool = False) -> Iterator[str]:
     """Run the rows that are missing, a training at a time; after each the file is written and its name is yielded.
 
     Parameters
     ----------
     folder : Path
         Of run folders, and of the trainings that later rows are tested on.
+    on_the_way : bool
+        Keep of a training what tests of its earlier rounds need.
 
     Raises
     ------
@@ -74,7 +76,8 @@ def fill(path: Path, protocol: str, cell: Cell, seed: int, folder: Path) -> Iter
     for training in missing(path, settings):
         labels = [row.label for row in training.rows]
         place = folder / protocol / f"{cell.name}-{seed}" / training.name
-        results = evaluated(settings.replace(methods=",".join(labels)), folder / "trainings", place)
+        own = settings.replace(methods=",".join(labels))
+        results = evaluated(own, folder / "trainings", place, of=own if on_the_way else None)
         content = read_cell(path) if path.exists() else _empty(protocol, cell, seed)
         content["rows"].update({label: row_content(results, label, training.name) for label in labels})
         content["trainings"][training.name] = training_content(results)

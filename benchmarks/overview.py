@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.cells import Content, kept
+from benchmarks.curves import curve_panels
 from benchmarks.protocol import Cell, Protocol, read_protocol
 from benchmarks.protocol_page import PAGE, over, run_words
 from benchmarks.record import RESULTS
@@ -101,6 +102,10 @@ def section(protocol: Protocol, cell: Cell, contents: Mapping[int, Content]) -> 
     pictures = (
         (accuracy_bars(rows), "<strong>Accuracy</strong> by test distribution; whiskers ± one sd over seeds."),
         (weight_histograms(results, rows), "<strong>Weight e of the global head</strong>, all clients and seeds."),
+        (
+            curve_panels(contents),
+            "<strong>Accuracy over the rounds</strong> on each test distribution, mean over seeds.",
+        ),
         (learning_curves(results), f"<strong>Learning curves</strong> of seed {min(contents)}."),
     )
     parts += [picture(unique(plot, f"{protocol.name}-{cell.name}"), caption) for plot, caption in pictures if plot]

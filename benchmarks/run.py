@@ -10,6 +10,7 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.cells import cell_path, check_kept, fill, kept, missing
+from benchmarks.curves import fill_curves, missing_points
 from benchmarks.overview import write_overview
 from benchmarks.protocol import Cell, Protocol, of_seed, read_protocol
 from benchmarks.protocol_page import share_lines, write_page
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", help="rows instead of the protocol's; those that are kept stay")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="change settings")
     parser.add_argument("--seeds", type=seeds_of, metavar="N", help="how many, or which: 3, 2,3 or 2-3 (default: 3)")
+    parser.add_argument("--every", type=int, default=0, metavar="N", help="test all cells every N rounds too (0: not)")
     parser.add_argument("--quick", action="store_true", help=f"the small version, one seed, in {QUICK}")
     parser.add_argument("--folder", type=Path, help=f"of run folders and trainings (default: {FOLDER})")
     parser.add_argument("--out", type=Path, help="of what is kept (default: benchmarks/results)")
@@ -82,8 +85,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     changes = [*arguments.set, *([f"methods={arguments.methods}"] if arguments.methods else [])]
     only = [name for name in arguments.cells.split(",") if name]
     protocol = read_protocol(arguments.protocol, changes, only, arguments.quick)
-    todo = to_do(protocol, seeds, out)
-    fill_all(protocol, todo, out, folder, console)
+    if arguments.every < 0:
+        raise SettingsError(f"--every {arguments.every}: allowed is 0 or more")
+    fill_all(protocol, to_do(protocol, seeds, out, arguments.every), out, folder, arguments.every, console)
     for words in calls(protocol, seeds, out, folder, arguments.set):
         call(words, console)
     for cell in protocol.cells:
@@ -97,8 +101,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         console.print(f"Written: {path}", highlight=False)
 
 
-def to_do(protocol: Protocol, seeds: Sequence[int], out: Path) -> list[tuple[Cell, int, int]]:
-    """Return (cell, seed, trainings missing) of all that is to run; everything is checked before the first of them.
+def to_do(protocol: Protocol, seeds: Sequence[int], out: Path, every: int = 0) -> list[tuple[Cell, int, int]]:
+    """Return (cell, seed, tests missing) of all that is to run; everything is checked before the first of them.
 
     Raises
     ------
@@ -112,22 +116,26 @@ def to_do(protocol: Protocol, seeds: Sequence[int], out: Path) -> list[tuple[Cel
             try:
                 check_start(settings)
                 check_kept(path, settings)
-                found.append((cell, seed, len(missing(path, settings))))
+                on_the_way = missing_points(path, settings, every) if every else []
+                found.append((cell, seed, len(missing(path, settings)) + len(on_the_way)))
             except SettingsError as error:
                 raise SettingsError(f"{protocol.name}, cell {cell.name}: {error}") from error
     return [one for one in found if one[2]]
 
 
 def fill_all(
-    protocol: Protocol, todo: Sequence[tuple[Cell, int, int]], out: Path, folder: Path, console: Console
+    protocol: Protocol, todo: Sequence[tuple[Cell, int, int]], out: Path, folder: Path, every: int, console: Console
 ) -> None:
-    """Fill all cells that are to run, saying after each training how long the others may take."""
+    """Fill all cells that are to run, saying after each test how long the others may take."""
     total, done, start = sum(number for _, _, number in todo), 0, time.perf_counter()
     for cell, seed, _ in todo:
-        for training in fill(cell_path(out, protocol.name, cell.name, seed), protocol.name, cell, seed, folder):
+        path = cell_path(out, protocol.name, cell.name, seed)
+        rows = fill(path, protocol.name, cell, seed, folder, every > 0)
+        on_the_way = fill_curves(path, protocol.name, cell, seed, every, folder) if every else ()
+        for name in chain(rows, on_the_way):
             done += 1
             left = (time.perf_counter() - start) / done * (total - done)
-            text = f"{done} of {total} trainings: {cell.name}, seed {seed}, {training}; about {left / 60:.0f} min left"
+            text = f"{done} of {total}: {cell.name}, seed {seed}, {name}; about {left / 60:.0f} min left"
             console.print(text, highlight=False)
 
 
@@ -179,5 +187,6 @@ def command_line(arguments: argparse.Namespace) -> str:
         words += ["--methods", arguments.methods]
     if arguments.seeds:
         words += ["--seeds", seeds_word(arguments.seeds)]
+    words += ["--every", str(arguments.every)] if arguments.every else []
     words += ["--quick"] if arguments.quick else []
     return shlex.join([*words, *(["--set", *arguments.set] if arguments.set else [])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def branch(source: Path, target: Path, settings: Settings) -> Settings:
     Parameters
     ----------
     source : Path
-        A run whose checkpoint after its last training round is kept; its other trainings, if any, play no part.
+        A run whose checkpoint after its last training round is kept; its other trainings, if any, play no part. It may
+        have more `rounds` than `settings`, if the checkpoint after so many is kept: a shorter training is the longer
+        one's beginning, where it has one phase.
     target : Path
         The new run folder; what is in its place is written over.
     settings : Settings
@@ -53,7 +56,7 @@ def branch(source: Path, target: Path, settings: Settings) -> Settings:
     if len(trainings) != 1 or settings.collaborations:
         raise SettingsError(f"methods = {settings.methods!r}: allowed are rows of one training, tested once")
     found = _trained(source, trainings[0], settings)
-    _require_same_training(found.settings, settings, source)
+    _require_same_training(found.settings, settings, trainings[0], source)
     events = _events(earlier_events(source, found.offset), settings, trainings, World(**found.world))
     content = "".join(json.dumps(event) + "\n" for event in events).encode()
     write_atomically(target / "settings.toml", to_toml(settings).encode())
@@ -74,9 +77,11 @@ def _trained(source: Path, training: Training, settings: Settings) -> Checkpoint
     raise ValueError(f"{source}: no checkpoint after round {last} of {training.name}")
 
 
-def _require_same_training(before: Any, settings: Settings, source: Path) -> None:
-    now = settings.flat()
-    other = [key for key in now if key not in (*FREE, *TESTS) and before.get(key) != now[key]]
+def _require_same_training(before: Mapping[str, Any], settings: Settings, training: Training, source: Path) -> None:
+    now, free = settings.flat(), {*FREE, *TESTS}
+    if len(training.recipe.phases) == 1 and settings.rounds <= before["rounds"]:
+        free.add("rounds")
+    other = [key for key in now if key not in free and before.get(key) != now[key]]
     if other:
         differences = "; ".join(f"{key} = {now[key]!r}, there it is {before.get(key)!r}" for key in other)
         raise SettingsError(f"{source} was trained with other settings: {differences}")

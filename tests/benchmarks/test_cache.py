@@ -110,6 +110,18 @@ def test_a_training_that_was_cut_short_goes_on(
     shutil.rmtree(place)
 
 
+def test_a_test_on_the_way_comes_from_the_same_training(started: list[Path], tmp_path: Path) -> None:
+    longer = SETTINGS.replace(rounds=3)
+    last = evaluated(longer, tmp_path / "kept", tmp_path / "last")
+    first = evaluated(SETTINGS.replace(rounds=1), tmp_path / "kept", tmp_path / "first", of=longer)
+    (place,) = (tmp_path / "kept").iterdir()
+    assert started.count(place / RUN) == 2  # the first time it did not keep what a test on the way needs
+    again = evaluated(SETTINGS.replace(rounds=2), tmp_path / "kept", tmp_path / "second", of=longer)
+    assert started.count(place / RUN) == 2
+    assert [len(results.rounds) for results in (first, again, last)] == [1, 2, 3]
+    assert accuracies(first) == accuracies(evaluated(SETTINGS.replace(rounds=1), tmp_path / "own", tmp_path / "alone"))
+
+
 def test_without_training_rounds_nothing_is_kept(started: list[Path], tmp_path: Path) -> None:
     evaluated(SETTINGS.replace(rounds=0), tmp_path / "kept", tmp_path / "one")
     assert started == [tmp_path / "one"]

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import run as module
 from benchmarks.__main__ import main, parser
+from benchmarks.curves import curve
 from benchmarks.protocol_page import share_lines
 from benchmarks.run import rendered, seeds_of
 from benchmarks.summary import Summary
@@ -27,11 +28,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, str]]:
     """Seed, rows and folder of every test that was asked for; runs are made up."""
     found: list[tuple[int, str, str]] = []
 
-    def evaluated(settings: Settings, trainings: Path, folder: Path) -> Results:
+    def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | None = None) -> Results:
         found.append((settings.seed, settings.methods, folder.name))
-        return results(settings.seed, settings, folder.name)
+        return results(settings.seed, settings, folder.name.partition("-")[0])
 
     monkeypatch.setattr("benchmarks.cells.evaluated", evaluated)
+    monkeypatch.setattr("benchmarks.curves.evaluated", evaluated)
     return found
 
 
@@ -43,7 +45,7 @@ def test_from_words_to_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(words(tmp_path, *ROWS, "--seeds", "2", "--set", "rounds=1", "alpha=0.5", "--set", "rounds=2")) == 0
     printed = capsys.readouterr().out
     assert "btfl: 37.50 ± 12.50 % of the gap personal → FedAvg recovered on out_of_client" in printed
-    assert "1 of 2 trainings: cnn-dir-0.1, seed 1, cross_entropy; about 0 min left" in printed
+    assert "1 of 2: cnn-dir-0.1, seed 1, cross_entropy; about 0 min left" in printed
     content = json.loads((tmp_path / "out/brfl/cnn-dir-0.1-2.json").read_text())
     assert (content["settings"]["rounds"], content["settings"]["alpha"], content["seed"]) == (2, 0.5, 2)
     (ran,) = content["runs"]
@@ -69,6 +71,23 @@ def test_rows_and_seeds_that_are_kept_are_not_run_again(asked: list, tmp_path: P
     assert trained == [(1, "fedavg,personal"), (1, "btfl"), (2, "fedavg,personal,btfl")]
     content = json.loads((tmp_path / "out/brfl/cnn-dir-0.1-1.json").read_text())
     assert (list(content["rows"]), len(content["runs"])) == (["fedavg", "personal", "btfl"], 2)
+
+
+def test_tests_on_the_way_are_kept_with_the_rows(
+    asked: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = words(tmp_path, *ROWS, "--seeds", "1", "--every", "8")  # of 20 rounds
+    assert main(every) == 0
+    assert main(every) == 0
+    assert [one[2] for one in asked] == ["cross_entropy", "cross_entropy-8", "cross_entropy-16"]
+    content = json.loads((tmp_path / "out/brfl/cnn-dir-0.1-1.json").read_text())
+    assert content["curves"]["btfl"]["16"] == {"original": 75.0, "out_of_client": 37.5}
+    assert list(content["curves"]["btfl"]) == ["8", "16"]
+    assert curve(content, "btfl", "original") == {8: 75.0, 16: 75.0, 20: 75.0}
+    assert "<strong>Accuracy over the rounds</strong>" in (tmp_path / "out/report.html").read_text()
+    assert main([*words(tmp_path, "--methods", "fedicon"), "--every", "8"]) == 2
+    assert "--every 8: allowed with trainings of one phase; fedicon has several" in capsys.readouterr().err
+    assert main([*every, "--every", "-1"]) == 2
 
 
 def test_what_was_made_with_other_settings_is_refused_before_anything_runs(

@@ -57,6 +57,21 @@ def test_later_tests_are_those_of_a_run_of_their_own(name: str, tmp_path: Path) 
         assert_same(go_on(source, tmp_path / again, settings.replace(**tests)), alone)
 
 
+def test_a_shorter_training_is_the_beginning_of_a_longer_one(tmp_path: Path) -> None:
+    source, settings = trained(tmp_path, rounds=3, checkpoints_kept=9)
+    short = settings.replace(rounds=1, methods="fedavg,personal,btfl")
+    assert_same(go_on(source, tmp_path / "later", short), run(tmp_path / "alone", short))
+    with pytest.raises(ValueError, match="no checkpoint after round 4"):
+        branch(source, tmp_path / "longer", settings.replace(rounds=4))
+
+
+def test_phases_are_no_beginning_of_longer_ones(tmp_path: Path) -> None:
+    phases = {"methods": "fedavg[training=fedicon]", "rounds": 2, "classifier_rounds": 1, "checkpoints_kept": 9}
+    source, settings = trained(tmp_path, **phases)
+    with pytest.raises(ValueError, match="rounds = 1, there it is 2"):
+        branch(source, tmp_path / "later", settings.replace(rounds=1))
+
+
 def test_the_new_folder_tells_what_was_trained_and_what_was_tested(tmp_path: Path) -> None:
     source, settings = trained(tmp_path)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
