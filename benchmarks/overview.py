@@ -13,13 +13,14 @@ from rich.console import Console
 
 from benchmarks.cells import Content, kept
 from benchmarks.curves import curve_panels
+from benchmarks.papers import Printed
 from benchmarks.protocol import Cell, Protocol, read_protocol
 from benchmarks.protocol_page import PAGE, over, run_words
 from benchmarks.record import RESULTS
-from benchmarks.summary import AVERAGE, Summary, summarise
+from benchmarks.summary import AVERAGE, Summary, beyond_words, summarise
 from models import write_atomically
 from server.report import Evaluation, Results
-from server.report.drawing import Plot
+from server.report.drawing import Plot, bare, legend_above, new_figure, series_style, styled, to_svg
 from server.report.events import Round
 from server.report.markup import data_table, picture
 from server.report.plots import accuracy_bars, weight_histograms
@@ -99,8 +100,11 @@ def section(protocol: Protocol, cell: Cell, contents: Mapping[int, Content]) -> 
     results, rows = as_results(contents), table_rows(summary)
     title = "" if cell.title == protocol.name else f"<h3>{escape(cell.title)}</h3>"
     parts = [title, html_table(summary, cell)]
+    if cell.reference is not None and (far := beyond_words(summary, cell.reference.why)):
+        parts.append(f'<p class="small">{escape(far)}</p>')
     pictures = (
         (accuracy_bars(rows), "<strong>Accuracy</strong> by test distribution; whiskers ± one sd over seeds."),
+        (cost_plot(contents, summary), "<strong>Cost against accuracy</strong>: time at test, as it ran, by row."),
         (weight_histograms(results, rows), "<strong>Weight e of the global head</strong>, all clients and seeds."),
         (
             curve_panels(contents),
@@ -140,13 +144,13 @@ def html_table(summary: Summary, cell: Cell) -> str:
     return data_table(head, body, caption)
 
 
-def _place(values: Sequence[float], theirs: float | None) -> str:
+def _place(values: Sequence[float], theirs: Printed | None) -> str:
     """Return one place of the table."""
     if not values:
-        return "–" if theirs is None else f'– <span class="sd">paper {theirs:.1f}</span>'
+        return "–" if theirs is None else f'– <span class="sd">paper {theirs.mean:.1f}</span>'
     mean = float(np.mean(values))
     sd = f' <span class="sd">± {np.std(values):.1f}</span>' if len(values) > 1 else ""
-    beside = "" if theirs is None else f'<div class="sd">{theirs:.1f} ({mean - theirs:+.1f})</div>'
+    beside = "" if theirs is None else f'<div class="sd">{theirs.mean:.1f} ({mean - theirs.mean:+.1f})</div>'
     return f"{mean:.1f}{sd}{beside}"
 
 
@@ -168,6 +172,38 @@ def table_rows(summary: Summary) -> list[Row]:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) / 100
+
+
+@styled
+def cost_plot(contents: Mapping[int, Content], summary: Summary) -> Plot | None:
+    """Draw average accuracy against the time of a sample at test, a mark a row; rows without times are left out."""
+    costs = {label: cost for label in summary.cells if (cost := milliseconds(contents, label)) is not None}
+    if not costs:
+        return None
+    figure = new_figure(2.9)
+    axes = figure.subplots()
+    bare(axes)
+    axes.grid(axis="x")
+    words = []
+    for index, label in enumerate(summary.cells):
+        if label in costs:
+            average = float(np.mean(summary.cells[label][AVERAGE]))
+            style = series_style(index) | {"linestyle": "none"}
+            axes.plot([costs[label]], [average], markersize=6, label=label, **style)
+            words.append(f"{label}: {costs[label]:.3g} ms, {average:.1f} %")
+    axes.set_xscale("log")
+    axes.set_xlabel("milliseconds a sample at test")
+    axes.set_ylabel("average accuracy, %")
+    legend_above(figure, axes.get_legend_handles_labels()[0], columns=min(len(costs), 5))
+    return to_svg(figure, "cost", "Average accuracy against time a sample. " + "; ".join(words))
+
+
+def milliseconds(contents: Mapping[int, Content], label: str) -> float | None:
+    """Return a row's mean time of a sample over seeds and distributions; None where it was not kept."""
+    rows = [one["rows"][label] for one in contents.values() if label in one["rows"]]
+    rates = [shift.get("samples_per_second") for row in rows for shift in row["shifts"].values()]
+    known = [1000 / rate for rate in rates if rate]
+    return float(np.mean(known)) if known else None
 
 
 def as_results(contents: Mapping[int, Content]) -> Results:

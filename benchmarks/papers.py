@@ -69,7 +69,12 @@ def papers() -> list[str]:
 
 
 def values(paper: str, table: str, column: str | None = None, **setting: Scalar) -> dict[str, float]:
-    """Return method → mean of one table, in the paper's order, without rows that are not ours.
+    """Return method → mean of one table; see `numbers`."""
+    return {method: one.mean for method, one in numbers(paper, table, column, **setting).items()}
+
+
+def numbers(paper: str, table: str, column: str | None = None, **setting: Scalar) -> dict[str, Printed]:
+    """Return method → number of one table, in the paper's order, without rows that are not ours.
 
     Parameters
     ----------
@@ -85,14 +90,14 @@ def values(paper: str, table: str, column: str | None = None, **setting: Scalar)
         Nothing fits, or two numbers do: more of the setting is needed.
     """
     known = {key.replace("_", "-"): value for key, value in setting.items()}
-    result: dict[str, float] = {}
+    result: dict[str, Printed] = {}
     for one in printed(paper):
         fits = one.table == table and column in (None, one.column) and known.items() <= one.setting.items()
         if not (fits and one.method):
             continue
         if one.method in result:
             raise ValueError(f"{paper}, table {table}: two numbers of {one.method} fit {column}, {known}")
-        result[one.method] = one.mean
+        result[one.method] = one
     if not result:
         raise ValueError(f"{paper}, table {table}: no number fits {column}, {known}")
     return result

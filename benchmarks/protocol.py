@@ -3,6 +3,7 @@
 dataset = "cifar10"                      # settings of all cells, flat
 [paper]                                  # whose numbers stand beside ours
 name = "fedthe"
+why = "fewer rounds"                     # ... and why they may differ
 [cells."dir-1"]                          # one cell: what it changes ...
 title = "Dirichlet(1.0)"
 alpha = 1.0
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers import papers, values
+from benchmarks.papers import Printed, numbers, papers
 from settings import Scalar, Settings, SettingsError, from_config
 from settings.parse import convert
 
@@ -34,6 +35,8 @@ TABLES = ("cells", "paper", "quick", "calls")
 ABOUT = ("title", "paper", "weighting")
 MAIN = "main"  # the only cell of a protocol that names none
 
+#: What a place in a paper says beside the setting that tells blocks of a table apart.
+PLACE = ("name", "table", "column", "why")
 WEIGHTINGS = ("clients", "samples")
 
 #: Settings that say where a run computes, not what.
@@ -44,18 +47,20 @@ WHERE_KEYS = ("device", "workers", "num-gpus", "results", "run-name", "state-dir
 class Reference:
     """Where a paper's numbers of a cell stand: a table, and the part of it with this setting.
 
-    `only` is the paper's column for a cell whose one test distribution has no name there.
+    `only` is the paper's column for a cell whose one test distribution has no name there; `why` says why ours may
+    differ.
     """
 
     paper: str
     table: str
     setting: Mapping[str, Scalar] = field(default_factory=dict, hash=False)
     only: str = ""
+    why: str = ""
 
-    def column(self, name: str) -> dict[str, float]:
-        """Return row → the paper's mean in one column; nothing where it has no such column."""
+    def column(self, name: str) -> dict[str, Printed]:
+        """Return row → the paper's number in one column; nothing where it has no such column."""
         try:
-            return values(self.paper, self.table, self.only or name, **self.setting)
+            return numbers(self.paper, self.table, self.only or name, **self.setting)
         except ValueError:
             return {}
 
@@ -148,8 +153,9 @@ def _cell(
     if "table" in place:
         if place.get("name") not in papers():
             raise SettingsError(f"{where}: paper {place.get('name')!r}; there are: {', '.join(papers())}")
-        setting = {key: value for key, value in place.items() if key not in ("name", "table", "column")}
-        reference = Reference(str(place["name"]), str(place["table"]), setting, str(place.get("column", "")))
+        setting = {key: value for key, value in place.items() if key not in PLACE}
+        more = [str(place.get(key, "")) for key in ("column", "why")]
+        reference = Reference(str(place["name"]), str(place["table"]), setting, *more)
     title = str(about.get("title", protocol if name == MAIN else name))
     weighting = str(about.get("weighting", "clients"))
     if weighting not in WEIGHTINGS:

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.cells import Content, kept
 from benchmarks.protocol import Cell, Protocol, read_protocol
-from benchmarks.summary import Summary, shares, spread, summarise, to_markdown
+from benchmarks.summary import Summary, beyond_words, shares, spread, summarise, to_markdown
 from models import write_atomically
 from settings import Settings
 
@@ -44,6 +44,7 @@ def section(protocol: str, cell: Cell, kept_cell: Mapping[int, Content]) -> str:
         "" if cell.title == protocol else f"## {cell.title}",
         f"Accuracy in %, mean over {cell.weighting}; {over(summary.seeds)}{beside}.",
         to_markdown(summary),
+        beyond_words(summary, cell.reference.why) if cell.reference is not None else "",
         "\n".join(f"- {line}" for line in share_lines(summary)),
         "\n".join(f"- Seed {seed}: {run_words(content)}." for seed, content in sorted(kept_cell.items())),
         "\n".join(f"- {note}" for note in dict.fromkeys(n for one in kept_cell.values() for n in one["notes"])),

@@ -172,7 +172,7 @@ def rendered(summary: Summary) -> Table:
             bold = bool(values) and f"{np.mean(values):.2f}" == top[column]
             text = Text(spread(values) if values else "–", style="bold" if bold else "")
             if column in summary.paper.get(label, {}):
-                text.append(f" {summary.paper[label][column]:.1f}", style="dim")
+                text.append(f" {summary.paper[label][column].mean:.1f}", style="dim")
             texts.append(text)
         grid.add_row(Text(label), *texts)
     return grid

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.cells import Content
+from benchmarks.papers import Printed
 from benchmarks.protocol import Cell
 
 AVERAGE = "average"
@@ -25,14 +26,14 @@ class Summary:
     cells : mapping
         row → column → one value a seed; `average` is the mean over the distributions.
     paper : mapping
-        row → column → the paper's mean.
+        row → column → the paper's number.
     seeds : list of int
     """
 
     name: str
     title: str
     cells: Mapping[str, Mapping[str, Sequence[float]]]
-    paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    paper: Mapping[str, Mapping[str, Printed]] = field(default_factory=dict)
     seeds: Sequence[int] = ()
 
     @property
@@ -109,7 +110,7 @@ def to_markdown(summary: Summary) -> str:
 def _text(
     summary: Summary,
     row: Mapping[str, Sequence[float]],
-    theirs: Mapping[str, float],
+    theirs: Mapping[str, Printed],
     top: Mapping[str, str],
     column: str,
 ) -> str:
@@ -121,4 +122,25 @@ def _text(
         text = spread(values)
         text = f"**{text}**" if f"{np.mean(values):.2f}" == top[column] else text
         text += f" ({len(values)} of {len(summary.seeds)} seeds)" if len(values) < len(summary.seeds) else ""
-    return f"{text} \\| {theirs[column]:.2f}" if column in theirs else text
+    return f"{text} \\| {theirs[column].mean:.2f}" if column in theirs else text
+
+
+def beyond(summary: Summary) -> tuple[int, int]:
+    """Return how many of our means lie further from the paper's than both spreads together, and how many it has."""
+    known = [
+        (values, summary.paper[label][column])
+        for label, row in summary.cells.items()
+        for column, values in row.items()
+        if column in summary.paper.get(label, {})
+    ]
+    far = [abs(float(np.mean(ours)) - one.mean) > (one.sd or 0.0) + float(np.std(ours)) for ours, one in known]
+    return sum(far), len(known)
+
+
+def beyond_words(summary: Summary, why: str) -> str:
+    """Say how often we differ from the paper by more than the spreads, and why; nothing where we do not."""
+    far, known = beyond(summary)
+    if not far:
+        return ""
+    reason = f": {why}" if why else ""
+    return f"{far} of {known} means differ from the paper's by more than both spreads{reason}."

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.overview import as_results, html_table, table_rows
-from benchmarks.protocol import read_protocol
+from benchmarks.overview import as_results, cost_plot, html_table, milliseconds, table_rows
+from benchmarks.protocol import Cell, read_protocol
 from benchmarks.record import write_json
 from benchmarks.summary import summarise
+from settings import Settings
 
 RUN = {
     "training": "cross_entropy", "methods": ["fedavg"], "time": "2030-01-01T00:00:00+00:00", "commit": "abc",
@@ -30,7 +31,11 @@ def content(seed: int, cell: str = "cnn-dir-1", weights: bool = True) -> dict:
         label: {
             "training": "cross_entropy",
             "shifts": {
-                shift: {"accuracy_percent": start + seed, **(more if label == "fedthe" else {})}
+                shift: {
+                    "accuracy_percent": start + seed,
+                    "samples_per_second": 100.0 * seed if label == "fedthe" else None,
+                    **(more if label == "fedthe" else {}),
+                }
                 for shift in ("original", "out_of_client")
             },
         }
@@ -102,7 +107,7 @@ def test_both_pages_from_what_is_kept(out: Path, capsys: pytest.CaptureFixture[s
 def test_ours_the_papers_and_the_difference(out: Path) -> None:
     (cell,) = read_protocol("brfl", only=["cnn-dir-1"]).cells
     assert cell.reference is not None
-    theirs = cell.reference.column("original")["fedavg"]
+    theirs = cell.reference.column("original")["fedavg"].mean
     summary = summarise(cell, {1: content(1), 3: content(3)})
     table = html_table(summary, cell)
     assert f'52.0 <span class="sd">± 1.0</span><div class="sd">{theirs:.1f} ({52 - theirs:+.1f})</div>' in table
@@ -111,6 +116,15 @@ def test_ours_the_papers_and_the_difference(out: Path) -> None:
     assert (row.label, row.average) == ("fedthe", pytest.approx(0.62))
     assert row.cells["original"] is not None
     assert (row.cells["original"].mean, row.cells["original"].sd) == (pytest.approx(0.62), pytest.approx(0.01))
+
+
+def test_time_of_a_sample() -> None:
+    contents = {1: content(1), 3: content(3)}
+    assert milliseconds(contents, "fedthe") == pytest.approx((10 + 10 / 3) / 2)
+    assert milliseconds(contents, "fedavg") is None
+    plot = cost_plot(contents, summarise(Cell("c", "C", Settings()), contents))
+    assert plot is not None
+    assert plot.alt == "Average accuracy against time a sample. fedthe: 6.67 ms, 62.0 %"
 
 
 def test_weights_of_all_seeds_and_curves_of_the_first() -> None:

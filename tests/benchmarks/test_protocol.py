@@ -45,8 +45,10 @@ def test_changes_win_over_the_file_and_the_last_one_counts() -> None:
 def test_cells_by_name_and_the_papers_numbers_beside_them() -> None:
     (cell,) = read_protocol("brfl", only=["cnn-dir-1"]).cells
     assert cell.title == "CNN, Dirichlet(1.0)"
-    assert cell.reference == Reference("fedthe", "1", {"alpha": 1.0})
-    assert cell.reference.column("original")["fedavg_ft"] == pytest.approx(75.26, abs=15)
+    assert cell.reference == Reference("fedthe", "1", {"alpha": 1.0}, why=cell.reference.why)
+    assert "splits that do not leak" in cell.reference.why
+    ft = cell.reference.column("original")["fedavg_ft"]
+    assert (ft.row, ft.mean > 50) == ("FedAvg + FT", True)
     assert cell.reference.column("nothing") == {}
     (alone,) = read_protocol("brfl-personal").cells
     assert (alone.name, alone.reference) == ("main", None)

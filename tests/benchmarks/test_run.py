@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks import run as module
 from benchmarks.__main__ import main, parser
 from benchmarks.curves import curve
+from benchmarks.papers import Printed
 from benchmarks.protocol_page import share_lines
 from benchmarks.run import rendered, seeds_of
 from benchmarks.summary import Summary
@@ -136,7 +137,13 @@ def test_commands_that_belong_to_a_protocol_are_run(
 def test_terminal_table_and_labels_with_brackets() -> None:
     cells = {"fedavg": [60.0], "personal": [20.0], "fedthe[beta=1]": [40.0]}
     rows = {name: {"out_of_client": v, "average": v} for name, v in cells.items()}
-    summary = Summary("p", "Some cell", rows, {"fedavg": {"average": 71.25}}, [7])
+    summary = Summary(
+        "p",
+        "Some cell",
+        rows,
+        {"fedavg": {"average": Printed("1", {}, "FedAvg", "fedavg", "average", "%", 71.25, None)}},
+        [7],
+    )
     console = Console(width=100)
     with console.capture() as printed:
         console.print(rendered(summary))

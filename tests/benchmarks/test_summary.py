@@ -8,8 +8,9 @@ import math
 import pytest
 
 from benchmarks.cells import row_content
+from benchmarks.papers import Printed
 from benchmarks.protocol import Cell, Reference
-from benchmarks.summary import Summary, recovered, shares, spread, summarise, to_markdown
+from benchmarks.summary import Summary, beyond, beyond_words, recovered, shares, spread, summarise, to_markdown
 from settings import Settings
 from tests.benchmarks.fabricated import results
 
@@ -67,7 +68,7 @@ def test_a_row_that_some_seeds_lack_and_the_papers_numbers() -> None:
         2: {"rows": {"fedavg": row_content(two, "fedavg", "t")}},
     }
     found = summarise(Cell("c", "C", Settings(), Reference("fedthe", "1", {"alpha": 1.0})), kept)
-    own, strange = (found.paper["fedavg"][column] for column in ("original", "out_of_client"))
+    own, strange = (found.paper["fedavg"][column].mean for column in ("original", "out_of_client"))
     text = to_markdown(found)
     assert f"| `fedavg` | 50.00 ± 0.00 \\| {own:.2f} | **68.75 ± 6.25** \\| {strange:.2f} | **59.38" in text
     assert "| `btfl` | **75.00** (1 of 2 seeds) |" in text
@@ -85,3 +86,17 @@ def test_samples_or_clients_count_the_same() -> None:
     by_samples = summarise(Cell("c", "C", Settings(), weighting="samples"), kept)
     assert by_samples.cells["fedavg"]["original"] == [80.0]
     assert summarise(Cell("c", "C", Settings()), kept).cells["fedavg"]["original"] == [87.5]
+
+
+def test_further_from_the_paper_than_both_spreads() -> None:
+    def of(mean: float, sd: float | None) -> Printed:
+        return Printed("1", {}, "A", "a", "x", "%", mean, sd)
+
+    rows = {"a": {"x": [50.0, 52.0], "y": [50.0, 52.0]}, "b": {"x": [50.0], "z": [1.0]}}  # means 51, sd 1
+    paper = {"a": {"x": of(53.0, 1.1), "y": of(53.0, 0.9)}, "b": {"x": of(50.1, None)}, "c": {"x": of(1.0, 1.0)}}
+    summary = Summary("s", "S", rows, paper, [1, 2])
+    assert beyond(summary) == (2, 3)  # a on y by 2 > 1.9, b on x by 0.1 > 0; a on x by 2 < 2.1
+    assert beyond_words(summary, "few rounds") == (
+        "2 of 3 means differ from the paper's by more than both spreads: few rounds."
+    )
+    assert beyond_words(Summary("s", "S", rows, {}, [1, 2]), "") == ""
