@@ -19,7 +19,7 @@ from settings import Settings, assignments
 _DATA_FIELDS = (
     "dataset", "dataset_options", "data_dir", "download", "fraction", "image_size",
     "clients", "partition", "alpha", "step_ratio", "target_fraction", "domains",
-    "target_domain", "unseen_domain", "split", "seed",
+    "target_domain", "unseen_domain", "split", "train_part", "test_part", "seed",
 )  # fmt: skip
 _MODEL_FIELDS = ("model", "model_options", "dataset", "image_size", "device")
 
@@ -87,6 +87,8 @@ def _deal(
     target_domain: str,
     unseen_domain: str,
     split: str,
+    train_part: float,
+    test_part: float,
     seed: int,
 ) -> Federation:
     """Load the images and deal them out."""
@@ -112,6 +114,8 @@ def _deal(
         target_domain=target_domain,
         unseen_domain=unseen_domain,
         anew=split == "published",
+        train_part=train_part,
+        test_part=test_part,
     )
 
 

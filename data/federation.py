@@ -12,7 +12,7 @@ from .domains import Domain, Role, draw_domains, draw_roles, render_domains
 from .images import Images
 from .partition import SCHEMES, partition
 from .seeds import generator
-from .split import Split, split
+from .split import Split, part_of, split
 
 #: Train and validation shares of a client that only trains; ATP holds 20 % out to refine rates on.
 SOURCE = (0.8, 0.2, 0.0)
@@ -60,6 +60,8 @@ class Federation:
         target_domain: str = "",
         unseen_domain: str = "",
         anew: bool = False,
+        train_part: float = 1.0,
+        test_part: float = 1.0,
     ) -> Federation:
         """Deal `images` out (`partition`) and split each client's samples (`split`), everything from `seed`.
 
@@ -71,7 +73,8 @@ class Federation:
         Then the clients of `target_domain` may be the targets and all others the sources. The pictures of
         `unseen_domain` are dealt to nobody, by any scheme: they are `unseen`, for testing.
 
-        With `anew` every training round has splits of its own (`in_round`).
+        With `anew` every training round has splits of its own (`in_round`). With a `train_part` or `test_part` below 1
+        clients have only so much of their training or test samples (`part_of`); the others are nobody's.
 
         Raises
         ------
@@ -99,6 +102,8 @@ class Federation:
             roles = draw_roles(num_clients, target_fraction, seed)
         if anew and set(roles) != {"both"}:
             raise ValueError("anew=True: allowed where all clients train and test; a target has no split to draw")
+        if anew and (train_part, test_part) != (1.0, 1.0):
+            raise ValueError(f"anew=True: allowed with train_part=1 and test_part=1, not {train_part} and {test_part}")
         drawn = draw_domains(roles, domains, seed)
         splits = tuple(
             Split(own[:0], own[:0], own)
@@ -106,6 +111,7 @@ class Federation:
             else split(own, (seed, client), SOURCE if role == "source" else fractions)
             for client, (own, role) in enumerate(zip(clients, roles, strict=True))
         )
+        splits = tuple(part_of(one, train_part, test_part, (seed, client)) for client, one in enumerate(splits))
         rendered = render_domains(images, clients, drawn, seed)
         return cls(rendered, splits, seed, roles, drawn, origins, unseen, fractions, anew)
 

@@ -62,6 +62,31 @@ def split(
     return Split(*(np.sort(part) for part in parts))
 
 
+def part_of(split: Split, train: float, test: float, seed: int | Sequence[int]) -> Split:
+    """Keep a random part of the training and of the test samples, and all for validation (FedTHE, Tables 10 and 11).
+
+    Parameters
+    ----------
+    train, test : float
+        In (0, 1], of n samples round(part n) stay, at least one. A smaller part is part of a larger one.
+    seed : int or sequence of int
+        Decides which.
+
+    Raises
+    ------
+    ValueError
+        A part is not in (0, 1].
+    """
+    keys = (seed,) if isinstance(seed, int) else tuple(seed)
+    kept = []
+    for name, own, part in (("train", split.train, train), ("test", split.test, test)):
+        if not 0 < part <= 1:
+            raise ValueError(f"part of {name} = {part}: allowed is more than 0, at most 1")
+        order = generator("part", name, *keys).permutation(len(own))
+        kept.append(np.sort(own[order[: max(1, round(part * len(own)))]]) if part < 1 else own)
+    return Split(kept[0], split.validation, kept[1])
+
+
 def sizes(count: int, fractions: tuple[float, float, float]) -> tuple[int, int, int]:
     """Return (train, validation, test), which sum to `count`; see `split`.
 

@@ -18,6 +18,8 @@ PUBLISHED: dict[str, tuple[Any, ...]] = {
     "unseen_domain": ("",),
     "collaborations": ("",),
     "fraction_train": (1.0,),
+    "train_part": (1.0,),
+    "test_part": (1.0,),
 }
 
 
@@ -86,6 +88,8 @@ class Settings:
         "training, validation and test samples: drawn once, or anew in every round, a leak that published code has",
         choices=("once", "published"),
     )
+    train_part: float = setting(1.0, "part of each client's training samples that is there", above=0, high=1)
+    test_part: float = setting(1.0, "part of each client's test samples that is there", above=0, high=1)
     target_fraction: float = setting(0.0, "share of clients that only test, without labels", low=0, high=0.99)
     target_domain: str = setting("", "clients of this domain only test, all others only train (partition: domain)")
     unseen_domain: str = setting("", "pictures of this domain are nobody's: the test distribution unseen_domain")

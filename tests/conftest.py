@@ -4,11 +4,14 @@ import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 
+import hypothesis
 import pytest
 import torch
 from flwr.supercore.task_identity import TaskIdentity
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is no property
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
