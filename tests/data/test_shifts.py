@@ -216,7 +216,7 @@ def test_clients_with_next_to_nothing(name, tests, natural):
     tiny = Federation.create(make_images(3 + 3 * tests), 3, scheme="iid", seed=0)
     assert [len(one.test) for one in tiny.splits] == [tests] * 3
     made = stream(tiny, 0, name, seed=0, natural=natural)
-    if name in ("original", "corrupted", "out_of_client", "original_ind", "original_exd"):
+    if name in ("original", "corrupted", "out_of_client", "corrupted_out_of_client", "original_ind", "original_exd"):
         assert len(made) == tests
     elif name != "natural":
         assert len(made) == 0  # nothing to cut into parts
@@ -272,7 +272,7 @@ def test_an_unseen_domain_is_everybodys_test_set():
 
 
 def test_names_that_can_be_made(natural):
-    assert available(natural) == tuple(SHIFTS) == (*BRFL, *BTGFL, "unseen_domain")
+    assert available(natural) == tuple(SHIFTS) == (*BRFL, "corrupted_out_of_client", *BTGFL, "unseen_domain")
     assert set(SHIFTS) - set(available(None)) == {"natural"}
 
 
