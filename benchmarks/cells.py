@@ -82,7 +82,8 @@ def fill(path: Path, protocol: str, cell: Cell, seed: int, folder: Path, on_the_
         content["rows"].update({label: row_content(results, label, training.name) for label in labels})
         content["trainings"][training.name] = training_content(results)
         content["runs"].append({"training": training.name, "methods": labels, **run_content(results, settings)})
-        content["notes"] = list(dict.fromkeys([*content["notes"], *results.notes]))
+        said = [note for note in results.notes if not note.startswith("resumed after")]  # how it ran, not what it is
+        content["notes"] = list(dict.fromkeys([*content["notes"], *said]))
         write_json(path, content)
         yield training.name
 

@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     for cell in protocol.cells:
         contents = kept(out).get(protocol.name, {}).get(cell.name, {})
         summary = summarise(cell, contents)
-        console.print(rendered(summary))
+        console.print(rendered(summary, cell.weighting))
         for line in share_lines(summary):
             console.print(Text(line))  # options stand in brackets, which are no markup
     page = [write_page(protocol.name, out, command_line(arguments))] if protocol.cells else []
@@ -157,10 +157,10 @@ def call(words: Sequence[str], console: Console) -> None:
         raise RunError(f"python -m benchmarks {shlex.join(words)} ended with {status}")
 
 
-def rendered(summary: Summary) -> Table:
+def rendered(summary: Summary, weighting: str = "clients") -> Table:
     """Return the table for a terminal: percent, mean ± sd over seeds, best mean of a column bold, the paper's dim."""
     over = f"mean ± sd (divided by n) over seeds {', '.join(map(str, summary.seeds))}; dim: the paper's"
-    grid = Table(title=f"{summary.title}: accuracy in %, mean over clients", caption=over)
+    grid = Table(title=f"{summary.title}: accuracy in %, mean over {weighting}", caption=over)
     grid.add_column("row", overflow="fold")
     top = best(summary)
     for column in top:

@@ -38,9 +38,9 @@ class Summary:
 
     @property
     def columns(self) -> list[str]:
-        """Return the columns, the average last."""
-        found = dict.fromkeys(column for row in self.cells.values() for column in row if column != AVERAGE)
-        return [*found, AVERAGE]
+        """Return the columns, the average last, where it is one of several."""
+        found = list(dict.fromkeys(column for row in self.cells.values() for column in row if column != AVERAGE))
+        return found if len(found) == 1 else [*found, AVERAGE]
 
 
 def summarise(cell: Cell, kept: Mapping[int, Content]) -> Summary:

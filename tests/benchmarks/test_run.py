@@ -136,7 +136,7 @@ def test_commands_that_belong_to_a_protocol_are_run(
 
 def test_terminal_table_and_labels_with_brackets() -> None:
     cells = {"fedavg": [60.0], "personal": [20.0], "fedthe[beta=1]": [40.0]}
-    rows = {name: {"out_of_client": v, "average": v} for name, v in cells.items()}
+    rows = {name: {"original": v, "out_of_client": v, "average": v} for name, v in cells.items()}
     summary = Summary(
         "p",
         "Some cell",
@@ -148,8 +148,8 @@ def test_terminal_table_and_labels_with_brackets() -> None:
     with console.capture() as printed:
         console.print(rendered(summary))
     text = re.sub(r"\s+", " ", printed.get())
-    assert "fedthe[beta=1] │ 40.00 │ 40.00" in text
-    assert "fedavg │ 60.00 │ 60.00 71.2" in text
+    assert "fedthe[beta=1] │ 40.00 │ 40.00 │ 40.00" in text
+    assert "fedavg │ 60.00 │ 60.00 │ 60.00 71.2" in text
     assert "over seeds 7" in text
     assert share_lines(summary) == ["fedthe[beta=1]: 50.00 % of the gap personal → FedAvg recovered on out_of_client"]
 

@@ -76,7 +76,9 @@ def test_a_row_that_some_seeds_lack_and_the_papers_numbers() -> None:
 
 def test_one_seed_has_no_standard_deviation() -> None:
     assert spread([12.5]) == "12.50"
-    assert "±" not in to_markdown(Summary("one", "One", {"a": {"average": [1.0]}}, {}, [1]))
+    one = Summary("one", "One", {"a": {"original": [1.0], "average": [1.0]}}, {}, [1])
+    assert "±" not in to_markdown(one)
+    assert one.columns == ["original"]  # the average of one says nothing
 
 
 def test_samples_or_clients_count_the_same() -> None:
