@@ -51,7 +51,9 @@ def test_cells_by_name_and_the_papers_numbers_beside_them() -> None:
     assert (ft.row, ft.mean > 50) == ("FedAvg + FT", True)
     assert cell.reference.column("nothing") == {}
     (alone,) = read_protocol("brfl-personal").cells
-    assert (alone.name, alone.reference) == ("main", None)
+    assert (alone.name, alone.title) == ("main", "brfl-personal")
+    (without,) = read_protocol("brfl-central").cells
+    assert without.reference is None
 
 
 @pytest.mark.parametrize(
