@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.protocol import WHERE_KEYS
+from models import write_atomically
 from server.branch import TESTS, branch
 from server.checkpoints import checkpoint_files, read_checkpoint
 from server.errors import RunError
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 #: Rooms whose code decides what a training comes to.
 ROOMS = ("client", "data", "models", "server", "settings", "strategies", "tta")
 NOT_TRAINING = ("agent", "report")  # folders in them that do not
-RUN, STATE = "run", "state"
+RUN, STATE, MARK = "run", "state", "made-by"  # the last: the training's key, in the folder of a test
 
 
 def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | None = None) -> Results:
@@ -36,7 +37,8 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     trainings : Path
         Where trainings are kept, one folder each.
     folder : Path
-        The run folder of this test; if it holds a completed run of these settings, that is read.
+        The run folder of this test; if it holds a completed run of these settings, this code and the same network to
+        start from, that is read.
     of : Settings, optional
         A training with more rounds, of which this one is the beginning: it is the longer one that is run and kept.
 
@@ -49,13 +51,14 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     """
     from simulation import simulate
 
-    if (done := _completed(folder)) is not None and _same(done, settings):
-        return done
     several = plan(settings)
     if len(several) != 1:
         names = ", ".join(one.name for one in several)
         raise SettingsError(f"methods = {settings.methods!r}: allowed are rows of one training, not of {names}")
     (training,) = several
+    made_by, mark = key(of or settings, training), folder / MARK
+    if (done := _completed(folder)) is not None and _same(done, settings) and _read(mark) == made_by:
+        return done
     shutil.rmtree(folder, ignore_errors=True)
     if training.recipe.rounds(settings) == 0:
         simulate(settings, folder)
@@ -68,7 +71,12 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     results = _completed(folder)
     if results is None:
         raise RunError(f"{folder}: the run did not complete; its metrics.jsonl says why")
+    write_atomically(mark, made_by.encode())
     return results
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def trained(settings: Settings, training: Training, trainings: Path, back_to: int | None = None) -> Path:

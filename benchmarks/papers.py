@@ -20,6 +20,10 @@ FOLDER = Path(__file__).parent / "paper"
 FIELDS = ("table", "setting", "row", "method", "column", "unit", "mean", "sd")
 
 
+class Absent(ValueError):
+    """A paper has no such number."""
+
+
 @dataclass(frozen=True)
 class Printed:
     """One printed number: `mean`, and `sd` where the paper has one, in `unit`."""
@@ -86,8 +90,10 @@ def numbers(paper: str, table: str, column: str | None = None, **setting: Scalar
 
     Raises
     ------
+    Absent
+        Nothing fits.
     ValueError
-        Nothing fits, or two numbers do: more of the setting is needed.
+        Two numbers fit: more of the setting is needed.
     """
     known = {key.replace("_", "-"): value for key, value in setting.items()}
     result: dict[str, Printed] = {}
@@ -99,7 +105,7 @@ def numbers(paper: str, table: str, column: str | None = None, **setting: Scalar
             raise ValueError(f"{paper}, table {table}: two numbers of {one.method} fit {column}, {known}")
         result[one.method] = one
     if not result:
-        raise ValueError(f"{paper}, table {table}: no number fits {column}, {known}")
+        raise Absent(f"{paper}, table {table}: no number fits {column}, {known}")
     return result
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers import Printed, numbers, papers
+from benchmarks.papers import Absent, Printed, numbers, papers
 from settings import Scalar, Settings, SettingsError, from_config
 from settings.parse import convert
 
@@ -61,7 +61,7 @@ class Reference:
         """Return row → the paper's number in one column; nothing where it has no such column."""
         try:
             return numbers(self.paper, self.table, self.only or name, **self.setting)
-        except ValueError:
+        except Absent:
             return {}
 
 

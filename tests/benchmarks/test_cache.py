@@ -53,11 +53,14 @@ def test_a_training_is_run_once_and_tested_as_often_as_asked(started: list[Path]
     assert [each.round for each in two.rounds] == [1, 2]
 
 
-def test_what_is_complete_is_read(started: list[Path], tmp_path: Path) -> None:
+def test_what_is_complete_is_read(started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = evaluated(SETTINGS, tmp_path / "kept", tmp_path / "one")
     again = evaluated(SETTINGS.replace(workers=1, round_timeout=9.0), tmp_path / "kept", tmp_path / "one")
     assert accuracies(first) == accuracies(again)
     assert len(started) == 2
+    monkeypatch.setattr(cache, "code", lambda: "changed since")
+    evaluated(SETTINGS, tmp_path / "kept", tmp_path / "one")
+    assert len(started) == 4  # trained and tested anew
 
 
 def test_another_training_has_a_place_of_its_own(started: list[Path], tmp_path: Path) -> None:

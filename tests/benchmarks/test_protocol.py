@@ -50,6 +50,8 @@ def test_cells_by_name_and_the_papers_numbers_beside_them() -> None:
     ft = cell.reference.column("original")["fedavg_ft"]
     assert (ft.row, ft.mean > 50) == ("FedAvg + FT", True)
     assert cell.reference.column("nothing") == {}
+    with pytest.raises(ValueError, match="two numbers of"):  # a place that is not told apart is no absent number
+        Reference("fedthe", "1").column("natural")
     (alone,) = read_protocol("brfl-personal").cells
     assert (alone.name, alone.title) == ("main", "brfl-personal")
     (without,) = read_protocol("brfl-central").cells
