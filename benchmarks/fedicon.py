@@ -35,9 +35,9 @@ from settings import Settings, SettingsError, assignments
 #: `--set model-options='pretrained=<file>'`.
 DATA = {
     "digit5": ("dataset-options=per_domain=2000",),
-    # Few pictures make few steps: at the paper's rate, 0.01, nobody is done. Chosen for all rows, on corrupted pictures of
-    # seed 1's validation: of FedAvg-FT's, 54.9 % are right at 0.01 and 62.7 % at 0.05 (30 rounds); of FedICON's, not
-    # tuned, 56.8 % after 20 epochs of one's own classifier and 63.1 % after 100.
+    # Few pictures make few steps: at the paper's rate, 0.01, nobody is done. Chosen for all, on corrupted validation
+    # pictures of seed 1: FedAvg-FT has 54.9 % right at 0.01 and 62.7 % at 0.05 (30 rounds); FedICON, not tuned, 56.8 %
+    # after 20 epochs of one's own classifier, 63.1 % after 100.
     "office10": ("dataset-options=", "learning-rate=0.05", "classifier-epochs=100"),
     "domainnet": ("dataset-options=", "model=resnet18", "model-options=", "rounds=20"),
 }
