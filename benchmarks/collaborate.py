@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from client.streams import streams_of
 from models import write_atomically
 from server.report import Results
 from server.report.collaboration import matrix
+from server.report.plots_collaboration import mixing_rounds, plain_mixing
 from settings import Settings, SettingsError
 
 
@@ -142,6 +143,7 @@ def folder_name(mix: str, methods: str, collaborations: str) -> str:
 def collect(results: Results, mix: str, cells: dict[str, dict[str, dict[str, Any]]]) -> None:
     """Add the outcomes of a run: method → collaboration → mix → accuracies in percent."""
     found, commit = matrix(results), results.run.commit if results.run else None
+    mixing = mixing_rounds(results)
     for one in found.outcomes if found else []:
         scores = one.scores
         cells.setdefault(one.method, {}).setdefault(one.collaboration, {})[mix] = {
@@ -151,6 +153,14 @@ def collect(results: Results, mix: str, cells: dict[str, dict[str, dict[str, Any
             "rounds": len(one.rounds),
             "commit": commit,
         }
+        shown = mixing.get((one.method, one.collaboration), [])
+        if shown and not plain_mixing(shown):
+            cells[one.method][one.collaboration][mix]["weights"] = {str(w.round): matrix_text(w.weights) for w in shown}
+
+
+def matrix_text(rows: Sequence[Sequence[float]]) -> str:
+    """Return W in a line: numbers with three digits, rows parted by semicolons."""
+    return "; ".join(" ".join(f"{value:.3f}" for value in row) for row in rows)
 
 
 def label(source: Path) -> dict[str, Any]:

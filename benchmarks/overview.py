@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.cells import Content, kept
 from benchmarks.curves import curve_panels
+from benchmarks.other_tables import other_tables, pages
 from benchmarks.papers import Printed
 from benchmarks.protocol import Cell, Protocol, read_protocol
 from benchmarks.protocol_page import PAGE, over, run_words
@@ -48,7 +49,7 @@ def write_overview(out: Path) -> tuple[Path, Path]:
     found = [(read_protocol(name), cells) for name, cells in kept(out).items()]
     return (
         write_atomically(out / PAGE, index(found, out).encode()),
-        write_atomically(out / REPORT, html_page(found).encode()),
+        write_atomically(out / REPORT, html_page(found, other_tables(out)).encode()),
     )
 
 
@@ -67,21 +68,22 @@ def index(found: Found, out: Path) -> str:
                 seeds = ", ".join(map(str, sorted(cells[cell.name])))
                 lines.append(f"| {cell.title} | {', '.join(rows)} | {seeds} |")
         lines.append("")
-    others = [path for path in sorted([*out.glob("*.md"), *out.glob("*/*.md")]) if path.name != PAGE]
-    lines += ["## Other tables", "", *(f"- [{path.relative_to(out)}]({path.relative_to(out)})" for path in others), ""]
+    others = [path.relative_to(out) for path in pages(out)]
+    lines += ["## Other tables", "", *(f"- [{path}]({path})" for path in others), ""]
     figures = [path for path in sorted(out.glob("*.json")) if not path.with_suffix(".md").exists()]
     lines += ["## Figures of time and memory", "", *(f"- [{path.name}]({path.name})" for path in figures), ""]
     return "\n".join(lines)
 
 
-def html_page(found: Found) -> str:
-    """Return the self-contained page: a section a protocol, a table and pictures a cell."""
+def html_page(found: Found, others: Mapping[str, str]) -> str:
+    """Return the self-contained page: a section a protocol, with a table and pictures a cell, then the `others`."""
     sections = []
     for protocol, cells in found:
         parts = [f'<h2 id="{escape(protocol.name)}">{escape(protocol.name)}</h2><p>{words(protocol.about)}</p>']
         parts += [section(protocol, cell, cells[cell.name]) for cell in protocol.cells if cell.name in cells]
         sections.append("\n".join(parts))
-    links = " · ".join(f'<a href="#{escape(one.name)}">{escape(one.name)}</a>' for one, _ in found)
+    names = [*(one.name for one, _ in found), *others]
+    links = " · ".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in names)
     lead = f"Our numbers beside the papers'; clients' splits are drawn once, unless a title says otherwise. {links}"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -89,7 +91,7 @@ def html_page(found: Found) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>FedTTA results</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
         f'<header><p class="kicker">FedTTA</p><h1>Results</h1><p class="lead">{lead}</p></header>\n'
-        + "\n".join(sections)
+        + "\n".join([*sections, *others.values()])
         + "\n</main>\n</body>\n</html>\n"
     )
 

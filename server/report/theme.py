@@ -75,6 +75,8 @@ main { counter-reset: figure table; }
 p.small { font-size: .88rem; color: var(--muted); }
 details { margin-top: 1rem; }
 summary { cursor: pointer; color: var(--accent); }
+.prose td:not([style]), .prose th:not([style]) { text-align: left; white-space: normal; }
+pre { overflow-x: auto; font-size: .84rem; }
 .settings { columns: 16rem; column-gap: 2rem; margin: .8rem 0 0; font-size: .88rem; }
 .settings div { display: flex; justify-content: space-between; gap: 1rem; padding: .22rem 0;
   border-bottom: 1px solid var(--line); break-inside: avoid; }

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collaborate import constant_accuracy, earlier, folder_name, identity, label, markdown, with_mix
+from benchmarks.collaborate import collect, constant_accuracy, earlier, folder_name, identity, label, markdown, with_mix
 from benchmarks.protocol import load_protocol
 from client.runtime import federation_of
 from client.streams import streams_of
 from settings import Settings, SettingsError
+from tests.server.test_report_adapted_run import adapt_round, adapted
+from tests.server.test_report_run import results_of
 
 
 def test_the_protocol_is_the_papers() -> None:
@@ -45,6 +47,24 @@ def test_a_table_grows_with_cells_of_one_kind_only(tmp_path: Path) -> None:
     source.write_bytes(b"other weights")
     with pytest.raises(SettingsError, match="another source_sha256"):
         earlier(path, identity(Settings(), source))
+
+
+def test_weights_are_kept_where_they_say_something(tmp_path: Path) -> None:
+    alone, together = ([[1.0, 0.0], [0.0, 1.0]], [[0.75, 0.25], [0.12345, 0.87655]])
+    lines = [
+        *(
+            adapted(1, client, [1, 0, 0], [2, 1, 0], collaboration=name)
+            for client in (0, 1)
+            for name in ("none", "mixed")
+        ),
+        adapt_round(1, alone, collaboration="none"),
+        adapt_round(1, together, collaboration="mixed"),
+    ]
+    cells: dict = {}
+    collect(results_of(tmp_path, lines), "iid", cells)
+    assert cells["bbn"]["none"]["iid"]["global"] == 33.33
+    assert "weights" not in cells["bbn"]["none"]["iid"]
+    assert cells["bbn"]["mixed"]["iid"]["weights"] == {"1": "0.750 0.250; 0.123 0.877"}
 
 
 def test_a_source_must_not_have_been_trained_on_the_streams(tmp_path: Path) -> None:
