@@ -42,6 +42,8 @@ PAPER = {
     "digit5-domain": _paper("Digit-5, domain shift", "7"),
     "office10-covariate": _paper("Office-10, covariate shift", "5"),
     "office10-domain": _paper("Office-10, domain shift", "2"),
+    "office10-equal-covariate": _paper("Office-10, clients of equal size, covariate shift", "5"),
+    "office10-equal-domain": _paper("Office-10, clients of equal size, domain shift", "2"),
     "domainnet-covariate": _paper("DomainNet, covariate shift", "6"),
 }
 #: Table 9, means over all domains under covariate shift: data set → row → accuracy in percent.

@@ -36,7 +36,12 @@ def _section(path: Path) -> str:
     """Return a page as HTML, with the pictures of what is kept beside it."""
     plot, caption = PICTURES[path.stem](path.parent)
     drawn = [picture(plot, caption)] if plot else []
-    return "\n".join([f'<section class="prose" id="{path.stem}">', to_html(path.read_text()), *drawn, "</section>"])
+    return prose(path.stem, path.read_text(), *drawn)
+
+
+def prose(name: str, markdown: str, *pictures: str) -> str:
+    """Return Markdown as a section of HTML that can be linked to, with pictures below it."""
+    return "\n".join([f'<section class="prose" id="{name}">', to_html(markdown), *pictures, "</section>"])
 
 
 def to_html(markdown: str) -> str:

@@ -12,8 +12,9 @@ import numpy as np
 from rich.console import Console
 
 from benchmarks.cells import Content, kept
+from benchmarks.chosen import choices, markdown
 from benchmarks.curves import curve_panels
-from benchmarks.other_tables import other_tables, pages
+from benchmarks.other_tables import other_tables, pages, prose
 from benchmarks.papers import Printed
 from benchmarks.protocol import Cell, Protocol, read_protocol
 from benchmarks.protocol_page import PAGE, over, run_words
@@ -70,6 +71,7 @@ def index(found: Found, out: Path) -> str:
         lines.append("")
     others = [path.relative_to(out) for path in pages(out)]
     lines += ["## Other tables", "", *(f"- [{path}]({path})" for path in others), ""]
+    lines += [markdown(choices())]
     figures = [path for path in sorted(out.glob("*.json")) if not path.with_suffix(".md").exists()]
     lines += ["## Figures of time and memory", "", *(f"- [{path.name}]({path.name})" for path in figures), ""]
     return "\n".join(lines)
@@ -82,7 +84,7 @@ def html_page(found: Found, others: Mapping[str, str]) -> str:
         parts = [f'<h2 id="{escape(protocol.name)}">{escape(protocol.name)}</h2><p>{words(protocol.about)}</p>']
         parts += [section(protocol, cell, cells[cell.name]) for cell in protocol.cells if cell.name in cells]
         sections.append("\n".join(parts))
-    names = [*(one.name for one, _ in found), *others]
+    names = [*(one.name for one, _ in found), *others, "chosen"]
     links = " · ".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in names)
     lead = f"Our numbers beside the papers'; clients' splits are drawn once, unless a title says otherwise. {links}"
     return (
@@ -91,7 +93,7 @@ def html_page(found: Found, others: Mapping[str, str]) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>FedTTA results</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
         f'<header><p class="kicker">FedTTA</p><h1>Results</h1><p class="lead">{lead}</p></header>\n'
-        + "\n".join([*sections, *others.values()])
+        + "\n".join([*sections, *others.values(), prose("chosen", markdown(choices()).removeprefix("#"))])
         + "\n</main>\n</body>\n</html>\n"
     )
 
