@@ -25,6 +25,7 @@ from benchmarks import (
     overview,
     rounds,
     run,
+    seconds,
     source,
     wall_clock,
 )
@@ -39,6 +40,7 @@ COMMANDS = {
     "atp": (atp, "ATP's tables for the shallow CNN: global model, rates, every shift's rates on every other"),
     "fedicon": (fedicon, "FedICON's tables and figures for Digit-5 and Office-10, beside the paper's numbers"),
     "methods": (methods, "every method: what it trains, adapts and needs; with --cost also its cost at test time"),
+    "seconds": (seconds, "BTFL's Table 3: seconds for 1,000 samples, one at a time, on three networks"),
     "collaborate": (collaborate, "test-time methods under collaborations on class-imbalanced corruption streams"),
     "bbn": (bbn, "time of adapting to a batch with BBN over a plain forward and backward pass of it"),
     "wall-clock": (wall_clock, "accuracy under a constant-speed stream: a method that is too slow misses samples"),

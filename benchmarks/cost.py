@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics as averages
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,10 @@ def setting_up(model: str, options: str | None, samples: int, batch: int) -> Set
     return SetUp(model, f"{choice}=batch" * bool(choice) if options is None else options, samples, batch)
 
 
-def measure(set_up: SetUp, repeats: int = REPEATS) -> dict[str, Cost]:
-    """Return adapter → cost for all that fit the network, timed in turns; the first batch of each only warms up.
+def measure(set_up: SetUp, repeats: int = REPEATS, only: Collection[str] = ADAPTERS) -> dict[str, Cost]:
+    """Return adapter → cost for all (or `only`) that fit the network, in turns; a first batch of each warms up.
+
+    `none`, which the others are compared with, is always among them.
 
     Raises
     ------
@@ -84,7 +86,8 @@ def measure(set_up: SetUp, repeats: int = REPEATS) -> dict[str, Cost]:
     """
     x = torch.rand(set_up.samples, 3, SIDE, SIDE, generator=Generator().manual_seed(1))
     plain, turning = Client.of(set_up, False), Client.of(set_up, True)
-    fitting = [name for name, info in ADAPTERS.items() if set_up.batchnorm or "batchnorm" not in info.needs]
+    wanted = {name: info for name, info in ADAPTERS.items() if name in {"none", *only}}
+    fitting = [name for name, info in wanted.items() if set_up.batchnorm or "batchnorm" not in info.needs]
     clients = {name: turning if "rotation_head" in ADAPTERS[name].needs else plain for name in fitting}
     passes = {name: count_passes(one, name, x, set_up.batch) for name, one in clients.items()}
     ready = {name: one.adapter(name) for name, one in clients.items()}

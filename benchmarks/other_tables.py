@@ -92,6 +92,7 @@ def no_picture(folder: Path) -> tuple[Plot | None, str]:
 
 #: Page → what draws a picture from the files beside it.
 PICTURES: dict[str, Callable[[Path], tuple[Plot | None, str]]] = {
+    "seconds": no_picture,
     "atp": learned_rates,
     "collaborate": mixing_weights,
     "fedicon": no_picture,

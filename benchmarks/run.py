@@ -31,6 +31,7 @@ from settings import SettingsError
 
 FOLDER = Path("results/benchmarks")
 QUICK = Path("results/quick")
+WITHOUT_SETTINGS = ("seconds",)  # commands that measure networks, whatever a protocol's settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -145,7 +146,8 @@ def calls(
     """Return the words of the commands that belong to a protocol, its places filled in."""
     places = {"seeds": seeds_word(seeds), "out": out, "runs": folder, "results": RESULTS}
     more = ["--set", *changes] if changes else []
-    return [[*(word.format(**places) for word in shlex.split(text)), *more] for text in protocol.calls]
+    words = [[word.format(**places) for word in shlex.split(text)] for text in protocol.calls]
+    return [one if one[0] in WITHOUT_SETTINGS else [*one, *more] for one in words]
 
 
 def call(words: Sequence[str], console: Console) -> None:

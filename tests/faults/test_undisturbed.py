@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from client.runtime import federation_of
 from settings import Settings
 from simulation import agents
 from tests.faults.stage import PATIENCE, stage
+from tests.integration.test_deployment import ADAPT, size, told
 from tests.integration.test_deployment import RUNS as PHASES
 from tests.server.test_run import assert_same_results, run
 
@@ -23,6 +25,7 @@ RUNS: dict[str, Settings] = {
         augment=False, methods="fedavg,personal,fedthe,btfl", shifts="original,corrupted", node_timeout=300.0,
         round_timeout=300.0,
     ),
+    "adapt": ADAPT,
     **PHASES,
 }  # fmt: skip
 NODES = 3
@@ -45,3 +48,18 @@ def test_every_phase_over_grpc_has_the_bits_of_one_process(tmp_path: Path) -> No
     for name, settings in runs.items():
         alone = settings.replace(state_dir=str(tmp_path / "state" / name))
         assert_same_results(made.results(name), run(tmp_path / "alone" / name, alone))
+    adapted_together(made.results("adapt"), tmp_path / "alone" / "adapt")
+
+
+def adapted_together(ours: Path, alone: Path) -> None:
+    """All that happened is what happens in one process; the network travels once, and clients' weights differ."""
+    assert told(ours) == told(alone)
+    assert len({str(event["correct"]) for event in told(ours, "adapted")}) > 1
+    rounds = told(ours, "adapt_round")
+    weights = [np.array(event["weights"]) for event in rounds]
+    assert [w.shape for w in weights] == [(NODES, NODES)] * 2
+    assert len({w.tobytes() for w in weights}) == 2
+    down = [event["bytes_down"] for event in rounds]
+    assert down[0] == NODES * size(ours / "model.safetensors")
+    assert 0 < down[1] < rounds[1]["bytes_up"]  # a mixture down; what is mixed and statistics up
+    assert {event["context_bytes"] for event in rounds} == {0}
