@@ -49,7 +49,10 @@ def make_device(
         raise ValueError(f"partition-id = {partition}: allowed are 0 to {federation.num_clients - 1}")
     device = resolve_device(settings.device)
     model = _network(federation, *(getattr(settings, name) for name in _MODEL_FIELDS))
-    natural = load_natural(settings.dataset, settings.data_dir or None, settings.image_size)
+    options = assignments(settings.dataset_options, "dataset-options")
+    natural = load_natural(
+        settings.dataset, settings.data_dir or None, settings.image_size, natural=options.get("natural", "")
+    )
     own_role = _role(federation, partition, role)
     return Device(federation, partition, model, state, memory, settings, device, own_role, natural)
 

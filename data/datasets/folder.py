@@ -41,11 +41,11 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
     if not top.is_dir():
         raise FileNotFoundError(f"there is no folder {top}")
     if domain is None:
-        return _read(top, _subfolders(top), request.image_size)
-    domains = _subfolders(top)
+        return _read(top, subfolders(top), request.image_size)
+    domains = subfolders(top)
     if domain not in (*domains, "*"):
         raise ValueError(f"unknown domain {domain!r}; there are: {', '.join(domains)}")
-    classes = sorted({name for one in domains for name in _subfolders(top / one)})
+    classes = sorted({name for one in domains for name in subfolders(top / one)})
     if domain != "*":
         return _read(top / domain, classes, request.image_size)
     read = {one: _read(top / one, classes, request.image_size) for one in domains}
@@ -55,7 +55,7 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
     return join(shelves, tuple(classes), request, per_domain=0, draw=0)
 
 
-def _subfolders(folder: Path) -> list[str]:
+def subfolders(folder: Path) -> list[str]:
     """Return the names of the visible folders in `folder`, sorted."""
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 

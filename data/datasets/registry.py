@@ -9,12 +9,14 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..images import Images
+from . import imagenet32
 from .cifar import load_cifar10, load_cifar100
 from .cifar10_1 import is_present, load_cifar10_1
 from .digit5 import load_digit5
 from .digits import load_digits
-from .domainnet import load_domainnet
+from .domainnet import load_domainnet, load_officehome
 from .folder import load_folder
+from .imagenet32 import load_imagenet32, load_imagenet_a, load_imagenet_r, load_imagenet_v2
 from .npz import load_npz
 from .office10 import load_office10, load_pacs
 from .raw import Loader, Request, finish
@@ -37,10 +39,10 @@ class Dataset:
 
     `mean` and `std` are per channel, of pixels in [0, 1]; `classes` is None where the files decide; `flip`
     says whether a mirrored picture still belongs to its class; `options` are the names that its loader takes;
-    `natural` names the data set that is its natural shift; of a contrastive view at least `crop` of the area is
-    left. The default is Khosla et al.'s for CIFAR; less than six tenths of a digit may be another digit, and of
-    Office-10's scenes at 32 x 32 pixels nothing that tells its class (a linear probe on corrupted validation images,
-    seed 1, after 10 encoder rounds at learning rate 0.05: 58.5 % right with 0.6, 53.1 % with 0.2).
+    `natural` names the data sets that are its natural shifts, the usual one first; of a contrastive view at least
+    `crop` of the area is left. The default is Khosla et al.'s for CIFAR; less than six tenths of a digit may be another
+    digit, and of Office-10's scenes at 32 x 32 pixels nothing that tells its class (a linear probe on corrupted
+    validation images, seed 1, after 10 encoder rounds at learning rate 0.05: 58.5 % right with 0.6, 53.1 % with 0.2).
     """
 
     description: str
@@ -50,7 +52,7 @@ class Dataset:
     classes: int | None
     flip: bool
     options: tuple[str, ...] = ()
-    natural: str | None = None
+    natural: tuple[str, ...] = ()
     crop: float = 0.2
 
     def normalisation(self, channels: int = 3) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -68,7 +70,7 @@ DATASETS: dict[str, Dataset] = {
     "cifar10": Dataset(
         "CIFAR-10, 60,000 pictures (train and test merged)",
         load_cifar10, _CIFAR10_MEAN, _CIFAR10_STD, 10, flip=True,
-        options=("source", "part"), natural="cifar10.1",
+        options=("source", "part"), natural=("cifar10.1",),
     ),
     "cifar100": Dataset(
         "CIFAR-100 with its 100 fine classes, 60,000 pictures (train and test merged)",
@@ -102,6 +104,21 @@ DATASETS: dict[str, Dataset] = {
         "DomainNet's ten most common classes in its six domains, 2,000 pictures a domain",
         load_domainnet, _IMAGENET_MEAN, _IMAGENET_STD, 10, flip=True, options=_SEVERAL,
     ),
+    "officehome": Dataset(
+        "OfficeHome: art, clipart, product and real_world, from its folders",
+        load_officehome, _IMAGENET_MEAN, _IMAGENET_STD, None, flip=True, options=_SEVERAL,
+    ),
+    "imagenet32": Dataset(
+        "ImageNet at 32 x 32, from folders, the classes that ImageNet-A and -R have too",
+        load_imagenet32, _IMAGENET_MEAN, _IMAGENET_STD, None, flip=True, options=("natural",),
+        natural=("imagenet-v2", "imagenet-a", "imagenet-r"),
+    ),
+    **{
+        name: Dataset(f"{name}, a natural shift of imagenet32", loader, _IMAGENET_MEAN, _IMAGENET_STD, None, flip=True)
+        for name, loader in (
+            ("imagenet-v2", load_imagenet_v2), ("imagenet-a", load_imagenet_a), ("imagenet-r", load_imagenet_r),
+        )
+    },
 }  # fmt: skip
 
 
@@ -153,16 +170,29 @@ def load(
 
 
 def load_natural(
-    name: str, root: str | os.PathLike[str] | None = None, image_size: int = 32, channels: int = 3
+    name: str,
+    root: str | os.PathLike[str] | None = None,
+    image_size: int = 32,
+    channels: int = 3,
+    natural: Hashable = "",
 ) -> Images | None:
-    """Load the natural shift of data set `name` (CIFAR-10.1 for CIFAR-10); None if there is none at hand.
+    """Load a natural shift of data set `name` (CIFAR-10.1 for CIFAR-10); None if it is not at hand, or there is none.
 
-    Files that are there but damaged raise as in `load`.
+    `natural` is the data set's option of that name; empty: the usual one. Files that are damaged raise as in `load`.
+
+    Raises
+    ------
+    ValueError
+        As `load`, or `natural` is none of this data set's.
     """
-    companion = _described(name).natural
-    if companion is None or not is_present(_root(root)):
+    known = _described(name).natural
+    if natural and natural not in known:
+        raise ValueError(f"natural = {natural!r}: allowed with data set {name!r} are {', '.join(known)}")
+    if not known:
         return None
-    return load(companion, root, image_size, channels)
+    chosen = str(natural or known[0])
+    there = is_present(_root(root)) if chosen == "cifar10.1" else imagenet32.is_present(_root(root), chosen)
+    return load(chosen, root, image_size, channels) if there else None
 
 
 def _described(name: str) -> Dataset:

@@ -123,7 +123,7 @@ def test_commands_that_belong_to_a_protocol_are_run(
     monkeypatch.setattr("benchmarks.fedicon.run", lambda arguments, console: called.append(arguments.data))
     words = ["run", "feature-shift", "--out", str(tmp_path)]
     assert main([*words, "--seeds", "2-2"]) == 0
-    assert called == ["digit5", "office10", "office10", "digit5"]
+    assert called == ["digit5", "office10-equal", "office10-equal", "office10", "digit5"]
     assert "python -m benchmarks fedicon --data digit5 --seeds 2-2" in capsys.readouterr().out.replace("\n", " ")
 
     def fail(arguments: object, console: object) -> None:

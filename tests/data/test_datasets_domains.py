@@ -71,6 +71,30 @@ def test_domainnet_decodes_what_is_drawn(tmp_path: Path) -> None:
         load("domainnet", root=tmp_path, image_size=8, domains="sketch")
 
 
+def officehome(root: Path, folder: str, names: tuple[str, ...] = ("Alarm_Clock", "Bike"), count: int = 2) -> None:
+    for label, name in enumerate(names):
+        for number in range(count):
+            path = root / "officehome" / folder / name / f"{number:05}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (9, 5), (100 * label, 0, 0)).save(path, quality=100)
+
+
+def test_officehome_from_its_folders(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="officehome: art, clipart, product, real_world not at hand"):
+        load("officehome", root=tmp_path)
+    officehome(tmp_path, "Art")
+    officehome(tmp_path, "Real World", count=5)
+    made = load("officehome", root=tmp_path, image_size=8)
+    assert made.name == "officehome without clipart, product"
+    assert (made.domains, made.classes, len(made)) == (("art", "real_world"), ("Alarm_Clock", "Bike"), 14)
+    assert abs(made.pixels[:, 0, 0, 0].astype(int) - 100 * made.labels).max() <= 2  # JPEG
+    few = load("officehome", root=tmp_path, image_size=8, per_domain=4)
+    assert np.bincount(few.labels).tolist() == [4, 4]
+    officehome(tmp_path, "Product", ("Alarm_Clock", "Couch"))
+    with pytest.raises(ValueError, match=r"Product and .*Art differ in classes: Bike, Couch"):
+        load("officehome", root=tmp_path, image_size=4)
+
+
 def test_a_folder_of_all_domains(tmp_path: Path) -> None:
     domainnet(tmp_path, "sketch")
     domainnet(tmp_path, "real", count=1)
