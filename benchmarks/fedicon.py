@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.atp import require_same
-from benchmarks.fedicon_paper import ABLATION, OFFLINE
+from benchmarks.fedicon_paper import ABLATION, FEDERATED, LONGER, OFFLINE
 from benchmarks.fedicon_tables import markdown
 from benchmarks.protocol import load_protocol
 from benchmarks.record import RESULTS, about, write_json
@@ -43,6 +43,12 @@ DATA = {
     "domainnet": ("dataset=domainnet", "dataset-options=", "model=resnet18", "model-options=", "rounds=20"),
 }
 SHIFTS = ("covariate", "domain")
+#: (data, shift) → rows beside the protocol's.
+MORE = {
+    ("digit5", "covariate"): tuple(one.row for one in ABLATION),
+    ("office10", "covariate"): (LONGER,),
+    ("office10", "domain"): FEDERATED,
+}
 FIGURES = ("1b", "3-clients", "3-epochs")
 FIGURE_ROWS = {"1b": "fedavg", "3-clients": f"fedavg,{OFFLINE}", "3-epochs": f"fedavg,{OFFLINE}"}
 SHARES = (1, 2, 4, 8, 16)  # clients a domain; with five domains the paper's 5 to 80 clients
@@ -128,8 +134,8 @@ def base_settings(arguments: argparse.Namespace) -> tuple[Settings, tuple[str, .
     if arguments.rounds is not None:
         base = base.replace(rounds=arguments.rounds)
     rows = base.methods
-    if arguments.data == "digit5" and arguments.shift == "covariate":
-        rows = ",".join([rows, *(one.row for one in ABLATION if one.row not in rows.split(","))])
+    more = MORE.get((arguments.data.removesuffix("-equal"), arguments.shift), ())
+    rows = ",".join([rows, *(row for row in more if row not in rows.split(","))])
     rows = arguments.methods or (FIGURE_ROWS[arguments.figure] if arguments.figure else rows)
     domains = domains_of(base)
     if len(domains) < 3:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.fedicon_paper import ABLATION, OFFLINE, PAPER, PAPERS_NAMES, TABLE_9
+from benchmarks.fedicon_paper import ABLATION, FEDERATED, LONGER, OFFLINE, PAPER, PAPERS_NAMES, TABLE_9
 from benchmarks.summary import spread
 from settings import Settings
 
 #: Ours that should be above the others on average.
-OURS, OTHERS = (OFFLINE, "fedicon"), ("fedavg", "fedavg_ft", "tent")
+OURS, OTHERS = (OFFLINE, "fedicon", LONGER, *FEDERATED), ("fedavg", "fedavg_ft", "tent")
 MISSING = "–"
 #: What is set beside Table 9.
 TABLES_9 = ("digit5-covariate", "office10-equal-covariate")

@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chosen import Choice, choices, markdown
-from benchmarks.fedicon import DATA
+from benchmarks.fedicon import DATA, MORE
 from settings import SettingsError
 
 
 def test_what_is_used_is_what_was_chosen() -> None:
     found = choices()
-    assert {one.key for one in found} == {"learning-rate", "finetune-epochs", "classifier-epochs"}
+    assert {one.key for one in found} == {"learning-rate", "finetune-epochs", "classifier-epochs", "epochs"}
     for one in found:
         name = one.where.removeprefix("fedicon --data ")
-        assert f"{one.key}={one.value}" in DATA[name]
+        if one.key == "epochs":  # an adapter's option
+            assert all(f"epochs={one.value}" in row for row in (*MORE[name, "covariate"], MORE[name, "domain"][-1]))
+        else:
+            assert f"{one.key}={one.value}" in DATA[name]
 
 
 @pytest.mark.parametrize(
