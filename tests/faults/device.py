@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,9 @@ class Device:
     def predict(self, request: pb.PredictRequest) -> pb.PredictReply:
         return self.stub.Predict(request, timeout=PATIENCE, wait_for_ready=True)
 
-    def until_killed(self, stream: list[pb.PredictRequest], replied: Callable[[int], None]) -> list[pb.PredictReply]:
+    def until_killed(
+        self, stream: Iterable[pb.PredictRequest], replied: Callable[[int], None] = lambda count: None
+    ) -> list[pb.PredictReply]:
         """Send a stream, call `replied` with the number of replies after each, and return all that came."""
         replies: list[pb.PredictReply] = []
         try:

@@ -107,6 +107,24 @@ class Stage:
         status = self.status(partition)
         return status is not None and status.training == "train"
 
+    def kill_node_at_work(self, partition: int) -> None:
+        """kill -9 of a SuperNode that has taken a message and not answered it: its agent is held until it is dead."""
+        agent = self.agents[partition]
+        agent.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: self.at_work(partition), "a message")
+            time.sleep(1)  # a reply that was on its way has arrived
+            wait_until(lambda: self.at_work(partition), "the next message")
+            self.nodes[partition].kill()
+            self.nodes[partition].wait()
+        finally:
+            agent.send_signal(signal.SIGCONT)
+
+    def at_work(self, partition: int) -> bool:
+        """Return whether a SuperNode has taken a message that it has not answered."""
+        log = self.log(f"node-{partition}")
+        return log.count("Received successfully") > log.count("Sent successfully")
+
     def log(self, name: str) -> str:
         """Return a process' log, such as 'node-0' or 'agent-1' or 'superlink'."""
         path = {"n": deployment.LOG, "a": agents.LOG}[name[0]] if "-" in name else "superlink.log"

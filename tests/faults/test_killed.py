@@ -22,9 +22,9 @@ SMALL = Settings(
 )  # fmt: skip
 
 
-def wait_for_training(made: Stage, after: int, partition: int = 0) -> None:
-    """Wait until a client trains and so many rounds, or more, have ended."""
-    wait_until(lambda: made.rounds(RUN) >= after and made.in_training(partition), f"training after round {after}")
+def wait_for_training(made: Stage, after: int) -> None:
+    """Wait until the first client trains and so many rounds, or more, have ended."""
+    wait_until(lambda: made.rounds(RUN) >= after and made.in_training(0), f"training after round {after}")
     assert made.rounds(RUN) < SMALL.rounds
 
 
@@ -59,9 +59,9 @@ def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(tmp_path: Pa
     settings = SMALL.replace(min_replies=2)
     with stage(tmp_path) as made:
         first = made.run(settings)
-        wait_for_training(made, 1, partition=1)
+        wait_until(lambda: made.rounds(RUN) >= 1, "a round")
         with made.supervised_node(1, 2):
-            made.nodes[1].kill()
+            made.kill_node_at_work(1)
             first.result(PATIENCE)
     (failed,) = [event for event in made.events(RUN) if event["event"] == "failed"]
     assert (failed["partition"], failed["training"]) == (1, "fedavgm")
@@ -76,8 +76,8 @@ def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(tmp_path: Pa
 def test_a_run_goes_on_without_a_killed_supernode_that_no_quorum_needs(tmp_path: Path) -> None:
     with stage(tmp_path) as made:
         first = made.run(SMALL)
-        wait_for_training(made, 1, partition=1)
-        made.nodes[1].kill()
+        wait_until(lambda: made.rounds(RUN) >= 1, "a round")
+        made.kill_node_at_work(1)
         first.result(PATIENCE)
     events = made.events(RUN)
     assert {event["partition"] for event in events if event["event"] == "failed"} == {1}
