@@ -180,7 +180,7 @@ class Guard:
             return Verdict("hold", self._kind)
         kind = "" if np.isfinite(adapted).all() else "non-finite"
         if kind := kind or self._collapse(window):
-            return self._roll_back(kind, window)
+            return self._roll_back(kind, window, len(rows))
         if (kind := self._degenerate(window, len(rows))) and window[:, DIFFERS].sum() > self._allowed(len(window)):
             self._count(kind)
             self._held = 0 if kind == "small-batch" else self.limits.retry
@@ -256,12 +256,14 @@ class Guard:
             return "noise"
         return "small-batch" if self.per_batch and batch < limits.least_batch else ""
 
-    def _roll_back(self, kind: str, window: NDArray[np.float64]) -> Verdict:
+    def _roll_back(self, kind: str, window: NDArray[np.float64], batch: int) -> Verdict:
         """Let the adapter go back; hold as well where it has just been back."""
+        given = window[:-batch, DIFFERS].copy()  # they stay given, and count as such
         self._count(kind)
         self._held = self.limits.retry if self._since < self.limits.retry else 0
         self._since = 0
         _forget_answers(window)
+        window[:-batch, DIFFERS] = given
         self._window = window
         return Verdict("roll back", kind)
 

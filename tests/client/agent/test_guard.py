@@ -143,6 +143,13 @@ def test_no_window_of_a_degenerate_stream_has_more_differing_answers(sizes: list
     assert max(windows) <= LIMITS.margin * LIMITS.window
 
 
+def test_answers_given_before_a_roll_back_count() -> None:
+    watch = guard()
+    assert [watch.judge(rows([1]), rows([2])).action for _ in range(4)] == ["go", "go", "go", "roll back"]
+    assert watch.judge(rows([1]), rows([3])).action == "go"  # the fourth that differs
+    assert watch.judge(rows([1]), rows([0])).kind == "one-class"
+
+
 def test_the_last_good_state_has_a_whole_window_after_it() -> None:
     last = LastGood(0, 10)
     for state in range(1, 8):  # five samples each
