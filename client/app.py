@@ -7,7 +7,7 @@ it itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
+from client.npy import from_bytes, to_bytes
 from client.work import Done, Work
 from settings import SettingsError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 #: Phases whose messages must stay small; their replies say what Flower ships beside them.
 COUNTED = ("rates", "adapt")
+NUMPY = "numpy.ndarray"  # how Flower calls arrays that numpy wrote
 
 app = ClientApp()
 
@@ -86,9 +88,18 @@ def to_work(phase: str, message: Message) -> Work:
     return Work(phase, config, records)
 
 
-def to_content(done: Done) -> RecordDict:
-    """Return an answer as Flower's records."""
-    content = RecordDict({name: _pack(arrays) for name, arrays in done.records.items()})
+def packed(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Return named arrays as a record, as it is sent."""
+    record = ArrayRecord()
+    for name, value in arrays.items():
+        array = np.asarray(value)
+        record[name] = Array(dtype=str(array.dtype), shape=array.shape, stype=NUMPY, data=to_bytes(array))
+    return record
+
+
+def to_content(done: Done, pack: Callable[[Mapping[str, NDArray[Any]]], ArrayRecord] = packed) -> RecordDict:
+    """Return an answer as Flower's records; `pack` makes those of arrays."""
+    content = RecordDict({name: pack(arrays) for name, arrays in done.records.items()})
     if done.metrics:
         content["metrics"] = MetricRecord(done.metrics)
     if done.identity:
@@ -138,7 +149,7 @@ class ContextState:
         """Store an entry of `key` tagged with `round`; see `PrivateState.save`. `keep` changes nothing."""
         from client.state import outdated
 
-        self.records[f"{key}@{round}"] = _pack(arrays)
+        self.records[f"{key}@{round}"] = packed(arrays)
         for tag in outdated(self.tags()[key], round):
             del self.records[f"{key}@{tag}"]
 
@@ -155,9 +166,15 @@ def _context_bytes(context: Context) -> int:
     return sum(array.numpy().nbytes for record in context.state.array_records.values() for array in record.values())
 
 
-def _pack(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
-
-
 def _unpack(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    return {name: array.numpy() for name, array in record.items()}
+    return {name: _read(name, array) for name, array in record.items()}
+
+
+def _read(name: str, array: Array) -> NDArray[Any]:
+    """Return an array, read-only and in the memory it came in; ValueError names one that cannot be read."""
+    try:
+        if array.stype != NUMPY:
+            raise ValueError(f"made by {array.stype!r}; allowed is {NUMPY}")
+        return from_bytes(array.data)
+    except ValueError as error:
+        raise ValueError(f"array {name} cannot be read: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,34 @@ from settings import Settings
 from tta.atp import Adapt, zero_rates
 
 Metrics = dict[str, Any]
+
+
+@dataclass
+class Turn:
+    """One client's round of training, from `Learner.begin` to `Learner.end`.
+
+    Parameters
+    ----------
+    round, task
+        What was asked for.
+    private : dict
+        What the client had kept.
+    data : TrainingSet
+    metrics : dict
+        What was measured on the way.
+    loss : float
+        Mean loss of the last epoch.
+    seconds : float
+        Of training alone.
+    """
+
+    round: int
+    task: Task
+    private: Arrays
+    data: TrainingSet
+    metrics: Metrics = field(default_factory=dict)
+    loss: float = float("nan")
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,29 +128,45 @@ class Learner:
         FloatingPointError
             Training diverged.
         """
-        loss_function, what = find_objective(task.objective), rule(task.rule)
-        self._require_source()
-        private = self._receive(arrays, task, round - 1)
-        dealt = self.federation.in_round(round)
-        data = training_set(dealt, self.partition, self.settings, self.device)
+        turn, what = self.begin(round, task, arrays), rule(task.rule)
         start = time.perf_counter()
         if what.uses_personal_head:
-            self._train_head(data, "personal", round)
-        seconds = time.perf_counter() - start
-        size = self.settings.eval_batch_size
-        metrics = validate(self.model, dealt, self.partition, size, self.device, what.uses_personal_head)
-        if self.settings.aggregation == "qffl":  # its server weighs clients by the loss of what they received
-            metrics["global-loss"] = mean_loss(self.model, data, loss_function, size)
-        local = self._local(data, task, private, "local", round)
+            self._train_head(turn.data, "personal", round)
+        turn.seconds += time.perf_counter() - start
+        self.measure(turn)
+        local = self._local(turn.data, task, turn.private, "local", round)
         start = time.perf_counter()
-        loss = what.train(local)
-        seconds += time.perf_counter() - start
+        turn.loss = what.train(local)
+        turn.seconds += time.perf_counter() - start
+        return self.end(turn, local.own)
+
+    def begin(self, round: int, task: Task, arrays: Arrays) -> Turn:
+        """Load the network for a round and return what the round is about; raises as `train`."""
+        find_objective(task.objective), rule(task.rule)  # refused before anything is done
+        self._require_source()
+        private = self._receive(arrays, task, round - 1)
+        data = training_set(self.federation.in_round(round), self.partition, self.settings, self.device)
+        return Turn(round, task, private, data)
+
+    def measure(self, turn: Turn) -> None:
+        """Note how good the received network is on the validation split, and the new personal head where it has one."""
+        dealt, size = self.federation.in_round(turn.round), self.settings.eval_batch_size
+        personal = rule(turn.task.rule).uses_personal_head
+        turn.metrics |= validate(self.model, dealt, self.partition, size, self.device, personal)
+        if self.settings.aggregation == "qffl":  # its server weighs clients by the loss of what they received
+            objective = find_objective(turn.task.objective)
+            turn.metrics["global-loss"] = mean_loss(self.model, turn.data, objective, size)
+
+    def end(self, turn: Turn, own: Mapping[str, torch.Tensor]) -> tuple[Arrays, Metrics]:
+        """Keep what is private of the trained network and the rule's `own` tensors; return what `train` returns."""
+        task, private = turn.task, turn.private
         joined = self.model.global_state() if task.joined is None else task.joined
-        kept = {**head_entries(self.model, private, data.index), **network_entries(self.model, joined, local.own)}
-        self.state.save(task.training, round, kept)  # last: a failed round leaves no trace
+        kept = {**head_entries(self.model, private, turn.data.index), **network_entries(self.model, joined, own)}
+        self.state.save(task.training, turn.round, kept)  # last: a failed round leaves no trace
         state = self.model.global_state()
         sent = {name: state[name].cpu().numpy().copy() for name in state if name in joined}
-        return sent, {**metrics, "num-examples": len(data), "train-loss": loss, "seconds": seconds}
+        measured = {"num-examples": len(turn.data), "train-loss": turn.loss, "seconds": turn.seconds}
+        return sent, {**turn.metrics, **measured}
 
     def statistics(
         self, round: int, task: Task, arrays: Arrays, wanted: Collection[str] = ()

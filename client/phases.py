@@ -44,6 +44,8 @@ class Node:
         Which client it is, of how many.
     state : PrivateState
         Where private state lives when neither node nor run sets `state-dir`.
+    memory : PrivateState, optional
+        Where what adapters learn lives; where it is given, `state` is used whatever `state-dir` says.
     role : "both", "source", "target" or None
         None: what the data make of it.
     settings : mapping
@@ -55,6 +57,7 @@ class Node:
     state: PrivateState
     role: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    memory: PrivateState | None = None
 
 
 def perform(work: Work, node: Node) -> Done:
@@ -188,10 +191,10 @@ def device_of(work: Work, node: Node) -> Device:
     settings, run = settings_of(work, node), work.config["run"]
     if node.num_partitions != settings.clients:
         raise SettingsError(f"clients = {settings.clients}: this node is one of {node.num_partitions}")
-    folder = Path(settings.state_dir).expanduser() if settings.state_dir else None
+    folder = Path(settings.state_dir).expanduser() if settings.state_dir and node.memory is None else None
     state = DirectoryState(folder, run, node.partition) if folder else node.state
-    # on disk in any case, since Flower would ship its context with every message
-    memory = DirectoryState(private_folder(settings), run, node.partition)
+    # on disk unless the node lives as long as the run: Flower would ship its context with every message
+    memory = node.memory or DirectoryState(private_folder(settings), run, node.partition)
     keep = [int(round) for round in work.config.get("checkpoint-rounds", [])]
     return make_device(settings, node.partition, Keeping(state, keep), Keeping(memory, keep), node.role)
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -59,7 +60,14 @@ def load_network(model: TwoHead, arrays: Arrays) -> None:
     """Load a whole `global_state` and switch to evaluation mode; ValueError if it does not fit."""
     check_model(arrays, model)
     model.eval()  # a network just built is in training mode, where a look at it would move its statistics
-    model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
+    model.load_global_state({name: _borrowed(value) for name, value in arrays.items()})
+
+
+def _borrowed(value: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor in the same memory, only to be read: a copy would take longer than loading it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes
+        return torch.from_numpy(value)
 
 
 def own_tensors(private: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:

@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from client.compute import autocast
+from client.descent import Descent
 from client.objectives import Objective
 from client.objectives import objective as find_objective
+from client.randomness import layers_draw_by
 from models import TwoHead
+from models.finite import all_finite
 from settings import Settings
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -69,16 +72,9 @@ def epoch(
                 yield batch, labels
 
 
-def optimizer(parameters: list[nn.Parameter], settings: Settings) -> torch.optim.Optimizer:
+def optimizer(parameters: Sequence[Tensor], settings: Settings) -> Descent:
     """Return a fresh local optimiser; its state starts anew in every round."""
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    return torch.optim.SGD(
-        parameters,
-        lr=settings.learning_rate,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-    )
+    return Descent(parameters, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum)
 
 
 def train_network(
@@ -105,14 +101,14 @@ def train_network(
     model.train()
     shared = list(model.shared_parameters().values())
     mu = settings.proximal_mu if settings.aggregation == "fedprox" else 0.0
-    received = [value.detach().clone() for value in shared]
+    received = [value.detach().clone() for value in shared] if mu else []
     descent = optimizer(shared, settings)
 
     def step(x: Tensor, labels: Tensor) -> Tensor:
         with autocast(x.device, settings.autocast):
             logits = model(x)
         value = objective(logits.float(), labels, data.counts)
-        descent.zero_grad(set_to_none=True)
+        descent.zero_grad()
         more = auxiliary(model, x) if auxiliary is not None else 0.0
         (value + more + proximal_term(shared, received, mu)).backward()
         descent.step()
@@ -155,7 +151,7 @@ def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, g
         with torch.no_grad(), autocast(x.device, settings.autocast):
             z = model.features(x)
         value = loss_function(model.personal_head(z.float()), labels, data.counts)
-        descent.zero_grad(set_to_none=True)
+        descent.zero_grad()
         value.backward()
         descent.step()
         return value.detach()
@@ -190,14 +186,15 @@ def train_epochs(
         The loss or a trained value is not finite.
     """
     loss = float("nan")
-    for _ in range(epochs):
-        total = torch.zeros((), device=data.labels.device, dtype=torch.float64)
-        seen = 0
-        for x, labels in epoch(data, settings.batch_size, generator, smallest):
-            total += step(x, labels) * len(labels)
-            seen += len(labels)
-        loss = float(total) / max(seen, 1)
-        require_finite(what, loss, [*trained])
+    with layers_draw_by(generator, data.labels.device):
+        for _ in range(epochs):
+            total = torch.zeros((), device=data.labels.device, dtype=torch.float64)
+            seen = 0
+            for x, labels in epoch(data, settings.batch_size, generator, smallest):
+                total += step(x, labels) * len(labels)
+                seen += len(labels)
+            loss = float(total) / max(seen, 1)
+            require_finite(what, loss, [*trained])
     return loss
 
 
@@ -217,8 +214,7 @@ def smallest_batch(model: nn.Module, settings: Settings) -> int:
 
 def require_finite(what: str, loss: float, trained: list[Tensor]) -> None:
     """Raise FloatingPointError if training diverged; what the last step did shows in the trained values only."""
-    finite = torch.stack([torch.isfinite(value).all() for value in trained])
-    if not (math.isfinite(loss) and bool(finite.all())):
+    if not (math.isfinite(loss) and all_finite(trained)):
         raise FloatingPointError(f"{what} diverged: mean loss {loss:g}")
 
 

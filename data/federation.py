@@ -83,18 +83,10 @@ class Federation:
             unknown scheme; `target_domain` beside `target_fraction`; `anew` with clients that only train or only test.
         """
         if target_domain and target_fraction:
-            raise ValueError(
-                f"target_domain={target_domain!r} and target_fraction={target_fraction} exclude each other"
-            )
+            both = f"target_domain={target_domain!r} and target_fraction={target_fraction}"
+            raise ValueError(f"{both} exclude each other")
         dealt, unseen = leave_out(images, unseen_domain)
-        if scheme in BY_DOMAIN:
-            rng = generator("partition", scheme, seed)
-            clients = by_domain(images, dealt, num_clients, scheme, step_ratio, rng, min_size)
-        elif scheme in SCHEMES:
-            deal = partition(images.labels[dealt], num_clients, scheme, alpha, seed, min_size, step_ratio)
-            clients = [dealt[own] for own in deal]
-        else:
-            raise ValueError(f"unknown partition scheme {scheme!r}; there are: {', '.join((*SCHEMES, *BY_DOMAIN))}")
+        clients = _deal(images, dealt, num_clients, scheme, alpha, seed, min_size, step_ratio)
         origins = origins_of(images, clients)
         if target_domain:
             roles = target_roles(images, origins, target_domain)
@@ -172,3 +164,23 @@ def _trained_on(federation: Federation, rounds: int) -> np.ndarray:
         for one in federation.in_round(round).splits:
             trained[one.train] = True
     return np.flatnonzero(trained)
+
+
+def _deal(
+    images: Images,
+    dealt: np.ndarray,
+    num_clients: int,
+    scheme: str,
+    alpha: float,
+    seed: int,
+    min_size: int,
+    step_ratio: float,
+) -> list[np.ndarray]:
+    """Return each client's samples of those that are dealt; raises as `Federation.create`."""
+    if scheme in BY_DOMAIN:
+        rng = generator("partition", scheme, seed)
+        return by_domain(images, dealt, num_clients, scheme, step_ratio, rng, min_size)
+    if scheme in SCHEMES:
+        deal = partition(images.labels[dealt], num_clients, scheme, alpha, seed, min_size, step_ratio)
+        return [dealt[own] for own in deal]
+    raise ValueError(f"unknown partition scheme {scheme!r}; there are: {', '.join((*SCHEMES, *BY_DOMAIN))}")

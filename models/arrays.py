@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from models.files import write_atomically
+from models.finite import array_finite
 
 CHECKSUM = "checksum"  # metadata key that belongs to this module
 
@@ -100,7 +101,7 @@ def _array(path: Path, name: str, value: ArrayLike, finite: bool) -> NDArray[Any
 
 
 def _require_finite(path: Path, name: str, array: NDArray[Any]) -> None:
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
+    if array.dtype.kind == "f" and not array_finite(array):
         raise ValueError(f"{path}: {name} holds values that are not finite")
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from models.finite import all_finite
+
 #: Names of this prefix never leave the device.
 PERSONAL_PREFIX = "personal_head."
 #: Names of this prefix serve training alone: telling quarter turns apart.
@@ -86,7 +88,7 @@ class TwoHead(nn.Module):
         for name, value in state.items():
             if value.shape != mine[name].shape:
                 raise ValueError(f"{name}: shape {tuple(value.shape)} does not fit {tuple(mine[name].shape)}")
-            if not bool(torch.isfinite(value).all()):
+            if not all_finite([value]):
                 raise ValueError(f"{name} holds values that are not finite")
         with torch.no_grad():
             for name, value in state.items():

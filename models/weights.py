@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from models.finite import all_finite
+
 COUNTER = "num_batches_tracked"  # older weight files, and our own, have none
 HEADS = ("fc.", "head.", "personal_head.")  # of torchvision's networks and of `TwoHead`
 BODY = "encoder.body."  # an encoder's names as part of a `TwoHead`
@@ -55,7 +57,7 @@ def load_weights(network: nn.Module, path: Path, model: str) -> None:
     for name, value in weights.items():
         if value.shape != mine[name].shape:
             raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}, expected {tuple(mine[name].shape)}")
-        if not bool(torch.isfinite(value).all()):
+        if not all_finite([value]):
             raise ValueError(f"{path}: {name} holds values that are not finite")
     network.load_state_dict({**mine, **weights})
 

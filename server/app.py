@@ -31,6 +31,8 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run what Flower's run config says; results go to the folder `results` of the SuperLink's machine."""
     settings = from_config(context.run_config)
+    if settings.engine in ("ray", "vectorised"):
+        raise SettingsError(f"engine = {settings.engine!r}: Flower runs these nodes; allowed are auto, flower")
     serve(grid, settings, run_folder(settings))
 
 

@@ -14,6 +14,7 @@ from flwr.serverapp import Grid
 
 from server.errors import NodesMissing
 from server.events import Events
+from server.held import hold
 
 POLL = 0.05  # seconds between two looks for replies, at least
 IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the work
@@ -152,7 +153,6 @@ def gather(
     phase : str
         What the progress calls it.
     clock, sleep : callable
-        Seconds, and waiting for some.
 
     Returns
     -------
@@ -182,11 +182,13 @@ def gather(
                 kind = "late" if reply.error.code in EXPIRED else "failed"
                 answers.append(Answer(partitions[node], node, None, reason, kind))
             else:
+                hold(reply.content)
                 answers.append(Answer(partitions[node], node, reply))
             events("answered", phase=phase, partition=partitions[node])
         if not waiting or clock() >= end:
             break
-        sleep(min(max(POLL, min(REST, IDLE * (time.perf_counter() - began))), max(0.0, end - clock())))
+        if not getattr(grid, "blocking", False):  # one that takes its time in `pull_messages`
+            sleep(min(max(POLL, min(REST, IDLE * (time.perf_counter() - began))), max(0.0, end - clock())))
     late = f"no reply within {deadline:g} s"
     answers += [Answer(partitions[node], node, None, late, "late") for node in waiting.values()]
     return sorted(answers, key=lambda answer: (answer.partition, answer.node_id))

@@ -21,8 +21,9 @@ from settings import Settings, SettingsError
 
 #: Settings that a resumed run may change: places, pace, and what is kept of it.
 FREE = (
-    "resume", "results", "run-name", "state-dir", "data-dir", "download", "device", "workers", "num-gpus",
-    "checkpoint-every", "checkpoints-kept", "node-timeout", "round-timeout", "min-replies",
+    "resume", "results", "run-name", "state-dir", "data-dir", "download", "device", "engine", "workers",
+    "stacked-clients", "num-gpus", "checkpoint-every", "checkpoints-kept", "node-timeout", "round-timeout",
+    "min-replies",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
+from models.finite import array_finite
 from server.report import WEIGHT_BINS
 
 #: Inclusive ranges of named arrays, where a range exists.
@@ -126,12 +127,13 @@ def arrays_refused(
         shape, dtype = shapes[name]
         if value.shape != shape or str(value.dtype) != dtype:
             return f"{name}: {value.dtype}{list(value.shape)}, expected {dtype}{list(shape)}"
-        if not np.isfinite(value).all():
+        if not array_finite(value):
             return f"{name}: values that are not finite"
         low, high = RANGES.get(name, (-math.inf, math.inf))
         if name.endswith(VARIANCES):
             low = 0.0
-        if ranges and value.size and (value.min() < low or value.max() > high):
+        bounded = (low, high) != (-math.inf, math.inf)
+        if ranges and bounded and value.size and (value.min() < low or value.max() > high):
             return f"{name}: values from {value.min()} to {value.max()}, allowed are {low} to {high}"
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, get_type_hints
 
 Scalar = bool | int | float | str
@@ -181,7 +182,14 @@ class Settings:
     # Where it runs
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
     autocast: bool = setting(False, "bfloat16 autocast in local training")
-    workers: int = setting(2, "simulated clients that run at the same time", low=1)
+    engine: str = setting(
+        "auto",
+        "what simulates clients: ray, workers that share arrays; flower, its own simulation; vectorised, in one "
+        "process, with many networks trained at once; auto: ray, but vectorised on a GPU for small networks",
+        choices=("auto", "ray", "flower", "vectorised"),
+    )
+    workers: int = setting(2, "ray, flower: simulated clients that run at the same time", low=1)
+    stacked_clients: int = setting(50, "vectorised: clients that train at once, at most", low=1)
     num_gpus: float = setting(0.0, "share of a GPU for each simulated client", low=0)
     eval_batch_size: int = setting(256, "batch of statistics and test streams", low=1)
     state_dir: str = setting("", "folder for clients' private state; empty: Flower's context, which ends with the run")
@@ -195,7 +203,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        hints = get_type_hints(type(self))
+        hints = _hints()
         for field in dataclasses.fields(self):
             value = check(field, hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
@@ -261,3 +269,9 @@ def check(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
     if rule["high"] is not None and value > rule["high"]:
         raise SettingsError(f"{key} = {value!r}: allowed is at most {rule['high']}")
     return value
+
+
+@cache
+def _hints() -> dict[str, Any]:
+    """Return the types of the settings' fields; found once, since every message has settings."""
+    return get_type_hints(Settings)

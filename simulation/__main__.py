@@ -22,9 +22,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    from server.errors import RunError  # and with it torch, Flower and Ray: not needed to refuse a setting
+    from server.errors import RunError  # and with it torch and Flower: not needed to refuse a setting
     from server.report import METRICS_FILE, read_results, render_tables
-    from simulation.ray import simulate
+    from simulation.engine import simulate
 
     try:
         folder = simulate(settings)

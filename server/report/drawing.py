@@ -21,6 +21,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 WIDTH = 7.6  # inches; figures fill the text column
 INK, MUTED, GRID = "#010203", "#040506", "#070809"  # stand-ins, see `to_svg`
@@ -30,6 +31,7 @@ METHOD_COLOURS = ("#999999", "#ccbb44", "#66ccee", "#ee6677", "#4477aa", "#22883
 # Trainings are no methods: his "vibrant" scheme, with a marker each.
 TRAINING_STYLES = (("#ee7733", "o"), ("#009988", "s"), ("#ee3377", "^"), ("#0077bb", "D"))
 HATCHES = ("", "////", "....", "xxxx")  # when there are more methods than colours
+FEW = 500  # from the least to the most of a logarithmic axis that has room for more than powers of ten
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 _STYLE: Any = {
@@ -106,6 +108,15 @@ def bare(axes: Axes, grid: bool = True) -> None:
         axes.grid(axis="y")
 
 
+def log_x(axes: Axes) -> None:
+    """Make the x axis of what is drawn logarithmic: plain numbers at powers of ten, and 2 and 5 times them if few."""
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < FEW * low else (1.0,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
 def method_style(index: int) -> dict[str, Any]:
     """Give colour and hatch of the method in this row of the table, the same in every plot."""
     return {
@@ -147,7 +158,7 @@ def to_svg(figure: Figure, name: str, alt: str) -> Plot:
         figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)  # HTML parsers know SVG without being told
+    svg = compact(re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg))  # HTML parsers know SVG without being told
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
     for stand_in, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--line")):
@@ -155,3 +166,16 @@ def to_svg(figure: Figure, name: str, alt: str) -> Plot:
     label = html.escape(alt, quote=True)
     svg = re.sub(r"<svg ", f'<svg role="img" aria-label="{label}" ', svg, count=1)
     return Plot(svg, alt, name, figure)
+
+
+def compact(svg: str) -> str:
+    """Shorten matplotlib's SVG by half: hundredths of a point, and the page's font instead of lists of fonts."""
+
+    def rounded(attribute: re.Match[str]) -> str:
+        return re.sub(r"(\d\.\d\d)\d+", r"\1", attribute[0])
+
+    svg = re.sub(r'\s(d|x|y|points|transform)="[^"]*"', rounded, svg)
+    svg = re.sub(r'\stransform="rotate\(-?0 [^"]*"', "", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # nothing refers to them
+    return re.sub(r"[ ]*\n[ ]*", "\n", re.sub(r">\s+<", "><", svg))

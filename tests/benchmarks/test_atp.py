@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.atp import SHIFTS, VARIANTS, known, read_cell, require_same, settings_of
+from benchmarks.atp import ARMS, VARIANTS, known, read_cell, require_same, settings_of
 from benchmarks.atp_tables import TABLE_5, markdown
 from benchmarks.protocol import load_protocol
 from settings import Settings, SettingsError
@@ -42,13 +42,13 @@ def test_the_page_has_gains_beside_the_papers_and_dashes_for_what_was_not_run() 
 
 
 def test_the_papers_gains_are_those_of_its_table() -> None:
-    gains = {s: round(TABLE_5["atp[mode=online]"][s] - TABLE_5["fedavg"][s], 2) for s in SHIFTS}
+    gains = {s: round(TABLE_5["atp[mode=online]"][s] - TABLE_5["fedavg"][s], 2) for s in ARMS}
     assert gains == {"feature": 2.74, "label": 9.23, "hybrid": 9.53}
 
 
 def test_shifts_differ_from_the_protocol_in_one_thing_each() -> None:
     base = load_protocol("atp")
-    chosen = settings_of(list(SHIFTS), base, ["feature=60+120"])
+    chosen = settings_of(list(ARMS), base, ["feature=60+120"])
     assert (chosen["feature"].step_ratio, chosen["feature"].domains) == (1.0, "corruptions")
     assert (chosen["label"].step_ratio, chosen["label"].domains) == (16.0, "none")
     assert chosen["hybrid"] == base
@@ -59,13 +59,13 @@ def test_shifts_differ_from_the_protocol_in_one_thing_each() -> None:
 @pytest.mark.parametrize("text", ["feature=60", "60+120", "other=1+2", "label=a+b"])
 def test_odd_rounds_are_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="SHIFT=TRAINING"):
-        settings_of(list(SHIFTS), Settings(), [text])
+        settings_of(list(ARMS), Settings(), [text])
 
 
 def test_names_are_checked() -> None:
     assert known("--variants", "all, stats", VARIANTS) == ["all", "stats"]
     with pytest.raises(SettingsError, match=r"--shifts wind: allowed are feature, label, hybrid"):
-        known("--shifts", "label,wind", SHIFTS)
+        known("--shifts", "label,wind", ARMS)
 
 
 def test_what_is_kept_must_have_been_made_alike(tmp_path: Path) -> None:

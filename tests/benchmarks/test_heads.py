@@ -10,8 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks import heads, naive
+from benchmarks import heads
 from benchmarks.__main__ import parser
+from benchmarks.speed import naive
 from models import TwoHead
 from tta.btfl import BTFL
 from tta.fedthe import FedTHE

@@ -109,8 +109,11 @@ def test_what_was_made_with_other_settings_is_refused_before_anything_runs(
 def test_quick_is_small_and_has_a_place_of_its_own(
     asked: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr("benchmarks.seconds.run", lambda arguments, console: measured.append(arguments.samples))
     monkeypatch.setattr(module, "QUICK", tmp_path / "quick")
     assert main(["run", "btgfl", "--quick", *ROWS]) == 0
+    assert measured == [2]
     assert [one[0] for one in asked] == [1, 1]
     content = json.loads((tmp_path / "quick/btgfl/one-by-one-1.json").read_text())
     assert (content["settings"]["dataset"], content["settings"]["rounds"]) == ("digits", 1)

@@ -236,8 +236,11 @@ def test_optimiser_state_is_fresh_in_every_call(name: str) -> None:
     changes, _ = OPTIMISERS[name]
     head = nn.Linear(2, 2)
     made = [optimizer(list(head.parameters()), settings(**changes)) for _ in range(2)]
-    assert made[0] is not made[1]
-    assert all(not step.state for step in made)
+    head(torch.ones(1, 2)).sum().backward()
+    made[0].step()
+    memories = [(step._first, step._second, step._steps) for step in made]
+    assert memories[1] == ({}, {}, {})
+    assert made[1]._velocity == [None, None]
 
 
 # -- what a phase may change

@@ -1,19 +1,22 @@
-"""Flower's Ray simulation: the same bits with 1 and 2 workers and in one process, and faults on the way."""
+"""Simulations with Ray, ours and Flower's: the same bits with 1 and 2 workers and in one process, faults on the way."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from client import app as handlers
-from simulation import simulate
+from client.work import Done
+from simulation import simulate, workers
+from simulation.worker import Worker, reason
 from tests.server.test_run import SMALL, assert_same_results, run
 
 pytestmark = pytest.mark.slow
@@ -21,22 +24,49 @@ RAY = SMALL.replace(node_timeout=300.0, round_timeout=300.0)  # workers take a w
 CallNext = Callable[[Message, Context], Message]
 
 
-def unplugged(message: Message, context: Context, call_next: CallNext) -> Message:
-    """A mod: client 2 fails in the second training round."""
-    config = message.content.config_records["config"]
-    if context.node_config["partition-id"] == 2 and config.get("server-round") == 2:
+def fail(config: Mapping[str, Any], partition: Any) -> None:
+    """Client 2 fails in the second training round."""
+    if partition == 2 and config.get("server-round") == 2:
         raise RuntimeError("sensor unplugged")
+
+
+def die(config: Mapping[str, Any], partition: Any) -> None:
+    """The worker that trains client 1 in the second round is killed, once."""
+    mark = Path(str(config["results"])) / "killed"
+    if partition == 1 and config.get("server-round") == 2 and not mark.exists():
+        mark.write_text("once")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def unplugged(message: Message, context: Context, call_next: CallNext) -> Message:
+    """A mod of Flower's."""
+    fail(message.content.config_records["config"], context.node_config["partition-id"])
     return call_next(message, context)
 
 
 def killed(message: Message, context: Context, call_next: CallNext) -> Message:
-    """A mod: the worker that trains client 1 in the second round is killed, once."""
-    config = message.content.config_records["config"]
-    mark = Path(str(config["results"])) / "killed"
-    if context.node_config["partition-id"] == 1 and config.get("server-round") == 2 and not mark.exists():
-        mark.write_text("once")
-        os.kill(os.getpid(), signal.SIGKILL)
+    """A mod of Flower's."""
+    die(message.content.config_records["config"], context.node_config["partition-id"])
     return call_next(message, context)
+
+
+class Unplugged(Worker):
+    """One of ours, on which client 2's data cannot be read in the second round."""
+
+    def perform(self, phase: str, config: Mapping[str, Any], partition: int, *rest: Any) -> Done | str:
+        try:
+            fail(config, partition)
+        except RuntimeError as error:
+            return reason(error)
+        return super().perform(phase, config, partition, *rest)
+
+
+class Killed(Worker):
+    """One of ours."""
+
+    def perform(self, phase: str, config: Mapping[str, Any], partition: int, *rest: Any) -> Done | str:
+        die(config, partition)
+        return super().perform(phase, config, partition, *rest)
 
 
 def wrapped(mod: Callable[[Message, Context, CallNext], Message]) -> ClientApp:
@@ -54,23 +84,34 @@ def test_same_bits_with_one_and_two_workers_and_without_ray(tmp_path: Path) -> N
     two = simulate(RAY.replace(workers=2), tmp_path / "two")
     assert_same_results(one, two)
     assert_same_results(one, run(tmp_path / "none"))
+    assert_same_results(one, simulate(RAY.replace(engine="flower"), tmp_path / "flower"))
 
 
-def test_a_worker_killed_mid_round_is_started_again_and_costs_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["ray", "flower"])
+def test_a_worker_killed_mid_round_is_started_again_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr(workers, "Worker", Killed)
     # splits drawn anew: a worker that was not there in the rounds before finds the same ones
     shifts = "original,out_of_client"
     settings = RAY.replace(split="published", methods="fedavg_ft,btfl", shifts=shifts, results=str(tmp_path), workers=1)
     seen: list[dict] = []
-    disturbed = simulate(settings, tmp_path / "r", [seen.append], wrapped(killed))
+    apps = {"flower": [wrapped(killed)], "ray": []}
+    disturbed = simulate(settings, tmp_path / "r", [seen.append], *apps[engine])
     assert (tmp_path / "killed").exists()
     assert not [event for event in seen if event["event"] in ("failed", "refused")]
     assert_same_results(disturbed, run(tmp_path / "undisturbed", settings))
 
 
-def test_a_client_that_raises_in_ray_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["ray", "flower"])
+def test_a_client_that_raises_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr(workers, "Worker", Unplugged)
     seen: list[dict] = []
     settings = RAY.replace(methods="fedavg,btfl", rounds=3)
-    folder = simulate(settings, tmp_path / "r", [seen.append], wrapped(unplugged))
+    apps = {"flower": [wrapped(unplugged)], "ray": []}
+    folder = simulate(settings, tmp_path / "r", [seen.append], *apps[engine])
     failed = [event for event in seen if event["event"] == "failed"]
     assert [(event["partition"], event["round"]) for event in failed] == [(2, 2)]
     assert "sensor unplugged" in failed[0]["reason"]

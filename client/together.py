@@ -1,0 +1,265 @@
+"""A round of several clients at once: their networks stacked, their batches side by side (`models.stacked`).
+
+Equal to one client after another up to rounding: each client draws by its own generator, and what pads its batches to
+one width is masked. Only for FedAvg's local training, with or without FedProx's pull; other rules are their own loops.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from client.compute import autocast
+from client.descent import StackedDescent
+from client.learner import Learner, Metrics, Turn
+from client.objectives import Objective
+from client.objectives import objective as find_objective
+from client.private import own_tensors
+from client.randomness import generator
+from client.rules import Joint, rule
+from client.state import Arrays
+from client.task import Task
+from client.training import TrainingSet, epoch, smallest_batch
+from models import PERSONAL_PREFIX
+from models.stacked import Stacked, draws
+
+Result = tuple[Arrays, Metrics] | Exception
+#: (batch, leaves, class counts) → (mean loss of each client [k], what is added to it for the gradient [k]).
+Loss = Callable[["Batch", dict[str, Tensor], Tensor], tuple[Tensor, Tensor | float]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The next batches of the first k clients: x [k, B, C, H, W], labels [k, B], mask [k, B] (0: padding)."""
+
+    x: Tensor
+    labels: Tensor
+    mask: Tensor
+
+
+def fits(learner: Learner, task: Task) -> bool:
+    """Tell whether a training can be done for several clients at once: FedAvg's, without layers that draw."""
+    return isinstance(rule(task.rule), Joint) and not draws(learner.model)
+
+
+def train_together(learners: Sequence[Learner], round: int, task: Task, arrays: Sequence[Arrays]) -> list[Result]:
+    """Do one round of several clients; return for each what `Learner.train` returns, or what it would have raised.
+
+    Parameters
+    ----------
+    learners : sequence of Learner
+        With one network and equal settings; `fits` says whether it can be done.
+    round, task
+        See `Learner.train`.
+    arrays : sequence of dict
+        What each received.
+    """
+    cohort = Cohort.begin(learners, round, task, arrays)
+    if cohort.members:
+        same = task.joined is None and all(one is arrays[0] for one in arrays)
+        cohort.train_heads(same)
+        for place in cohort.members:
+            cohort.load(place)
+            learners[place].measure(cohort.turns[place])
+        cohort.train_networks()
+    return [cohort.failed.get(place) or cohort.end(place) for place in range(len(learners))]
+
+
+@dataclass
+class Cohort:
+    """Clients in the middle of a round.
+
+    Parameters
+    ----------
+    learners : sequence of Learner
+    turns : dict
+        Place → the turn of a client that has begun.
+    failed : dict
+        Place → why a client has no result.
+    members : list of int
+        Places in the stack: most samples first, so that those with a batch left are always the first k.
+    values : dict
+        Name → [N, ...], all numbers of the members' networks that are not whole.
+    """
+
+    learners: Sequence[Learner]
+    turns: dict[int, Turn]
+    failed: dict[int, Exception]
+    members: list[int]
+    values: dict[str, Tensor]
+
+    @classmethod
+    def begin(cls, learners: Sequence[Learner], round: int, task: Task, arrays: Sequence[Arrays]) -> Cohort:
+        """Let every client begin; those that cannot have failed."""
+        turns: dict[int, Turn] = {}
+        failed: dict[int, Exception] = {}
+        states: dict[int, dict[str, Tensor]] = {}
+        for place, (learner, received) in enumerate(zip(learners, arrays, strict=True)):
+            try:
+                smallest_batch(learner.model, learner.settings)
+                turns[place] = learner.begin(round, task, received)
+            except Exception as error:  # one client's, as if it were alone; the others go on
+                failed[place] = error
+                continue
+            state = learner.model.state_dict().items()
+            states[place] = {name: value.clone() for name, value in state if value.is_floating_point()}
+        members = sorted(turns, key=lambda place: -len(turns[place].data))
+        names = list(states[members[0]]) if members else []
+        values = {name: torch.stack([states[place][name] for place in members]) for name in names}
+        return cls(learners, turns, failed, members, values)
+
+    @property
+    def first(self) -> Learner:
+        """Return one of the members: network and settings are everybody's."""
+        return self.learners[self.members[0]]
+
+    def load(self, place: int) -> None:
+        """Put a member's numbers into the network, in evaluation mode."""
+        where, state = self.members.index(place), self.first.model.state_dict()
+        for name, value in self.values.items():
+            state[name].copy_(value[where])
+        self.first.model.eval()
+
+    def end(self, place: int) -> Result:
+        """End a member's turn; what goes wrong is its result."""
+        self.load(place)
+        learner, turn = self.learners[place], self.turns[place]
+        try:
+            return learner.end(turn, own_tensors(turn.private, learner.device))
+        except Exception as error:  # such as a full disk: the others have theirs
+            return error
+
+    def train_heads(self, same: bool) -> None:
+        """Train the personal heads on the frozen encoders; with `same`, all have received one encoder."""
+        model, settings = self.first.model.eval(), self.first.settings
+        names = [name for name in self.values if name.startswith(PERSONAL_PREFIX)]
+        encoder = {name: value for name, value in self.values.items() if name.startswith("encoder.")}
+        inner = {name.removeprefix("encoder."): value for name, value in encoder.items()}
+        networks, head = Stacked(model.encoder), Stacked(model.personal_head)
+        objective = find_objective(settings.personal_objective)
+        if same:
+            self.load(self.members[0])
+
+        def features(batch: Batch) -> Tensor:
+            with torch.no_grad(), autocast(batch.x.device, settings.autocast):
+                if same:
+                    return model.features(batch.x.flatten(0, 1)).unflatten(0, batch.mask.shape)
+                own = {name: value[: len(batch.x)] for name, value in inner.items()}
+                return networks(own, {}, batch.x, batch.mask)[0]
+
+        def loss(batch: Batch, leaves: dict[str, Tensor], counts: Tensor) -> tuple[Tensor, Tensor | float]:
+            own = {name.removeprefix(PERSONAL_PREFIX): value for name, value in leaves.items()}
+            logits, _ = head(own, {}, features(batch).float(), batch.mask)
+            return mean_losses(objective, logits, batch, counts), 0.0
+
+        self._descend("personal", "training of the personal head", settings.personal_epochs, names, loss)
+
+    def train_networks(self) -> None:
+        """Train all that travels."""
+        model, settings = self.first.model.train(), self.first.settings
+        parameters = dict(model.named_parameters())
+        names = [name for name in self.values if name in parameters and not name.startswith(PERSONAL_PREFIX)]
+        buffers = [name for name in self.values if name not in parameters]
+        mu = settings.proximal_mu if settings.aggregation == "fedprox" else 0.0
+        received = {name: self.values[name].clone() for name in names if mu}
+        network, objective = Stacked(model), find_objective(self.turns[self.members[0]].task.objective)
+
+        def loss(batch: Batch, leaves: dict[str, Tensor], counts: Tensor) -> tuple[Tensor, Tensor | float]:
+            count = len(batch.x)
+            with autocast(batch.x.device, settings.autocast):
+                kept = {name: self.values[name][:count] for name in buffers}
+                logits, moved = network(leaves, kept, batch.x, batch.mask)
+            for name, value in moved.items():
+                self.values[name][:count] = value
+            pull = sum(((leaves[name] - received[name][:count]) ** 2).flatten(1).sum(1) for name in received)
+            return mean_losses(objective, logits.float(), batch, counts), mu / 2 * pull
+
+        self._descend("local", "local training", settings.local_epochs, names, loss, smallest_batch(model, settings))
+        model.eval()
+
+    def _descend(
+        self, purpose: str, what: str, epochs: int, names: Sequence[str], loss: Loss, smallest: int = 1
+    ) -> None:
+        """Train the values `names` of all members for some epochs; `purpose` names their generators."""
+        start, settings, turns = time.perf_counter(), self.first.settings, [self.turns[one] for one in self.members]
+        clients = [self.learners[place].partition for place in self.members]
+        draw = [generator(settings.seed, purpose, turns[0].round, client) for client in clients]
+        trained = {name: self.values[name] for name in names}
+        how = settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum
+        descent, counts = StackedDescent(trained, *how), torch.stack([turn.data.counts for turn in turns])
+        for _ in range(epochs):
+            total, seen = torch.zeros(2, len(turns), dtype=torch.float64, device=counts.device)
+            for batch in epoch_together([turn.data for turn in turns], settings.batch_size, draw, smallest):
+                count = len(batch.x)
+                leaves = {name: value[:count].detach().requires_grad_() for name, value in trained.items()}
+                losses, more = loss(batch, leaves, counts[:count])
+                gradients = torch.autograd.grad((losses + more).sum(), list(leaves.values()), allow_unused=True)
+                found = zip(leaves, gradients, strict=True)
+                descent.step({name: gradient for name, gradient in found if gradient is not None})
+                sizes = batch.mask.sum(1).double()
+                total[:count] += losses.detach() * sizes
+                seen[:count] += sizes
+            self._note(what, (total / seen.clamp(min=1)).tolist())
+        samples = sum(len(turn.data) for turn in turns)
+        for turn in turns:
+            turn.seconds += (time.perf_counter() - start) * len(turn.data) / max(samples, 1)
+
+    def _note(self, what: str, losses: Sequence[float]) -> None:
+        """Note the losses of an epoch, and who diverged in it."""
+        finite = torch.stack([value.isfinite().flatten(1).all(1) for value in self.values.values()]).all(0).tolist()
+        for place, loss, fine in zip(self.members, losses, finite, strict=True):
+            self.turns[place].loss = loss
+            if not (fine and math.isfinite(loss)):
+                self.failed.setdefault(place, FloatingPointError(f"{what} diverged: mean loss {loss:g}"))
+
+
+def epoch_together(
+    sets: Sequence[TrainingSet], batch_size: int, draws: Sequence[torch.Generator], smallest: int = 1
+) -> Iterator[Batch]:
+    """Yield one epoch of all clients, each as `client.training.epoch` yields it, until nobody has a batch left.
+
+    Parameters
+    ----------
+    sets : sequence of TrainingSet
+        Most samples first.
+    """
+    running = [epoch(data, batch_size, draw, smallest) for data, draw in zip(sets, draws, strict=True)]
+    while running:
+        batches = []
+        for one in running:
+            batch = next(one, None)
+            if batch is None:
+                break
+            batches.append(batch)
+        running = running[: len(batches)]
+        if batches:
+            yield padded(batches)
+
+
+def padded(batches: Sequence[tuple[Tensor, Tensor]]) -> Batch:
+    """Return batches (x [b, C, H, W], labels [b]) side by side, shorter ones with zeros at their ends."""
+    width = max(len(labels) for _, labels in batches)
+    x, y = batches[0]
+    images = x.new_zeros(len(batches), width, *x.shape[1:])
+    labels, mask = y.new_zeros(len(batches), width), x.new_zeros(len(batches), width)
+    for place, (own, classes) in enumerate(batches):
+        images[place, : len(own)] = own
+        labels[place, : len(own)] = classes
+        mask[place, : len(own)] = 1
+    return Batch(images, labels, mask)
+
+
+def mean_losses(objective: Objective, logits: Tensor, batch: Batch, counts: Tensor) -> Tensor:
+    """Return the mean objective over each client's samples [k], from logits [k, B, K] and class counts [k, K]."""
+
+    def of_sample(own: Tensor, label: Tensor, held: Tensor) -> Tensor:
+        return objective(own.unsqueeze(0), label.unsqueeze(0), held)
+
+    losses = vmap(vmap(of_sample, (0, 0, None)), (0, 0, 0))(logits, batch.labels, counts)
+    return (losses * batch.mask).sum(1) / batch.mask.sum(1)

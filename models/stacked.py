@@ -1,0 +1,115 @@
+"""Several networks of one architecture as one: every tensor has a first dimension of networks (torch.func.vmap).
+
+Batches may be padded: a mask says which samples there are, and BatchNorm takes its statistics over those alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from models.cct import DropResidual
+
+BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
+Tensors = dict[str, Tensor]
+
+
+def draws(network: nn.Module) -> bool:
+    """Tell whether layers draw by themselves in training (dropout): stacked, they would draw other numbers."""
+    drop = (nn.modules.dropout._DropoutNd,)
+    return any(
+        (isinstance(layer, drop) and layer.p > 0) or (isinstance(layer, DropResidual) and layer.share > 0)
+        for layer in network.modules()
+    )
+
+
+class Stacked:
+    """The forward pass of N networks at once.
+
+    Parameters
+    ----------
+    network : nn.Module
+        One of them; its values play no part, its mode does.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self._mask: Tensor | None = None
+        self._moved: Tensors = {}
+
+    def __call__(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], x: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensors]:
+        """Return the outputs [N, B, ...] and the running statistics that BatchNorm layers would have now.
+
+        Parameters
+        ----------
+        parameters, buffers : mapping
+            Name → [N, ...].
+        x : Tensor [N, B, ...]
+        mask : Tensor [N, B]
+            1 for a sample, 0 for padding; in evaluation mode it plays no part.
+
+        Raises
+        ------
+        RuntimeError
+            A layer draws by itself; see `draws`.
+        """
+
+        def one(own: Tensors, kept: Tensors, images: Tensor, there: Tensor) -> tuple[Tensor, Tensors]:
+            self._mask, self._moved = there, {}
+            return functional_call(self.network, {**own, **kept}, (images,)), self._moved
+
+        try:
+            with self._masking():
+                return vmap(one)(dict(parameters), dict(buffers), x, mask)
+        finally:
+            self._mask, self._moved = None, {}
+
+    @contextmanager
+    def _masking(self) -> Iterator[None]:
+        """Let BatchNorm layers in training mode look at the mask, inside the block."""
+        layers = [
+            (name, layer)
+            for name, layer in self.network.named_modules()
+            if isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
+        ]
+        try:
+            for name, layer in layers:
+                layer.__dict__["forward"] = self._masked(name, layer)
+            yield
+        finally:
+            for _, layer in layers:
+                layer.__dict__.pop("forward", None)
+
+    def _masked(self, name: str, layer: BatchNorm) -> Callable[[Tensor], Tensor]:
+        """Return a BatchNorm layer's forward function over the samples that there are."""
+
+        def forward(x: Tensor) -> Tensor:
+            assert self._mask is not None
+            dimensions = [0, *range(2, x.ndim)]
+            shape = [1, -1, *[1] * (x.ndim - 2)]
+            values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+            there = self._mask.reshape([-1] + [1] * (x.ndim - 1)).to(values.dtype)
+            count = self._mask.sum() * (values[0, 0].numel())
+            mean = (values * there).sum(dimensions) / count
+            centred = (values - mean.reshape(shape)) * there
+            squares = (centred * centred).sum(dimensions)
+            if layer.running_mean is not None and layer.running_var is not None and layer.momentum is not None:
+                measured = {"running_mean": mean, "running_var": squares / (count - 1)}
+                for own, new in measured.items():
+                    old = layer.get_buffer(own)
+                    self._moved[f"{name}.{own}"] = old + layer.momentum * (new.detach() - old)
+            out = (values - mean.reshape(shape)) * torch.rsqrt(squares / count + layer.eps).reshape(shape)
+            if layer.weight is not None:
+                out = out * layer.weight.reshape(shape)
+            if layer.bias is not None:
+                out = out + layer.bias.reshape(shape)
+            return out.to(x.dtype)
+
+        return forward
