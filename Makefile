@@ -64,13 +64,14 @@ requirements: $(VENV)/ready  ## resolve the pinned versions anew
 	    $(TORCH) -o requirements-$$part.txt || exit 1; \
 	done
 
-# uv installs everything; where the machine has none, it comes into the environment by pip first.
+# uv installs everything; where the machine has none, it comes into the environment by pip first. Bytecode is made here:
+# where processes must not write it (PYTHONDONTWRITEBYTECODE, a read-only disk), each would take twice as long to start.
 $(VENV)/ready: requirements.txt
 	@command -v uv >/dev/null || test -x .cache/uv/bin/uv || \
 	  { $(PYTHON) -m venv .cache/uv && .cache/uv/bin/pip install --quiet uv; }
 	PATH="$$PATH:$(CURDIR)/.cache/uv/bin"; \
 	uv venv --quiet --clear --python '>=3.11,<3.13' $(VENV) && \
-	uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.txt
+	uv pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
 	@touch $@
 
 clean:         ## remove environment, caches and built files; results stay

@@ -29,6 +29,7 @@ from benchmarks import (
     source,
     wall_clock,
 )
+from benchmarks.speed import command as speed
 from server.errors import RunError
 from settings import SettingsError
 
@@ -44,6 +45,10 @@ COMMANDS = {
     "collaborate": (collaborate, "test-time methods under collaborations on class-imbalanced corruption streams"),
     "bbn": (bbn, "time of adapting to a batch with BBN over a plain forward and backward pass of it"),
     "wall-clock": (wall_clock, "accuracy under a constant-speed stream: a method that is too slow misses samples"),
+    "speed": (
+        speed,
+        "ratios side by side: adapters, naive loops, rounds, aggregation, data; JSON and a plot",
+    ),
     "mixing": (mixing, "time and memory of the server's N x N work for 1,000 clients"),
     "source": (source, "train a source network on one part of a data set"),
     "agent": (agent, "latency, predictions a second and memory of the resident agent, and 50 streams at once"),

@@ -27,7 +27,7 @@ from server.report import Results, table
 from settings import Settings, SettingsError
 
 #: What makes a shift of the protocol's hybrid one.
-SHIFTS: dict[str, dict[str, Any]] = {"feature": {"step_ratio": 1.0}, "label": {"domains": "none"}, "hybrid": {}}
+ARMS: dict[str, dict[str, Any]] = {"feature": {"step_ratio": 1.0}, "label": {"domains": "none"}, "hybrid": {}}
 #: What is run with the rates of a variant.
 VARIANTS = {"all": "fedavg,atp,atp[mode=online]", "params": "atp[adapt=params]", "stats": "atp[adapt=stats]"}
 #: Global training knows nothing of rates; equal settings then mean an equal model.
@@ -63,7 +63,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     SettingsError, RunError
         As `stage`, or what is kept was made with other settings.
     """
-    shifts, variants = known("--shifts", arguments.shifts, SHIFTS), known("--variants", arguments.variants, VARIANTS)
+    shifts, variants = (
+        known("--shifts", arguments.shifts, ARMS),
+        known("--variants", arguments.variants, VARIANTS),
+    )
     base = load_protocol("atp", arguments.set).replace(seed=arguments.seed)
     settings = settings_of(shifts, base, arguments.rounds)
     out, folder = arguments.out, arguments.folder
@@ -80,7 +83,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     words = ["python", "-m", "benchmarks", "atp", "--shifts", arguments.shifts, "--variants", arguments.variants]
     words += [word for text in arguments.rounds for word in ("--rounds", text)]
     kept = {path.stem: read_cell(out, path.stem) for path in sorted(out.glob("*-*.json"))}
-    page = markdown(kept, [shift for shift in SHIFTS if f"{shift}-all" in kept], arguments.seed, shlex.join(words))
+    page = markdown(kept, [shift for shift in ARMS if f"{shift}-all" in kept], arguments.seed, shlex.join(words))
     write_atomically(out / "atp.md", page.encode())
     console.print(page, markup=False, highlight=False)
 
@@ -95,7 +98,7 @@ def known(option: str, text: str, names: Sequence[str] | dict[str, Any]) -> list
 
 def settings_of(shifts: Sequence[str], base: Settings, rounds: Sequence[str]) -> dict[str, Settings]:
     """Return each shift's settings, with rounds as asked for (`feature=60+120`)."""
-    chosen = {shift: base.replace(**SHIFTS[shift]) for shift in shifts}
+    chosen = {shift: base.replace(**ARMS[shift]) for shift in shifts}
     for text in rounds:
         shift, _, numbers = text.partition("=")
         training, plus, rates = numbers.partition("+")

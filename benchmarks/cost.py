@@ -85,9 +85,11 @@ def measure(set_up: SetUp, repeats: int = REPEATS, only: Collection[str] = ADAPT
         The network's options do not fit.
     """
     x = torch.rand(set_up.samples, 3, SIDE, SIDE, generator=Generator().manual_seed(1))
-    plain, turning = Client.of(set_up, False), Client.of(set_up, True)
     wanted = {name: info for name, info in ADAPTERS.items() if name in {"none", *only}}
     fitting = [name for name, info in wanted.items() if set_up.batchnorm or "batchnorm" not in info.needs]
+    needs = {need for name in fitting for need in ADAPTERS[name].needs}
+    plain = Client.of(set_up, False, needs)
+    turning = Client.of(set_up, True, needs) if "rotation_head" in needs else plain
     clients = {name: turning if "rotation_head" in ADAPTERS[name].needs else plain for name in fitting}
     passes = {name: count_passes(one, name, x, set_up.batch) for name, one in clients.items()}
     ready = {name: one.adapter(name) for name, one in clients.items()}
@@ -112,8 +114,8 @@ class Client:
     neighbours: Neighbours
 
     @classmethod
-    def of(cls, set_up: SetUp, rotation_head: bool) -> Client:
-        """Make one; SettingsError if the network's options do not fit."""
+    def of(cls, set_up: SetUp, rotation_head: bool, needs: Collection[str] = POOLED) -> Client:
+        """Make one with those pooled statistics that are needed; SettingsError if the network's options do not fit."""
         draw = np.random.default_rng(0)
         pixels = draw.integers(256, size=(HELD, 3, SIDE, SIDE), dtype=np.uint8)
         labels = np.arange(HELD, dtype=np.int64) % CLASSES
@@ -127,7 +129,7 @@ class Client:
         settings = Settings(dataset="cifar10", clients=1, adapt_batch_size=set_up.batch, device="cpu")
         device = Device(world, 0, model, MemoryState(), MemoryState(), settings, torch.device("cpu"), "both")
         arrays = {name: value.numpy().copy() for name, value in model.global_state().items()}
-        means, _ = device.statistics(1, Task("cost"), arrays, POOLED)
+        means, _ = device.statistics(1, Task("cost"), arrays, [need for need in POOLED if need in needs])
         private = device.state.load("cost", 1)
         assert private is not None, "statistics have just been kept"
         known = join_statistics(private, means, 1, device.device)

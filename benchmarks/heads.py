@@ -1,7 +1,7 @@
 """`heads`: the time of head interpolation alone, features and logits given, on one core.
 
-Ours in batches of 1, 32 and 1,000 beside the naive loop over samples (`benchmarks.naive`), in one process. Both have to
-agree to 1e-6 on all samples before anything is timed.
+Ours in batches of 1, 32 and 1,000 beside the naive loop over samples (`benchmarks.speed.naive`), in one process. Both
+have to agree to 1e-6 on all samples before anything is timed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Generator, Tensor, nn
 
-from benchmarks import naive
 from benchmarks.record import RESULTS, mark, provenance, write_json
+from benchmarks.speed import naive
 from models import TwoHead
 from tta.btfl import BTFL, discretise
 from tta.fedthe import FedTHE

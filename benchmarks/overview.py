@@ -22,7 +22,7 @@ from benchmarks.record import RESULTS
 from benchmarks.summary import AVERAGE, Summary, beyond_words, summarise
 from models import write_atomically
 from server.report import Evaluation, Results
-from server.report.drawing import Plot, bare, legend_above, new_figure, series_style, styled, to_svg
+from server.report.drawing import Plot, bare, legend_above, log_x, new_figure, series_style, styled, to_svg
 from server.report.events import Round
 from server.report.markup import data_table, picture
 from server.report.plots import accuracy_bars, weight_histograms
@@ -195,7 +195,7 @@ def cost_plot(contents: Mapping[int, Content], summary: Summary) -> Plot | None:
             style = series_style(index) | {"linestyle": "none"}
             axes.plot([costs[label]], [average], markersize=6, label=label, **style)
             words.append(f"{label}: {costs[label]:.3g} ms, {average:.1f} %")
-    axes.set_xscale("log")
+    log_x(axes)
     axes.set_xlabel("milliseconds a sample at test")
     axes.set_ylabel("average accuracy, %")
     legend_above(figure, axes.get_legend_handles_labels()[0], columns=min(len(costs), 5))

@@ -40,7 +40,7 @@ PLACE = ("name", "table", "column", "why")
 WEIGHTINGS = ("clients", "samples")
 
 #: Settings that say where a run computes, not what.
-WHERE_KEYS = ("device", "workers", "num-gpus", "results", "run-name", "state-dir")
+WHERE_KEYS = ("device", "engine", "workers", "stacked-clients", "num-gpus", "results", "run-name", "state-dir")
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,22 @@
-"""FedTHE and BTFL as one would first write them: a loop over samples, autograd and Adam, adaptive quadrature.
+"""FedTHE, BTFL and tuning on views as one would first write them: a loop over samples, autograd, adaptive quadrature.
 
-What the `heads` benchmark compares with, in time and in result. Each function reads from top to bottom as its paper
-does (FedTHE, Algorithm 2; BTFL, Algorithm 1) with the default options, in float64, and shares no code with `tta`
+What the benchmarks `heads` and `speed` compare with, in time and in result. Each function reads from top to bottom as
+its paper does (FedTHE, Algorithm 2; BTFL, Algorithm 1; MEMO) with the default options, and shares no code with `tta`
 beyond the container of the statistics.
 """
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable
 
 import torch
 from scipy.integrate import quad
 from torch import Tensor
 from torch.nn import functional
 
+from models import TwoHead
 from tta.statistics import Statistics
 
 
@@ -85,6 +88,38 @@ def btfl(z: Tensor, logits_global: Tensor, logits_personal: Tensor, statistics: 
         if total > 16:  # λ
             external, internal = 1 + external / total, 1 + internal / total
     return torch.stack(predictions)
+
+
+def tune(
+    model: TwoHead, images: Tensor, weights: Tensor, views: int, steps: int, lr: float, view: Callable[..., Tensor]
+) -> Tensor:
+    """Return the probabilities [n, K] of MEMO (all weights 1) or of FedTHE+ (weights e of the global head).
+
+    Parameters
+    ----------
+    model : TwoHead
+        Left as it is: each sample tunes a copy.
+    images : Tensor [n, C, H, W]
+    weights : Tensor [n]
+    views, steps, lr
+        Views a step, steps a sample, rate of SGD.
+    view : callable
+        (number of the sample, step, number of the view) → one view [C, H, W].
+    """
+    predictions = []
+    for i, (image, e) in enumerate(zip(images, weights, strict=True)):
+        own = copy.deepcopy(model)
+        descent = torch.optim.SGD(own.parameters(), lr=lr)
+        for step in range(steps):
+            z = own.encoder(torch.stack([view(i, step, v) for v in range(views)]))
+            mean = (e * own.head(z) + (1 - e) * own.personal_head(z)).softmax(1).mean(0)
+            descent.zero_grad()
+            torch.special.entr(mean).sum().backward()
+            descent.step()
+        with torch.no_grad():
+            z = own.encoder(image.unsqueeze(0))
+            predictions.append((e * own.head(z) + (1 - e) * own.personal_head(z)).softmax(1))
+    return torch.cat(predictions)
 
 
 def _posterior_mean(a: float, b: float, ratio: float) -> float:

@@ -1,0 +1,137 @@
+"""(c) Simulated rounds: wall time over the training in them, engine by engine, and memory over many of them."""
+
+from __future__ import annotations
+
+import statistics as averages
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.speed.figure import Figure
+from client.local_data import validate
+from client.runtime import make_device
+from client.state import MemoryState
+from server.errors import RunError
+from settings import Settings
+
+#: Embedded data, one epoch a round and nothing after it.
+BASE: dict[str, Any] = {
+    "methods": "fedavg", "shifts": "original", "partition": "iid", "local_epochs": 1, "personal_epochs": 0,
+    "workers": 2, "checkpoint_every": 0, "rounds": 4, "device": "auto",
+}  # fmt: skip
+#: Title → settings and the largest ratio of wall time to training over the workers, where there is a target.
+CASES: dict[str, tuple[dict[str, Any], float | None]] = {
+    "20 clients, CNN, Ray": ({"clients": 20, "engine": "ray", "local_epochs": 20}, None),
+    "100 clients, CNN, Ray": ({"clients": 100, "engine": "ray", "local_epochs": 20}, 1.10),
+    "100 clients, CNN, Flower's own": ({"clients": 100, "engine": "flower", "local_epochs": 20}, None),
+    "100 clients, CNN, one process": ({"clients": 100, "engine": "vectorised", "local_epochs": 20}, None),
+    "1,000 clients, CNN, Ray": ({"clients": 1000, "engine": "ray"}, None),
+    "1,000 clients, CNN, Flower's own": ({"clients": 1000, "engine": "flower"}, None),
+    "1,000 clients, CNN, one process": ({"clients": 1000, "engine": "vectorised"}, None),
+}
+RESNET = {"clients": 100, "model": "resnet18", "rounds": 3, "augment": False}
+#: Title → settings and the most seconds of a round beyond its training.
+SHIPPED: dict[str, tuple[dict[str, Any], float]] = {
+    "100 clients, ResNet-18, Flower's own": ({**RESNET, "engine": "flower"}, 10.0),
+    "100 clients, ResNet-18, Ray": ({**RESNET, "engine": "ray"}, 3.0),
+    "100 clients, ResNet-18, one process": ({**RESNET, "engine": "vectorised", "stacked_clients": 1}, 3.0),
+}
+MEMORY = {"clients": 1000, "rounds": 100, "engine": "vectorised"}
+GROWTH = 1.0  # MB a round after the tenth, at most
+SETTLED = 10
+
+
+@dataclass
+class Watched:
+    """What a run's rounds took."""
+
+    rounds: list[Mapping[str, Any]] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)  # bytes of this process after each round
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Note a round."""
+        if event["event"] == "round":
+            self.rounds.append(event)
+            self.memory.append(resident())
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process holds; RunError where the system does not say so."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError as error:
+        raise RunError(f"this system does not say how much memory a process holds: {error}") from error
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+def simulated(changes: Mapping[str, Any], quick: bool) -> Watched:
+    """Run a simulation in a folder that is thrown away; RunError if a client of a round did not reply."""
+    from simulation import simulate
+
+    small = {"clients": 3, "rounds": 2, "local_epochs": 1, "stacked_clients": 2} if quick else {}
+    watched = Watched()
+    with tempfile.TemporaryDirectory() as folder:
+        simulate(Settings(**{**BASE, **changes, **small}), Path(folder) / "run", [watched])
+    for event in watched.rounds:
+        if event["replied"] != event["sampled"]:
+            raise RunError(f"round {event['round']}: {len(event['replied'])} of {len(event['sampled'])} replied")
+    return watched
+
+
+def rounds(quick: bool) -> list[Figure]:
+    """Measure all rounds but the first, in which workers start."""
+    found = []
+    for title, (changes, target) in CASES.items():
+        workers = 1 if changes["engine"] == "vectorised" else BASE["workers"]
+        wall, training = times(simulated(changes, quick), workers)
+        found.append(Figure(title, wall / training, "s a round", wall, training, "training / workers", target))
+    return found
+
+
+def shipping(quick: bool) -> list[Figure]:
+    """Measure what a round of a large network takes beyond what clients compute in it, in seconds."""
+    found = []
+    than = "training and validation / workers; the figure is s"
+    for title, (changes, target) in SHIPPED.items():
+        if quick:
+            changes = {**changes, "model": "cnn"}
+        workers = 1 if changes["engine"] == "vectorised" else BASE["workers"]
+        watched = simulated(changes, quick)
+        wall, training = times(watched, workers)
+        clients = len(watched.rounds[-1]["replied"])
+        computed = training + clients * looking(Settings(**{**BASE, **changes, "clients": clients})) / workers
+        found.append(Figure(title, max(wall - computed, 0.0), "s a round", wall, computed, than, target))
+    return found
+
+
+def looking(settings: Settings) -> float:
+    """Return the median seconds in which a client measures the network that it got on its validation split.
+
+    A round's training seconds are without it.
+    """
+    known, seconds = MemoryState(), []
+    for partition in range(min(settings.clients, 10)):
+        client = make_device(settings, partition, known, known)
+        start = time.perf_counter()
+        validate(client.model.eval(), client.federation, partition, settings.eval_batch_size, client.device, False)
+        seconds.append(time.perf_counter() - start)
+    return averages.median(seconds)
+
+
+def times(watched: Watched, workers: int) -> tuple[float, float]:
+    """Return the median seconds of a round, on the clock and of training over the workers, without the first."""
+    later = watched.rounds[1:]
+    wall = averages.median(event["wall_seconds"] for event in later)
+    return wall, averages.median(sum(event["train_seconds"]) / workers for event in later)
+
+
+def memory(quick: bool) -> list[Figure]:
+    """Measure by how much this process grows a round once it has settled."""
+    held = simulated(MEMORY, quick).memory
+    after = held[min(SETTLED, len(held) - 1) - 1 :]
+    growth = (after[-1] - after[0]) / max(len(after) - 1, 1) / 1e6
+    title = f"{len(held)} rounds in one process: MB a round after {len(held) - len(after) + 1}"
+    return [Figure(title, growth, "MB", after[-1] / 1e6, after[0] / 1e6, "before", GROWTH)]

@@ -1,0 +1,101 @@
+"""(f) One step of local training with each of the ways to make it faster, over the plain step."""
+
+from __future__ import annotations
+
+import statistics as averages
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim.sgd import sgd
+
+from benchmarks.speed.figure import Figure
+from client.compute import autocast
+from models import build
+
+NETWORKS = ("cnn", "resnet20-gn", "resnet20-bn")
+BATCH, CLASSES = 32, 10
+RULE: dict[str, Any] = {
+    "lr": 0.01,
+    "weight_decay": 5e-4,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "nesterov": False,
+    "maximize": False,
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is made."""
+
+    channels_last: bool = False
+    half: bool = False
+    fused: bool = False
+
+
+PLAIN = Way()
+WAYS = {
+    "channels-last": Way(channels_last=True),
+    "bfloat16": Way(half=True),
+    "fused SGD": Way(fused=True),
+    "channels-last, bfloat16": Way(channels_last=True, half=True),
+    "all three": Way(channels_last=True, half=True, fused=True),
+}
+
+
+def options(quick: bool) -> list[Figure]:
+    """Time them turn by turn, each beside the plain step; the ratio is of speeds."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    repeats, steps = (1, 1) if quick else (7, 10)
+    found = []
+    for network in NETWORKS[: 1 if quick else None]:
+        plain = TrainingStep(network, PLAIN, device)
+        for title, way in WAYS.items():
+            faster = TrainingStep(network, way, device)
+            turns = [(timed(plain, steps, device), timed(faster, steps, device)) for _ in range(repeats)]
+            slow, quicker = (averages.median(turn[side] for turn in turns) for side in (0, 1))
+            ratio = averages.median(turn[0] / turn[1] for turn in turns)
+            what = f"{network}, {title}, {device.type}"
+            found.append(Figure(what, ratio, "ms a step", quicker, slow, "contiguous, float32", least=True))
+    return found
+
+
+class TrainingStep:
+    """One step after another with a batch that stays; the first has been made."""
+
+    def __init__(self, name: str, way: Way, device: torch.device) -> None:
+        layout = torch.channels_last if way.channels_last else torch.contiguous_format
+        draw = torch.Generator().manual_seed(0)
+        self.way, self.device = way, device
+        self.model = build(name, CLASSES, seed=0).to(device).to(memory_format=layout).train()
+        self.x = torch.rand(BATCH, 3, 32, 32, generator=draw).to(device).contiguous(memory_format=layout)
+        self.labels = torch.randint(CLASSES, (BATCH,), generator=draw).to(device)
+        self.values: list[Tensor] = list(self.model.shared_parameters().values())
+        self._velocity: list[Tensor | None] = [None] * len(self.values)
+        self()
+
+    def __call__(self) -> None:
+        """Make a step."""
+        with autocast(self.device, self.way.half):
+            logits = self.model(self.x)
+        for value in self.values:
+            value.grad = None
+        cross_entropy(logits.float(), self.labels).backward()
+        gradients = [value.grad for value in self.values if value.grad is not None]
+        with torch.no_grad():
+            sgd(self.values, gradients, self._velocity, **RULE, foreach=False, fused=self.way.fused)
+
+
+def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
+    """Return the milliseconds of a step, on a GPU until all have ended there."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps * 1000
