@@ -127,6 +127,7 @@ def node_of(context: Context) -> Node:
         ContextState(context.state),
         str(config["role"]) if "role" in config else None,
         {key: config[key] for key in NODE_KEYS if key in config},
+        lends=True,  # `packed` reads it
     )
 
 

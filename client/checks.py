@@ -26,7 +26,7 @@ def check_model(arrays: Arrays, model: TwoHead) -> None:
         if name not in arrays:
             continue
         value, dtype = arrays[name], str(own.dtype).removeprefix("torch.")
-        if str(value.dtype) != dtype:
+        if value.dtype != np.dtype(dtype):
             raise ValueError(f"{name}: dtype {value.dtype} does not fit {dtype}")
         if name.endswith("running_var") and (value < 0).any():
             raise ValueError(f"{name} holds negative variances")

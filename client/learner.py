@@ -102,7 +102,7 @@ class Learner:
         """
         return identity(self.federation, self.partition, self.role, self.settings, self.natural is not None)
 
-    def train(self, round: int, task: Task, arrays: Arrays) -> tuple[Arrays, Metrics]:
+    def train(self, round: int, task: Task, arrays: Arrays, lend: bool = False) -> tuple[Arrays, Metrics]:
         """Do one round: personal head on the received encoder where the rule has one, then the rule.
 
         Parameters
@@ -113,6 +113,8 @@ class Learner:
             What to train, and what of it is joined.
         arrays : dict
             The received `global_state`, or the part of it that this client has not kept.
+        lend : bool
+            Return the network's own memory, which the next call changes, instead of copies.
 
         Returns
         -------
@@ -138,7 +140,7 @@ class Learner:
         start = time.perf_counter()
         turn.loss = what.train(local)
         turn.seconds += time.perf_counter() - start
-        return self.end(turn, local.own)
+        return self.end(turn, local.own, lend)
 
     def begin(self, round: int, task: Task, arrays: Arrays) -> Turn:
         """Load the network for a round and return what the round is about; raises as `train`."""
@@ -157,14 +159,16 @@ class Learner:
             objective = find_objective(turn.task.objective)
             turn.metrics["global-loss"] = mean_loss(self.model, turn.data, objective, size)
 
-    def end(self, turn: Turn, own: Mapping[str, torch.Tensor]) -> tuple[Arrays, Metrics]:
+    def end(self, turn: Turn, own: Mapping[str, torch.Tensor], lend: bool = False) -> tuple[Arrays, Metrics]:
         """Keep what is private of the trained network and the rule's `own` tensors; return what `train` returns."""
         task, private = turn.task, turn.private
-        joined = self.model.global_state() if task.joined is None else task.joined
-        kept = {**head_entries(self.model, private, turn.data.index), **network_entries(self.model, joined, own)}
-        self.state.save(task.training, turn.round, kept)  # last: a failed round leaves no trace
         state = self.model.global_state()
-        sent = {name: state[name].cpu().numpy().copy() for name in state if name in joined}
+        joined = state if task.joined is None else task.joined
+        kept = {**head_entries(self.model, private, turn.data.index), **network_entries(state, joined, own)}
+        self.state.save(task.training, turn.round, kept)  # last: a failed round leaves no trace
+        sent = {name: value.cpu().numpy() for name, value in state.items() if name in joined}
+        if not lend:  # in the network's own memory order ("K"): to transpose takes longer than to copy
+            sent = {name: value.copy(order="K") for name, value in sent.items()}
         measured = {"num-examples": len(turn.data), "train-loss": turn.loss, "seconds": turn.seconds}
         return sent, {**turn.metrics, **measured}
 

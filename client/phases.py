@@ -50,6 +50,9 @@ class Node:
         None: what the data make of it.
     settings : mapping
         Those of `NODE_KEYS` that it sets for itself.
+    lends : bool
+        Answer with a network's own memory: the answer is read before the node, or another that shares the network, is
+        asked for anything else.
     """
 
     partition: int
@@ -58,6 +61,7 @@ class Node:
     role: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     memory: PrivateState | None = None
+    lends: bool = False
 
 
 def perform(work: Work, node: Node) -> Done:
@@ -81,7 +85,8 @@ def identify(work: Work, node: Node) -> Done:
 
 def train(work: Work, node: Node) -> Done:
     """Do one training round."""
-    arrays, metrics = device_of(work, node).train(round_of(work), task_of(work), work.records["arrays"])
+    device, arrays = device_of(work, node), work.records["arrays"]
+    arrays, metrics = device.train(round_of(work), task_of(work), arrays, lend=node.lends)
     return Done({"arrays": arrays}, metrics)
 
 

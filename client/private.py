@@ -47,7 +47,7 @@ def receive(
     kept = _part(private, KEPT)
     own = {} if joined is None else {name: value for name, value in kept.items() if name not in joined}
     together = {**kept, **arrays, **own}
-    missing = [name for name in model.global_state() if name not in together]
+    missing = [] if joined is None else [name for name in model.global_state() if name not in together]
     if missing:
         raise ValueError(f"global state does not fit: missing {missing}, which this client has not kept either")
     load_network(model, together)
@@ -75,9 +75,8 @@ def own_tensors(private: Mapping[str, NDArray[Any]], device: torch.device) -> di
     return {name: torch.tensor(value, device=device) for name, value in _part(private, OWN).items()}
 
 
-def network_entries(model: TwoHead, joined: Collection[str], own: Mapping[str, Tensor]) -> Arrays:
-    """Return the entries that a round of training leaves: what is not joined, and what the rule keeps."""
-    state = model.global_state()
+def network_entries(state: Mapping[str, Tensor], joined: Collection[str], own: Mapping[str, Tensor]) -> Arrays:
+    """Return the entries that a round of training leaves: what of a `global_state` is not joined, and the rule's."""
     kept = {f"{KEPT}{name}": value for name, value in state.items() if name not in joined}
     return _arrays({**kept, **{f"{OWN}{name}": value for name, value in own.items()}})
 

@@ -88,8 +88,9 @@ class TwoHead(nn.Module):
         for name, value in state.items():
             if value.shape != mine[name].shape:
                 raise ValueError(f"{name}: shape {tuple(value.shape)} does not fit {tuple(mine[name].shape)}")
-            if not all_finite([value]):
-                raise ValueError(f"{name} holds values that are not finite")
+        if not all_finite(list(state.values())):
+            bad = [name for name, value in state.items() if not all_finite([value])]
+            raise ValueError(f"{', '.join(bad)} holds values that are not finite")
         with torch.no_grad():
             for name, value in state.items():
                 mine[name].copy_(value)

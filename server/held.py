@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, RecordDict
 from numpy.typing import NDArray
 
+dtype_name = functools.cache(str)  # of numpy, which looks it up anew for every array
 NUMPY = "numpy.ndarray"  # how Flower calls arrays that numpy wrote
 
 
@@ -26,7 +28,7 @@ class HeldArray(Array):
     def __init__(self, value: NDArray[Any]) -> None:
         held = np.asarray(value).view()
         held.flags.writeable = False
-        self.__dict__.update(dtype=str(held.dtype), shape=tuple(held.shape), stype=NUMPY, _held=held)
+        self.__dict__.update(dtype=dtype_name(held.dtype), shape=tuple(held.shape), stype=NUMPY, _held=held)
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # an attribute there

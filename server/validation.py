@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol
 
 import numpy as np
@@ -84,9 +86,12 @@ class Expected:
         return cls(record, shapes, start=arrays, **metrics)
 
     def refusals(self, replies: Sequence[Message], limits: Limits = NO_LIMITS) -> list[str | None]:
-        """Check replies one by one; see `Expectation`."""
+        """Check replies one by one, on several threads: for large ones it is adding up; see `Expectation`."""
         most: Sequence[int | None] = limits.examples or [None] * len(replies)
-        return [self.why_refused(reply, limits.norm, one) for reply, one in zip(replies, most, strict=True)]
+        if len(most) != len(replies):
+            raise ValueError(f"{len(most)} limits of examples for {len(replies)} replies")
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(self.why_refused, replies, repeat(limits.norm), most))
 
     def why_refused(self, reply: Message, norm: float = 0.0, examples: int | None = None) -> str | None:
         """Check a reply and return the reason to refuse it, or None; see `Limits` for the limits.
@@ -125,7 +130,7 @@ def arrays_refused(
         return f"missing arrays {missing}, unknown arrays {unknown}"
     for name, value in arrays.items():
         shape, dtype = shapes[name]
-        if value.shape != shape or str(value.dtype) != dtype:
+        if value.shape != shape or value.dtype != np.dtype(dtype):
             return f"{name}: {value.dtype}{list(value.shape)}, expected {dtype}{list(shape)}"
         if not array_finite(value):
             return f"{name}: values that are not finite"

@@ -15,6 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from client.app import COUNTED, to_content
 from client.work import Arrays, Done
 from server.held import held_record
+from simulation.layout import as_held
 
 RAISED = 2  # Flower's code for an app that raised
 PULL_SECONDS = 0.5  # a pull answers for about so long, so that deadlines are looked at
@@ -99,7 +100,7 @@ class BlockingGrid(Grid):
 
     def _shared(self, arrays: Arrays) -> Any:
         """Put arrays where clients find them."""
-        return arrays
+        return {name: as_held(value) for name, value in arrays.items()}
 
     def _open(self) -> bool:
         """Return whether replies are still to come."""

@@ -6,6 +6,7 @@ Everything but the local training of FedAvg and FedProx runs one client after an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,8 +52,9 @@ class InProcessGrid(BlockingGrid):
         chosen = [first]
         if first.metadata.message_type == "train":
             same = about(first)
-            others = [m for m in self._waiting.values() if m is not first and m.metadata.message_type == "train"]
-            chosen += [message for message in others if about(message) == same][: self._together - 1]
+            others = (m for m in self._waiting.values() if m is not first and m.metadata.message_type == "train")
+            alike = (message for message in others if about(message) == same)  # looks no further than it has to
+            chosen += itertools.islice(alike, self._together - 1)
         for message in chosen:
             del self._waiting[message.metadata.message_id]
         return chosen

@@ -8,9 +8,13 @@ from typing import Any
 
 from client.phases import Node, perform
 from client.state import MemoryState
-from client.work import Arrays, Done, Work
+from client.work import Done, Work
+from simulation.layout import Packed, packed, unpacked
 
 log = logging.getLogger(__name__)
+
+#: Records, metrics and identity of an answer, or the reason why there is none.
+Sent = tuple[dict[str, Packed], dict[str, Any], dict[str, Any]] | str
 
 
 class Worker:
@@ -26,11 +30,29 @@ class Worker:
         self.clients = clients
 
     def perform(
-        self, phase: str, config: Mapping[str, Any], partition: int, names: Sequence[str], *records: Arrays
-    ) -> Done | str:
-        """Do what a message asks of a client; records are read-only and may be shared with other processes."""
-        work = Work(phase, config, dict(zip(names, records, strict=True)))
-        return performed(work, Node(partition, self.clients, MemoryState()))
+        self, phase: str, config: Mapping[str, Any], partition: int, names: Sequence[str], *records: Packed
+    ) -> Sent:
+        """Do what a message asks of a client; records are read-only and may be shared with other processes.
+
+        The answer is read before the next call: Ray copies it into shared memory.
+        """
+        work = Work(phase, config, {name: unpacked(record) for name, record in zip(names, records, strict=True)})
+        return sent(performed(work, Node(partition, self.clients, MemoryState(), lends=True)))
+
+
+def sent(done: Done | str) -> Sent:
+    """Return an answer as it travels between processes; `taken` gives it back."""
+    if isinstance(done, str):
+        return done
+    return {name: packed(arrays) for name, arrays in done.records.items()}, done.metrics, done.identity
+
+
+def taken(answer: Sent) -> Done | str:
+    """Return the answer that was `sent`."""
+    if isinstance(answer, str):
+        return answer
+    records, metrics, identity = answer
+    return Done({name: unpacked(arrays) for name, arrays in records.items()}, metrics, identity)
 
 
 def performed(work: Work, node: Node) -> Done | str:

@@ -23,8 +23,9 @@ from server.app import serve
 from server.events import Listener
 from settings import Settings
 from simulation.blocking import PULL_SECONDS, BlockingGrid, about, allow_messages, phase_of, reply
+from simulation.layout import packed
 from simulation.ray_options import REVIVE, share_gpu
-from simulation.worker import Worker, reason
+from simulation.worker import Worker, reason, taken
 
 AHEAD = 2  # messages that a worker has: the one it works on, and the next
 
@@ -83,14 +84,13 @@ class WorkersGrid(BlockingGrid):
             self._busy[worker] += 1
 
     def _shared(self, arrays: Arrays) -> Any:
-        return ray.put(arrays)
+        return ray.put(packed(super()._shared(arrays)))
 
 
 def _result(reference: Any) -> Done | str:
     """Return what came of a client's work; the reason when its worker died once too often."""
     try:
-        done: Done | str = ray.get(reference)
-        return done
+        return taken(ray.get(reference))
     except ray.exceptions.RayError as error:
         return reason(error)
 

@@ -83,8 +83,8 @@ def q_fedavg(
 
 
 def _squared(a: NDArray[Any], b: NDArray[Any]) -> float:
-    """Return ‖a - b‖² in float64."""
-    return float(((a.astype(np.float64) - b) ** 2).sum())
+    """Return ‖a - b‖² in float64, added up in C order: the sum must not depend on how arrays lie in memory."""
+    return float(((a.astype(np.float64) - b) ** 2).ravel().sum())
 
 
 class QFFL(FedAvg):

@@ -56,6 +56,10 @@ def test_what_was_sent_stays_as_it_was_when_the_next_client_trains() -> None:
     kept = {name: value.copy() for name, value in sent.items()}
     device(1, model=model).train(1, Task("ce"), arrays)
     assert same(sent, kept)
+    lent, _ = device(0, model=model).train(1, Task("ce"), arrays, lend=True)
+    assert same(lent, sent)
+    device(1, model=model).train(1, Task("ce"), arrays)
+    assert not same(lent, sent)
 
 
 def test_nothing_tells_label_counts() -> None:

@@ -16,7 +16,8 @@ from client.work import Done
 from server.held import held_record
 from simulation import blocking, workers
 from simulation.blocking import allow_messages
-from simulation.worker import Worker
+from simulation.layout import unpacked
+from simulation.worker import Sent, Worker, sent
 from simulation.workers import AHEAD, WorkersGrid
 
 Made = Callable[[int], Done | str]
@@ -58,8 +59,8 @@ class FakeRay:
         self.finished |= {one: self.begun.pop(one)[1] for one in done}
         return done, [one for one in references if one not in done]
 
-    def get(self, reference: str) -> Done | str:
-        return self.make(self.finished.pop(reference))
+    def get(self, reference: str) -> Sent:
+        return sent(self.make(self.finished.pop(reference)))
 
 
 @pytest.fixture
@@ -87,7 +88,7 @@ def test_every_client_answers_for_itself_and_arrays_are_put_once(stage: Any) -> 
     who = {reply.metadata.src_node_id: reply.content.metric_records["metrics"]["who"] for reply in replies}
     assert who == {node: node - 1 for node in grid.get_node_ids()}
     (stored,) = fake.stored.values()
-    assert np.shares_memory(stored["a"], value)
+    assert np.shares_memory(unpacked(stored)["a"], value)
     assert fake.most == {0: AHEAD, 1: AHEAD}
 
 
