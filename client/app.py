@@ -7,7 +7,7 @@ it itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from client.npy import from_bytes, to_bytes
 from client.work import Done, Work
+from messages.held import held_record, read
+from messages.npy import NUMPY, to_bytes
 from settings import SettingsError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 #: Phases whose messages must stay small; their replies say what Flower ships beside them.
 COUNTED = ("rates", "adapt")
-NUMPY = "numpy.ndarray"  # how Flower calls arrays that numpy wrote
 
 app = ClientApp()
 
@@ -89,7 +89,7 @@ def to_work(phase: str, message: Message) -> Work:
 
 
 def packed(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Return named arrays as a record, as it is sent."""
+    """Return named arrays as a record of bytes, which is how Flower keeps them."""
     record = ArrayRecord()
     for name, value in arrays.items():
         array = np.asarray(value)
@@ -97,9 +97,9 @@ def packed(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     return record
 
 
-def to_content(done: Done, pack: Callable[[Mapping[str, NDArray[Any]]], ArrayRecord] = packed) -> RecordDict:
-    """Return an answer as Flower's records; `pack` makes those of arrays."""
-    content = RecordDict({name: pack(arrays) for name, arrays in done.records.items()})
+def to_content(done: Done) -> RecordDict:
+    """Return an answer as Flower's records, whose bytes are made when they are sent."""
+    content = RecordDict({name: held_record(arrays) for name, arrays in done.records.items()})
     if done.metrics:
         content["metrics"] = MetricRecord(done.metrics)
     if done.identity:
@@ -127,7 +127,6 @@ def node_of(context: Context) -> Node:
         ContextState(context.state),
         str(config["role"]) if "role" in config else None,
         {key: config[key] for key in NODE_KEYS if key in config},
-        lends=True,  # `packed` reads it
     )
 
 
@@ -174,8 +173,6 @@ def _unpack(record: ArrayRecord) -> dict[str, NDArray[Any]]:
 def _read(name: str, array: Array) -> NDArray[Any]:
     """Return an array, read-only and in the memory it came in; ValueError names one that cannot be read."""
     try:
-        if array.stype != NUMPY:
-            raise ValueError(f"made by {array.stype!r}; allowed is {NUMPY}")
-        return from_bytes(array.data)
+        return read(array)
     except ValueError as error:
         raise ValueError(f"array {name} cannot be read: {error}") from error

@@ -12,9 +12,9 @@ import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
+from messages.held import hold
 from server.errors import NodesMissing
 from server.events import Events
-from server.held import hold
 
 POLL = 0.05  # seconds between two looks for replies, at least
 IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the work

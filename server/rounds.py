@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
+from messages.held import held_record
+from messages.layout import as_held
 from server.attempts import Question, Replies
 from server.checkpoints import Checkpoints, Place
 from server.errors import NoReplies
@@ -254,5 +256,5 @@ def to_numpy(record: ArrayRecord) -> dict[str, NDArray[Any]]:
 
 
 def to_record(arrays: Arrays) -> ArrayRecord:
-    """Return numpy arrays as an array record."""
-    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
+    """Return numpy arrays as an array record, by reference; nobody may change them afterwards."""
+    return held_record({name: as_held(np.asarray(value)) for name, value in arrays.items()})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import ArrayRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -110,7 +111,7 @@ def _one_training(
     spec = model_spec(federation.settings, world)
     model = initial_model(federation.settings, spec)
     strategies = [make_strategy(phase, federation.settings) for phase in training.recipe.phases]
-    initial = {name: value.numpy() for name, value in model.global_state().items()}
+    initial = {name: value.numpy().copy() for name, value in model.global_state().items()}
     arrays = to_record(checkpoints.records.get("arrays", initial))
     arrays = train(federation, strategies, training, arrays, checkpoints)
     checkpoints.keep("arrays", to_numpy(arrays))
@@ -258,5 +259,5 @@ def make_strategy(phase: Phase, settings: Settings) -> Strategy:
 
 def save_trained(path: Path, model: TwoHead, arrays: ArrayRecord, spec: dict[str, Any]) -> None:
     """Write the global model; the personal heads stay on the devices."""
-    model.load_global_state(arrays.to_torch_state_dict())
+    model.load_global_state({name: torch.tensor(array.numpy()) for name, array in arrays.items()})
     save_model(path, model, spec)

@@ -14,8 +14,6 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from client.app import COUNTED, to_content
 from client.work import Arrays, Done
-from server.held import held_record
-from simulation.layout import as_held
 
 RAISED = 2  # Flower's code for an app that raised
 PULL_SECONDS = 0.5  # a pull answers for about so long, so that deadlines are looked at
@@ -100,7 +98,7 @@ class BlockingGrid(Grid):
 
     def _shared(self, arrays: Arrays) -> Any:
         """Put arrays where clients find them."""
-        return {name: as_held(value) for name, value in arrays.items()}
+        return arrays
 
     def _open(self) -> bool:
         """Return whether replies are still to come."""
@@ -117,7 +115,7 @@ def reply(done: Done | str, message: Message) -> Message:
         return Message(Error(code=RAISED, reason=done), reply_to=message)
     if message.metadata.message_type.rpartition(".")[2] in COUNTED:
         done.metrics["context-bytes"] = 0  # nothing travels beside the message
-    return Message(to_content(done, held_record), reply_to=message)
+    return Message(to_content(done), reply_to=message)
 
 
 def phase_of(message: Message) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 from client.phases import Node, perform
 from client.state import MemoryState
 from client.work import Done, Work
-from simulation.layout import Packed, packed, unpacked
+from messages.layout import Contiguous, packed, unpacked
 
 log = logging.getLogger(__name__)
 
 #: Records, metrics and identity of an answer, or the reason why there is none.
-Sent = tuple[dict[str, Packed], dict[str, Any], dict[str, Any]] | str
+Sent = tuple[dict[str, dict[str, Contiguous]], dict[str, Any], dict[str, Any]] | str
 
 
 class Worker:
@@ -30,7 +30,12 @@ class Worker:
         self.clients = clients
 
     def perform(
-        self, phase: str, config: Mapping[str, Any], partition: int, names: Sequence[str], *records: Packed
+        self,
+        phase: str,
+        config: Mapping[str, Any],
+        partition: int,
+        names: Sequence[str],
+        *records: dict[str, Contiguous],
     ) -> Sent:
         """Do what a message asks of a client; records are read-only and may be shared with other processes.
 

@@ -19,11 +19,11 @@ import ray
 from flwr.app import Message
 
 from client.work import Arrays, Done
+from messages.layout import packed
 from server.app import serve
 from server.events import Listener
 from settings import Settings
 from simulation.blocking import PULL_SECONDS, BlockingGrid, about, allow_messages, phase_of, reply
-from simulation.layout import packed
 from simulation.ray_options import REVIVE, share_gpu
 from simulation.worker import Worker, reason, taken
 
@@ -84,7 +84,7 @@ class WorkersGrid(BlockingGrid):
             self._busy[worker] += 1
 
     def _shared(self, arrays: Arrays) -> Any:
-        return ray.put(packed(super()._shared(arrays)))
+        return ray.put(packed(arrays))
 
 
 def _result(reference: Any) -> Done | str:

@@ -14,8 +14,8 @@ from benchmarks.speed.figure import Figure
 from client.app import packed
 from data import CORRUPTIONS, corrupt
 from data.partition import SCHEMES, partition
+from messages.held import held_record
 from models import build
-from server.held import held_record
 from simulation.in_process import allow_messages
 from strategies import FedAvg
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
 from client.phases import perform
 from models import load_arrays
 from server.errors import NoReplies
-from server.held import HeldArray, held_record
 from settings import Settings, SettingsError
 from simulation import blocking, engine, in_process, simulate, worker
 from simulation.in_process import InProcessGrid
@@ -121,19 +120,6 @@ def test_what_nobody_waits_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     assert list(grid.pull_messages(tickets)) == []
     assert list(grid.get_node_ids()) == [1, 2, 3]
     assert list(grid.send_and_receive(messages, timeout=0.0)) == []
-
-
-def test_arrays_by_reference_are_flowers_arrays() -> None:
-    value = np.arange(6, dtype=np.float32).reshape(2, 3)
-    held, plain = HeldArray(value), Array(value)
-    assert np.shares_memory(held.numpy(), value)
-    assert not held.numpy().flags.writeable
-    assert value.flags.writeable
-    assert (held.dtype, held.shape, held.stype, held.data) == (plain.dtype, plain.shape, plain.stype, plain.data)
-    record = held_record({"a": value})
-    assert np.shares_memory(record["a"].numpy(), value)
-    assert np.array_equal(Array(held.dtype, held.shape, held.stype, held.data).numpy(), value)
-    assert record.object_id == held_record({"a": value.copy()}).object_id  # it can be sent
 
 
 def test_which_engine(monkeypatch: pytest.MonkeyPatch) -> None:

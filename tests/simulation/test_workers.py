@@ -13,10 +13,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from ray.exceptions import RayActorError
 
 from client.work import Done
-from server.held import held_record
+from messages.held import held_record
+from messages.layout import unpacked
 from simulation import blocking, workers
 from simulation.blocking import allow_messages
-from simulation.layout import unpacked
 from simulation.worker import Sent, Worker, sent
 from simulation.workers import AHEAD, WorkersGrid
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as drawn
 from numpy.typing import NDArray
 
+from messages.layout import as_held, packed, unpacked
 from models import build
-from simulation.layout import as_held, packed, unpacked
 
 ARRAYS = st.sampled_from(["f4", "f8", "i8"]).flatmap(
     lambda kind: drawn.arrays(kind, drawn.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))

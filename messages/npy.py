@@ -13,6 +13,8 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+NUMPY = "numpy.ndarray"  # how Flower calls arrays that numpy wrote
+
 
 def to_bytes(value: NDArray[Any]) -> bytes:
     """Return what `numpy.save` writes.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from client.npy import from_bytes, to_bytes
+from messages.npy import from_bytes, to_bytes
 
 ANY = arrays.arrays(
     st.sampled_from([np.float32, np.float64, np.int64, np.bool_, ">f4"]),
