@@ -35,9 +35,9 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 NODES = range(3)
 KEYS = Keys(Path("/keys"))
 ROOMS = {
-    "server": {"settings", "data", "models", "tta", "strategies", "client", "server", "simulation"},
-    "client": {"settings", "data", "models", "tta", "client"},
-    "edge": {"settings", "data", "models", "tta", "client"},
+    "server": {"settings", "messages", "data", "models", "tta", "strategies", "client", "server", "simulation"},
+    "client": {"settings", "messages", "data", "models", "tta", "client"},
+    "edge": {"settings", "messages", "data", "models", "tta", "client"},
 }
 #: Imported where it is asked for only: by a download, and by a picture for developers.
 AT_WILL = {"flwr_datasets": "data/datasets/cifar.py"}
