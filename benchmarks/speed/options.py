@@ -36,6 +36,8 @@ class Way:
     channels_last: bool = False
     half: bool = False
     fused: bool = False
+    compiled: bool = False
+    graph: bool = False  # a CUDA graph of the whole step, replayed
 
 
 PLAIN = Way()
@@ -45,18 +47,28 @@ WAYS = {
     "fused SGD": Way(fused=True),
     "channels-last, bfloat16": Way(channels_last=True, half=True),
     "all three": Way(channels_last=True, half=True, fused=True),
+    "torch.compile": Way(compiled=True),
+    "torch.compile, channels-last, bfloat16": Way(channels_last=True, half=True, compiled=True),
 }
+#: Those that only a GPU has.
+GPU_WAYS = {
+    "CUDA graph": Way(graph=True),
+    "CUDA graph, channels-last, bfloat16": Way(channels_last=True, half=True, graph=True),
+}
+WARM = 3  # steps before a graph is captured: what is made once is made outside of it
 
 
 def options(quick: bool) -> list[Figure]:
     """Time them turn by turn, each beside the plain step; the ratio is of speeds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     repeats, steps = (1, 1) if quick else (7, 10)
+    ways = WAYS | (GPU_WAYS if device.type == "cuda" else {})
+    backend = "aot_eager" if quick else "inductor"  # the latter calls a C++ compiler for half a minute
     found = []
     for network in NETWORKS[: 1 if quick else None]:
         plain = TrainingStep(network, PLAIN, device)
-        for title, way in WAYS.items():
-            faster = TrainingStep(network, way, device)
+        for title, way in ways.items():
+            faster = TrainingStep(network, way, device, backend)
             turns = [(timed(plain, steps, device), timed(faster, steps, device)) for _ in range(repeats)]
             slow, quicker = (averages.median(turn[side] for turn in turns) for side in (0, 1))
             ratio = averages.median(turn[0] / turn[1] for turn in turns)
@@ -66,9 +78,20 @@ def options(quick: bool) -> list[Figure]:
 
 
 class TrainingStep:
-    """One step after another with a batch that stays; the first has been made."""
+    """One step after another with a batch that stays; the first has been made.
 
-    def __init__(self, name: str, way: Way, device: torch.device) -> None:
+    Parameters
+    ----------
+    name : str
+        Of the network.
+    way : Way
+    device : torch.device
+        A CUDA device, if `way.graph`.
+    backend : str
+        Of `torch.compile`, if `way.compiled`.
+    """
+
+    def __init__(self, name: str, way: Way, device: torch.device, backend: str = "inductor") -> None:
         layout = torch.channels_last if way.channels_last else torch.contiguous_format
         draw = torch.Generator().manual_seed(0)
         self.way, self.device = way, device
@@ -77,18 +100,39 @@ class TrainingStep:
         self.labels = torch.randint(CLASSES, (BATCH,), generator=draw).to(device)
         self.values: list[Tensor] = list(self.model.shared_parameters().values())
         self._velocity: list[Tensor | None] = [None] * len(self.values)
+        self._forward: Callable[[Tensor], Tensor] = (
+            torch.compile(self.model, backend=backend) if way.compiled else self.model
+        )
+        self._replay = captured(self._step) if way.graph else self._step
         self()
 
     def __call__(self) -> None:
         """Make a step."""
+        self._replay()
+
+    def _step(self) -> None:
         with autocast(self.device, self.way.half):
-            logits = self.model(self.x)
+            logits = self._forward(self.x)
         for value in self.values:
             value.grad = None
         cross_entropy(logits.float(), self.labels).backward()
         gradients = [value.grad for value in self.values if value.grad is not None]
         with torch.no_grad():
             sgd(self.values, gradients, self._velocity, **RULE, foreach=False, fused=self.way.fused)
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """Return a step as a CUDA graph that is replayed: the processor hands it over at once instead of call by call."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(WARM):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:

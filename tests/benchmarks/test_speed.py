@@ -124,7 +124,8 @@ def test_memory_of_a_small_run() -> None:
 
 def test_options_are_timed_beside_the_plain_step() -> None:
     found = options.options(quick=True)
-    assert [one.what.split(", ", 1)[1] for one in found] == [f"{title}, {device()}" for title in options.WAYS]
+    ways = [*options.WAYS, *(options.GPU_WAYS if device() == "cuda" else [])]
+    assert [one.what.split(", ", 1)[1] for one in found] == [f"{title}, {device()}" for title in ways]
     assert all(one.ratio > 0 for one in found)
 
 
@@ -132,10 +133,23 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def test_fused_steps_are_the_same_but_for_rounding() -> None:
-    plain, fused = (options.TrainingStep("cnn", way, CPU) for way in (options.PLAIN, options.WAYS["fused SGD"]))
-    plain(), fused()
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain.values, fused.values, strict=True))
+def test_faster_steps_are_the_same_but_for_rounding() -> None:
+    ways = options.PLAIN, options.WAYS["fused SGD"], options.WAYS["torch.compile"]
+    plain, *others = (options.TrainingStep("cnn", way, CPU, "aot_eager") for way in ways)
+    plain()
+    for other in others:
+        other()
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(plain.values, other.values, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_cuda_graph_makes_the_same_steps() -> None:
+    cuda = torch.device("cuda")
+    plain, graph = (options.TrainingStep("cnn", way, cuda) for way in (options.PLAIN, options.GPU_WAYS["CUDA graph"]))
+    for _ in range(options.WARM):  # made before it was captured
+        plain()
+    plain(), graph()
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(plain.values, graph.values, strict=True))
 
 
 def test_pieces() -> None:
