@@ -20,7 +20,7 @@ from rich.text import Text
 from benchmarks.heads import one_core
 from benchmarks.record import RESULTS, provenance, write_json
 from benchmarks.speed.adapters import adapters
-from benchmarks.speed.federation import memory, rounds, shipping
+from benchmarks.speed.federation import engines, memory, rounds, shipping
 from benchmarks.speed.figure import Figure
 from benchmarks.speed.loops import loops
 from benchmarks.speed.options import options
@@ -37,6 +37,7 @@ PARTS: dict[str, tuple[str, Callable[[bool], list[Figure]], bool]] = {
     "adapters": ("Processor time over the bare forward pass, papers' CNN", adapters, True),
     "loops": ("Speed over that of a naive loop", loops, True),
     "rounds": ("Wall time of a simulated round over its training divided by the workers", rounds, False),
+    "engines": ("Clients a second of the vectorised engine over the Ray path", engines, False),
     "shipping": ("Seconds of a round of a 45 MB network beyond what clients compute", shipping, False),
     "memory": ("Growth of a process that simulates 1,000 clients", memory, False),
     "aggregation": ("The server's average over adding up in numpy", aggregation, True),

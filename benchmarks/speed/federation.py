@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.figure import Figure
+from client.compute import resolve_device
 from client.local_data import validate
 from client.runtime import make_device
 from client.state import MemoryState
@@ -39,6 +40,9 @@ SHIPPED: dict[str, tuple[dict[str, Any], float]] = {
     "100 clients, ResNet-18, Ray": ({**RESNET, "engine": "ray"}, 3.0),
     "100 clients, ResNet-18, one process": ({**RESNET, "engine": "vectorised", "stacked_clients": 1}, 3.0),
 }
+#: CIFAR-10, a fifth of its images: one process that stacks the clients, and the Ray path, on whatever device there is.
+ENGINES = {"clients": 100, "dataset": "cifar10", "fraction": 0.2, "rounds": 3}
+STACKED = 5.0  # times the Ray path's clients a second on one GPU, at least
 MEMORY = {"clients": 1000, "rounds": 100, "engine": "vectorised"}
 GROWTH = 1.0  # MB a round after the tenth, at most
 SETTLED = 10
@@ -89,6 +93,21 @@ def rounds(quick: bool) -> list[Figure]:
         wall, training = times(simulated(changes, quick), workers)
         found.append(Figure(title, wall / training, "s a round", wall, training, "training / workers", target))
     return found
+
+
+def engines(quick: bool) -> list[Figure]:
+    """Measure how many clients a second the vectorised engine trains over the Ray path, on CIFAR-10."""
+    device = resolve_device("auto").type
+    changes = {**ENGINES, "dataset": "digits"} if quick else ENGINES
+    took = {name: simulated({**changes, "engine": name}, quick).rounds[1:] for name in ("vectorised", "ray")}
+    speed = {
+        name: averages.median(len(event["replied"]) / event["wall_seconds"] for event in events)
+        for name, events in took.items()
+    }
+    title = f"{ENGINES['clients']} clients, CNN, {changes['dataset']}, one process over Ray, {device}"
+    target = STACKED if device == "cuda" else None
+    ratio = speed["vectorised"] / speed["ray"]
+    return [Figure(title, ratio, "clients/s", speed["vectorised"], speed["ray"], "the Ray path", target, least=True)]
 
 
 def shipping(quick: bool) -> list[Figure]:

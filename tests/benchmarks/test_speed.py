@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics as averages
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,9 @@ def test_rounds_are_wall_time_over_training(monkeypatch: pytest.MonkeyPatch) -> 
     flower, ray, own = federation.shipping(quick=False)
     assert (flower.ratio, ray.ratio, own.ratio) == (pytest.approx(1.35), pytest.approx(1.35), 0.0)
     assert asked[-1].model == "resnet18"
+    (one,) = federation.engines(quick=True)
+    assert one.what.startswith("100 clients, CNN, digits, one process over Ray")
+    assert (one.ratio, one.ours) == (1.0, pytest.approx(averages.median([3 / 3, 3 / 4])))
     lost = True
     with pytest.raises(RunError, match="round 1: 2 of 3 replied"):
         federation.rounds(quick=True)
