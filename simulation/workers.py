@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from flwr.app import Message
 
-from client.work import Arrays, Done
+from client.work import Arrays
 from messages.layout import packed
 from server.app import serve
 from server.events import Listener
@@ -44,11 +44,12 @@ class WorkersGrid(BlockingGrid):
         super().__init__(clients)
         self._workers = list(workers)
         self._busy = [0] * len(workers)  # messages that each has
-        self._begun: dict[Any, tuple[Message, int]] = {}  # Ray's reference → message, worker
+        self._begun: dict[Any, tuple[Message, int, int]] = {}  # Ray's reference → message, worker, room it takes there
+        self._suspects: set[str] = set()  # under way when a worker died for good: begun once more, with nothing else
         self._wanted: set[str] = set()
 
     def _open(self) -> bool:
-        return bool(self._waiting) or any(m.metadata.message_id in self._wanted for m, _ in self._begun.values())
+        return bool(self._waiting) or any(m.metadata.message_id in self._wanted for m, _, _ in self._begun.values())
 
     def _forget_all_but(self, wanted: set[str]) -> None:
         """Forget the other messages; who works on one goes on, and nobody hears of it."""
@@ -61,17 +62,30 @@ class WorkersGrid(BlockingGrid):
         done, _ = ray.wait(list(self._begun), timeout=PULL_SECONDS)
         replies = []
         for reference in done:
-            message, worker = self._begun.pop(reference)
-            self._busy[worker] -= 1
-            if message.metadata.message_id in self._wanted:
-                replies.append(reply(_result(reference), message))
+            message, worker, room = self._begun.pop(reference)
+            self._busy[worker] -= room
+            ticket = message.metadata.message_id
+            if ticket not in self._wanted:
+                continue
+            try:
+                answer = taken(ray.get(reference))
+            except ray.exceptions.RayError as error:
+                if ticket not in self._suspects:  # it may have been another one's fault
+                    self._suspects.add(ticket)
+                    self._waiting = {ticket: message, **self._waiting}
+                    continue
+                answer = reason(error)
+            replies.append(reply(answer, message))
         return replies
 
     def _fill(self) -> None:
         """Hand on messages while a worker has room, to whom has least to do."""
         while self._waiting and min(self._busy) < AHEAD:
-            worker = self._busy.index(min(self._busy))
-            message = self._waiting.pop(next(iter(self._waiting)))
+            worker, ticket = self._busy.index(min(self._busy)), next(iter(self._waiting))
+            room = AHEAD if ticket in self._suspects else 1
+            if self._busy[worker] + room > AHEAD:
+                break
+            message = self._waiting.pop(ticket)
             records = message.content.array_records
             reference = self._workers[worker].perform.remote(
                 phase_of(message),
@@ -80,19 +94,11 @@ class WorkersGrid(BlockingGrid):
                 list(records),
                 *(self._arrays(record) for record in records.values()),
             )
-            self._begun[reference] = message, worker
-            self._busy[worker] += 1
+            self._begun[reference] = message, worker, room
+            self._busy[worker] += room
 
     def _shared(self, arrays: Arrays) -> Any:
         return ray.put(packed(arrays))
-
-
-def _result(reference: Any) -> Done | str:
-    """Return what came of a client's work; the reason when its worker died once too often."""
-    try:
-        return taken(ray.get(reference))
-    except ray.exceptions.RayError as error:
-        return reason(error)
 
 
 def run_on_workers(

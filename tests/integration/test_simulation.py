@@ -69,6 +69,15 @@ class Killed(Worker):
         return super().perform(phase, config, partition, *rest)
 
 
+class Doomed(Worker):
+    """One of ours, which client 0 kills in the second round whenever it trains."""
+
+    def perform(self, phase: str, config: Mapping[str, Any], partition: int, *rest: Any) -> Any:
+        if phase == "train" and partition == 0 and config["server-round"] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().perform(phase, config, partition, *rest)
+
+
 def wrapped(mod: Callable[[Message, Context, CallNext], Message]) -> ClientApp:
     """The ClientApp's own handlers behind a mod."""
     app = ClientApp(mods=[mod])
@@ -101,6 +110,15 @@ def test_a_worker_killed_mid_round_is_started_again_and_costs_nothing(
     assert (tmp_path / "killed").exists()
     assert not [event for event in seen if event["event"] in ("failed", "refused")]
     assert_same_results(disturbed, run(tmp_path / "undisturbed", settings))
+
+
+def test_a_client_that_kills_every_worker_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "Worker", Doomed)
+    seen: list[dict] = []
+    simulate(RAY.replace(methods="fedavg", rounds=3, workers=1), tmp_path / "r", [seen.append])
+    failed = [event for event in seen if event["event"] == "failed"]
+    assert [(event["partition"], event["round"]) for event in failed] == [(0, 2)]
+    assert [event["replied"] for event in seen if event["event"] == "round"] == [[0, 1, 2], [1, 2], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("engine", ["ray", "flower"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -110,8 +111,11 @@ def test_what_nobody_waits_for_is_not_begun_and_its_answer_is_dropped(stage: Any
 
 
 def test_a_reason_and_a_worker_that_died_too_often_are_the_clients_answers(stage: Any) -> None:
+    asked = Counter[int]()
+
     def make(partition: int) -> Done | str:
-        if partition == 3:
+        asked[partition] += 1
+        if partition == 3 or (partition == 5 and asked[5] == 1):  # the worker that 3 killed had 5 next
             raise RayActorError(error_msg="the worker died")
         return "ValueError: sensor unplugged" if partition == 4 else Done(metrics={"who": partition})
 
@@ -121,6 +125,7 @@ def test_a_reason_and_a_worker_that_died_too_often_are_the_clients_answers(stage
     assert {node for node, reply in replies.items() if reply.has_error()} == {4, 5}
     assert "the worker died" in replies[4].error.reason
     assert replies[5].error.reason == "ValueError: sensor unplugged"
+    assert (asked[3], asked[4], asked[5], asked[6]) == (2, 1, 2, 1)
 
 
 def test_a_worker_says_what_went_wrong() -> None:
