@@ -21,7 +21,7 @@ from simulation import superlink
 from simulation.flower_cli import main, parse
 from simulation.superlink import PROJECT, FlowerError, free_ports, program, stop, wait_until_healthy
 
-ROOMS = ("server", "client", "strategies", "tta", "models", "data", "settings")
+ROOMS = ("server", "client", "strategies", "tta", "models", "data", "messages", "settings")
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
 PATIENCE = 240  # seconds that what takes some ten may take on a busy machine
 SMALL = (
