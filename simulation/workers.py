@@ -1,7 +1,7 @@
 """A grid whose clients work in Ray processes; arrays go through memory that all processes of the machine share.
 
 The model of a round is put there once, however many clients it is for, and read in place; so are the replies. Flower's
-own simulation (`simulation.flower_ray`) turns them into bytes and back for each message.
+own simulation (`simulation.flower_ray`) copies it there for each message.
 """
 
 from __future__ import annotations
