@@ -35,8 +35,8 @@ class HeldArray(Array):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # an attribute there
-        """Return the array as Flower would send it."""
-        return to_bytes(self.__dict__["_held"])
+        """Return the array as Flower would send it, in C order however it lies in memory."""
+        return to_bytes(np.asarray(self.__dict__["_held"], order="C"))
 
     def numpy(self) -> NDArray[Any]:
         """Return the array itself, read-only."""

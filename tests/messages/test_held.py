@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, RecordDict
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as drawn
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ def described(array: Array) -> tuple[object, ...]:
 
 
 @given(value=FLOATS, laid=st.booleans())
+@example(value=np.arange(6, dtype="f4").reshape(2, 3, 1, 1), laid=True)
+@example(value=np.arange(6, dtype="f4").reshape(1, 2, 1, 3), laid=True)  # lies in Fortran's order then
 def test_they_are_flowers_arrays(value: NDArray, laid: bool) -> None:
     own = as_held(value) if laid else value
     held, plain = HeldArray(own), Array(value)
