@@ -1,5 +1,9 @@
-"""Arrays in Flower's messages: as the bytes that travel, or by reference where nothing has to.
+"""What server and clients say to each other: typed requests and replies, their arrays, and the transports' interface.
 
-Server and client both send and read them and may not import one another, so they have a room of their own; it knows
-Flower and numpy, and nothing of the project.
+- `requests`, `replies`: one frozen dataclass for each kind of request and reply; nothing else knows how a field is
+  spelled on the wire.
+- `record`: the plain form (values and named arrays) that every transport carries, and the codec of the dataclasses.
+- `arrays`: numpy arrays as bytes and in the memory layout of networks.
+- `transport`: the interface of everything that runs clients.
+- `flower`: Flower's messages and grids, and every trick that Flower's internals require.
 """

@@ -1,13 +1,19 @@
-"""The one schema of everything a user can set.
+"""The schema of everything a user can set, and how it is parsed; server and clients share it."""
 
-Server and client read the same keys and may not import one another, so the schema has a room of
-its own; it imports nothing of the project.
-"""
-
-from settings.parse import add_arguments, assignments, from_arguments, from_config, from_toml, to_toml
-from settings.schema import Scalar, Settings, SettingsError
+from settings.parse import (
+    add_arguments,
+    assignments,
+    from_arguments,
+    from_config,
+    from_json,
+    from_toml,
+    to_json,
+    to_toml,
+)
+from settings.schema import GROUPS, Scalar, Settings, SettingsError, keys_in
 
 __all__ = [
+    "GROUPS",
     "Scalar",
     "Settings",
     "SettingsError",
@@ -15,6 +21,9 @@ __all__ = [
     "assignments",
     "from_arguments",
     "from_config",
+    "from_json",
     "from_toml",
+    "keys_in",
+    "to_json",
     "to_toml",
 ]

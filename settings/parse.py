@@ -1,17 +1,19 @@
-"""Filling the settings from Flower's run config, a TOML file or the command line."""
+"""Settings from Flower's run config, a message, a TOML file or the command line."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import tomli_w
 
-from settings.schema import Scalar, Settings, SettingsError, fields_by_key
+from settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key
 
 
 def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settings:
@@ -22,7 +24,7 @@ def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settin
     config : mapping
         Key → value; what is missing keeps its default.
     ignore : iterable of str
-        Keys that belong to somebody else (e.g. `server-round` in a message).
+        Keys of other owners.
 
     Raises
     ------
@@ -38,6 +40,30 @@ def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settin
             raise SettingsError(_unknown(key, known))
         values[known[key].name] = value
     return Settings(**values)
+
+
+@lru_cache(maxsize=64)
+def from_json(text: str) -> Settings:
+    """Build settings from one JSON object of hyphenated keys, as requests carry it; parsed once per process.
+
+    Raises
+    ------
+    SettingsError
+        The text is no JSON object, or as `from_config`.
+    """
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise SettingsError(f"settings: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SettingsError(f"settings: allowed is a JSON object, not {type(config).__name__}")
+    return from_config(config)
+
+
+@lru_cache(maxsize=64)
+def to_json(settings: Settings) -> str:
+    """Return the settings as JSON text that `from_json` reads."""
+    return json.dumps(settings.flat(), allow_nan=False)
 
 
 def from_toml(path: str | Path) -> dict[str, Any]:
@@ -72,10 +98,12 @@ def to_toml(settings: Settings) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--settings FILE` and one `--key VALUE` for every setting."""
     parser.add_argument("--settings", metavar="FILE", help="TOML file of settings; the command line wins over it")
-    group = parser.add_argument_group("settings")
+    sections: dict[str, Any] = {}
     for key, field in fields_by_key().items():
-        text = field.metadata["help"].replace("%", "%%")
-        group.add_argument(f"--{key}", metavar="VALUE", help=f"{text} (default: {field.default!r})")
+        name, text = field.metadata["groups"][0], field.metadata["help"].replace("%", "%%")
+        if name not in sections:
+            sections[name] = parser.add_argument_group(name, GROUPS[name])
+        sections[name].add_argument(f"--{key}", metavar="VALUE", help=f"{text} (default: {field.default!r})")
 
 
 def from_arguments(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> Settings:

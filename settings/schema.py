@@ -1,4 +1,4 @@
-"""Every setting with its type, default, range and meaning."""
+"""The run's settings: every key with its type, default, range, meaning and the groups that it belongs to."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from functools import cache
 from typing import Any, get_type_hints
 
 Scalar = bool | int | float | str
-#: Values of `aggregation` that withstand wild clients.
-ROBUST = ("fedmedian", "fedtrimmedavg", "krum", "multikrum")
-#: Field → the values that a new split in every round is defined for: all clients train in all rounds, and all test.
-PUBLISHED: dict[str, tuple[Any, ...]] = {
-    "partition": ("equal", "dirichlet", "iid"),
-    "target_fraction": (0.0,),
-    "target_domain": ("",),
-    "unseen_domain": ("",),
-    "collaborations": ("",),
-    "fraction_train": (1.0,),
-    "train_part": (1.0,),
-    "test_part": (1.0,),
-}
 
+#: Every group, with what its settings decide. A setting's first group is its section in help and documentation; every
+#: list of "the settings that decide X" is a query over groups (`Settings.select`, `keys_in`).
+GROUPS: dict[str, str] = {
+    "data": "which images there are, and which of them each client trains, validates and tests on",
+    "source": "where a machine finds the data set",
+    "model": "the network that training starts from",
+    "training": "local training",
+    "aggregation": "server aggregation",
+    "rates": "federated learning of adaptation rates (ATP)",
+    "evaluation": "methods, test distributions and what else plays no part before the last training round",
+    "streams": "the class-imbalanced corruption streams of test-time rounds",
+    "collaboration": "how clients collaborate in test-time rounds",
+    "availability": "how long the server waits for clients, and for how many",
+    "execution": "what runs the clients",
+    "storage": "what is kept on disk, and where",
+    "node": "settings that a node may override in its own node config",
+    "adapter": "settings that adapters' default options follow from",
+}
 
 #: In place of a default: the key must be set.
 REQUIRED: Any = dataclasses.MISSING
@@ -42,10 +47,30 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    group: str | tuple[str, ...] = (),
+    published: tuple[Any, ...] | None = None,
 ) -> Any:
-    """Declare a field for `check`: `low <= value <= high`, or `value > above`, or one of `choices`."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
-    return dataclasses.field(default=default, metadata=metadata)
+    """Declare a field for `check`.
+
+    Parameters
+    ----------
+    default : Any
+        `REQUIRED` when the key must be set.
+    help : str
+        One line for people.
+    choices, low, high, above
+        What is allowed: one of `choices`, `low <= value <= high`, or `value > above`.
+    group : str or tuple of str
+        The groups that the setting belongs to, of `GROUPS` in `Settings`; the first is its section.
+    published : tuple, optional
+        The values allowed with split = "published", which is defined only where all clients train in every round and
+        all of them test.
+    """
+    groups = (group,) if isinstance(group, str) else group
+    limits = {"choices": choices, "low": low, "high": high, "above": above}
+    return dataclasses.field(
+        default=default, metadata={"help": help, **limits, "groups": groups, "published": published}
+    )
 
 
 @dataclass(frozen=True)
@@ -59,146 +84,243 @@ class Settings:
     """
 
     # What is run
-    seed: int = setting(1, "one seed, one result", low=0, high=2**31 - 1)
+    seed: int = setting(1, "one seed, one result", low=0, high=2**31 - 1, group=("data", "adapter"))
     methods: str = setting(
         "fedavg,personal,fixed_mix,fedthe,fedthe_plus,btfl",
-        "rows of the table, or all that fit; e.g. 'fedavg,btfl,fedthe[beta=1;objective=em],tent[base=personalised]'",
+        "methods to compare, or all that fit; e.g. 'fedavg,btfl,fedthe[beta=1;objective=em],tent[base=personalised]'",
+        group="evaluation",
     )
-    shifts: str = setting("brfl", "test distributions: brfl, btgfl, or names separated by commas")
-    severity: int = setting(5, "severity of the corruptions", low=1, high=5)
+    shifts: str = setting("brfl", "test distributions: brfl, btgfl, or names separated by commas", group="evaluation")
+    severity: int = setting(5, "severity of the corruptions", low=1, high=5, group=("evaluation", "streams"))
     tune_samples: int = setting(
-        0, "methods that take gradients per sample see the first n of each stream (0: all)", low=0
+        0, "methods that take gradients per sample see the first n of each stream (0: all)", low=0, group="evaluation"
     )
-    init: str = setting("", "model file to start from instead of a random network")
+    init: str = setting("", "model file to start from instead of a random network", group="model")
 
     # Data
-    dataset: str = setting("digits", "name of the data set")
-    dataset_options: str = setting("", "options of the data set, e.g. 'path=pictures;domain=webcam'")
-    data_dir: str = setting("", "folder of data sets; empty: the environment variable FEDTTA_DATA")
-    download: bool = setting(False, "allow the data set to be downloaded")
-    fraction: float = setting(1.0, "class-balanced part of the data set to use", above=0, high=1)
-    image_size: int = setting(32, "images are resized to this edge", low=8, high=1024)
-    clients: int = setting(10, "number of clients", low=1, high=100_000)
-    partition: str = setting(
-        "equal", "how the data are dealt out", choices=("equal", "dirichlet", "iid", "step", "domain", "domain_step")
+    dataset: str = setting("digits", "name of the data set", group=("data", "adapter"))
+    dataset_options: str = setting("", "options of the data set, e.g. 'path=images;domain=webcam'", group="data")
+    data_dir: str = setting(
+        "", "folder of data sets; empty: the environment variable FEDTTA_DATA", group=("source", "node")
     )
-    alpha: float = setting(0.1, "Dirichlet concentration", above=0)
-    step_ratio: float = setting(16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1)
+    download: bool = setting(False, "allow the data set to be downloaded", group="source")
+    fraction: float = setting(1.0, "class-balanced part of the data set to use", above=0, high=1, group="data")
+    image_size: int = setting(32, "images are resized to this edge", low=8, high=1024, group="data")
+    clients: int = setting(10, "number of clients", low=1, high=100_000, group=("data", "adapter"))
+    partition: str = setting(
+        "equal",
+        "how the data set is divided among the clients of a simulation",
+        choices=("equal", "dirichlet", "iid", "step", "domain", "domain_step"),
+        group="data",
+        published=("equal", "dirichlet", "iid"),
+    )
+    alpha: float = setting(0.1, "Dirichlet concentration", above=0, group="data")
+    step_ratio: float = setting(
+        16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1, group="data"
+    )
     split: str = setting(
         "once",
-        "training, validation and test samples: drawn once, or anew in every round, a leak that published code has",
+        "training, validation and test samples: drawn once, or redrawn in every round (a leak that published code has)",
         choices=("once", "published"),
+        group="data",
     )
-    train_part: float = setting(1.0, "part of each client's training samples that is there", above=0, high=1)
-    test_part: float = setting(1.0, "part of each client's test samples that is there", above=0, high=1)
-    target_fraction: float = setting(0.0, "share of clients that only test, without labels", low=0, high=0.99)
-    target_domain: str = setting("", "clients of this domain only test, all others only train (partition: domain)")
-    unseen_domain: str = setting("", "pictures of this domain are nobody's: the test distribution unseen_domain")
+    train_part: float = setting(
+        1.0,
+        "fraction of each client's training samples to use",
+        above=0,
+        high=1,
+        group="data",
+        published=(1.0,),
+    )
+    test_part: float = setting(
+        1.0, "fraction of each client's test samples to use", above=0, high=1, group="data", published=(1.0,)
+    )
+    target_fraction: float = setting(
+        0.0,
+        "fraction of clients that only test, without labels",
+        low=0,
+        high=0.99,
+        group="data",
+        published=(0.0,),
+    )
+    target_domain: str = setting(
+        "",
+        "clients of this domain only test, all others only train (partition: domain)",
+        group="data",
+        published=("",),
+    )
+    unseen_domain: str = setting(
+        "",
+        "hold this domain out for testing: the test distribution unseen_domain",
+        group="data",
+        published=("",),
+    )
     domains: str = setting(
-        "none", "what sets clients' pictures apart; corruptions: one a client", choices=("none", "corruptions")
+        "none",
+        "how clients' images differ; corruptions: one corruption per client",
+        choices=("none", "corruptions"),
+        group="data",
     )
 
     # Model
-    model: str = setting("cnn", "backbone")
-    model_options: str = setting("", "options of the backbone, e.g. 'width=4;groups=2'")
+    model: str = setting("cnn", "backbone", group="model")
+    model_options: str = setting("", "options of the backbone, e.g. 'width=4;groups=2'", group="model")
 
     # Local training
-    local_epochs: int = setting(5, "epochs of local training a round", low=1)
-    personal_epochs: int = setting(1, "epochs of the personal head a round", low=0)
+    local_epochs: int = setting(5, "epochs of local training per round", low=1, group="training")
+    personal_epochs: int = setting(1, "epochs of the personal head per round", low=0, group="training")
     personal_objective: str = setting(
-        "cross_entropy", "loss of the personal head", choices=("cross_entropy", "balanced_softmax")
+        "cross_entropy", "loss of the personal head", choices=("cross_entropy", "balanced_softmax"), group="training"
     )
-    finetune_epochs: int = setting(1, "epochs of fine-tuning that make the final model a client's own", low=0)
-    batch_size: int = setting(32, "training batch", low=1)
-    optimizer: str = setting("sgd", "local optimiser", choices=("sgd", "adam"))
-    learning_rate: float = setting(0.05, "learning rate (the papers: 0.01 on CIFAR-10)", above=0)
-    momentum: float = setting(0.0, "momentum of SGD", low=0, high=0.9999)
-    weight_decay: float = setting(5e-4, "weight decay", low=0)
-    augment: bool = setting(True, "random views of training images")
+    finetune_epochs: int = setting(
+        1, "epochs of fine-tuning that personalize the final model", low=0, group="evaluation"
+    )
+    batch_size: int = setting(32, "training batch", low=1, group="training")
+    optimizer: str = setting("sgd", "local optimiser", choices=("sgd", "adam"), group="training")
+    learning_rate: float = setting(0.05, "learning rate (the papers: 0.01 on CIFAR-10)", above=0, group="training")
+    momentum: float = setting(0.0, "momentum of SGD", low=0, high=0.9999, group="training")
+    weight_decay: float = setting(5e-4, "weight decay", low=0, group="training")
+    augment: bool = setting(True, "random views of training images", group="training")
     views: str = setting(
         "crop_flip",
-        "these views: crop_flip (flip where the data set allows it), or FedICON's",
+        "augmentation: crop_flip (flip where the data set allows it), or FedICON's views",
         choices=("crop_flip", "contrastive"),
+        group="training",
     )
-    ditto_lambda: float = setting(1.0, "Ditto: pull of the personal model towards the received one", low=0)
-    rotation_weight: float = setting(1.0, "TTT: weight of telling rotations apart in training", low=0)
-    temperature: float = setting(0.1, "FedICON: temperature of the loss that trains the encoder", above=0)
-    classifier_rounds: int = setting(10, "FedICON: rounds of the classifier on the frozen encoder", low=0)
-    classifier_epochs: int = setting(5, "FedICON: epochs that make the final classifier a client's own", low=0)
+    ditto_lambda: float = setting(
+        1.0, "Ditto: λ, pull of the personal model towards the received one", low=0, group="training"
+    )
+    rotation_weight: float = setting(1.0, "TTT: weight of the rotation loss in training", low=0, group="training")
+    temperature: float = setting(
+        0.1, "FedICON: temperature of the loss that trains the encoder", above=0, group=("training", "adapter")
+    )
+    classifier_rounds: int = setting(
+        10, "FedICON: rounds of the classifier on the frozen encoder", low=0, group="training"
+    )
+    classifier_epochs: int = setting(
+        5, "FedICON: epochs that personalize the final classifier", low=0, group="training"
+    )
 
     # Federation
-    rounds: int = setting(10, "training rounds", low=0)
+    rounds: int = setting(10, "training rounds", low=0, group="training")
     aggregation: str = setting(
         "fedavg",
-        "how models are joined; " + ", ".join(ROBUST) + " withstand wild clients, in statistics and rates as well",
-        choices=("fedavg", "fedprox", "fedavgm", "qffl", "gma", *ROBUST),
+        "server aggregation (fedavg, fedprox, ...); fedmedian, fedtrimmedavg, krum, multikrum are Byzantine-robust",
+        group="aggregation",
     )
-    proximal_mu: float = setting(0.01, "FedProx: μ of the pull towards the received model", low=0)
-    server_momentum: float = setting(0.9, "FedAvgM: momentum of the server", low=0, high=0.9999)
-    mask_threshold: float = setting(0.1, "GMA: agreement from which a value moves in full", low=0, high=1)
-    fairness: float = setting(1.0, "q-FFL: q, how much more clients with a large loss count", low=0)
-    trim_fraction: float = setting(0.2, "fedtrimmedavg: part of the clients left out at each end", above=0, high=0.4999)
-    krum_malicious: int = setting(1, "krum, multikrum: how many wild clients to withstand", low=1)
-    krum_keep: int = setting(3, "multikrum: how many clients are averaged", low=1)
-    fraction_train: float = setting(1.0, "fraction of clients sampled a round", above=0, high=1)
+    proximal_mu: float = setting(0.01, "FedProx: μ of the pull towards the received model", low=0, group="aggregation")
+    server_momentum: float = setting(0.9, "FedAvgM: momentum of the server", low=0, high=0.9999, group="aggregation")
+    mask_threshold: float = setting(
+        0.1, "GMA: agreement from which a value moves in full", low=0, high=1, group="aggregation"
+    )
+    fairness: float = setting(1.0, "q-FFL: q, extra weight of clients with a large loss", low=0, group="aggregation")
+    trim_fraction: float = setting(
+        0.2, "fedtrimmedavg: fraction of the clients trimmed at each end", above=0, high=0.4999, group="aggregation"
+    )
+    krum_malicious: int = setting(
+        1, "krum, multikrum: number of Byzantine clients to tolerate", low=1, group="aggregation"
+    )
+    krum_keep: int = setting(3, "multikrum: number of clients that are averaged", low=1, group="aggregation")
+    fraction_train: float = setting(
+        1.0, "fraction of clients sampled per round", above=0, high=1, group="aggregation", published=(1.0,)
+    )
     statistics_weighting: str = setting(
-        "uniform", "how client statistics are averaged", choices=("uniform", "examples")
+        "uniform", "how client statistics are averaged", choices=("uniform", "examples"), group="evaluation"
     )
-    leave_one_out: bool = setting(False, "BTFL: take the client's own share out of the global DLE")
-    node_timeout: float = setting(300.0, "seconds to wait for all clients, or for enough of them later", above=0)
-    round_timeout: float = setting(3600.0, "seconds a round may take", above=0)
+    leave_one_out: bool = setting(
+        False, "BTFL: exclude the client's own share from the global DLE", group=("evaluation", "adapter")
+    )
+    node_timeout: float = setting(
+        300.0,
+        "seconds to wait for all clients at the start, or for enough of them later",
+        above=0,
+        group="availability",
+    )
+    round_timeout: float = setting(3600.0, "seconds a round may take", above=0, group="availability")
     min_replies: int = setting(
-        1, "good replies (of fewer clients asked: all) without which a round is done again, once", low=1
+        1,
+        "valid replies that a round needs (all, if fewer clients are asked); with fewer it is repeated once",
+        low=1,
+        group="availability",
     )
     update_norm_bound: float = setting(
-        0.0, "a model or rates further than this (l2 norm) from what was sent is refused (0: no bound)", low=0
+        0.0,
+        "refuse a model or rates further than this (l2 norm) from what was sent (0: no bound)",
+        low=0,
+        group="aggregation",
     )
-    max_examples: int = setting(100_000_000, "a client that claims more examples is refused", low=1)
+    max_examples: int = setting(100_000_000, "refuse a client that claims more examples", low=1, group="aggregation")
 
     # Learning adaptation rates (ATP)
-    rates_rounds: int = setting(20, "rounds that learn adaptation rates, for methods that need them", low=0)
-    rates_clients: int = setting(0, "clients sampled a round of rates (0: all that train)", low=0)
-    rates_epochs: int = setting(1, "local epochs over the validation split a round of rates", low=1)
-    rates_batch_size: int = setting(20, "batch that rates are refined on", low=1)
-    rates_learning_rate: float = setting(0.1, "learning rate of the rates (the paper: 0.1, or 0.5)", above=0)
-    adapt_batch_size: int = setting(20, "batch that methods defined per batch adapt to at test time", low=1)
-    rates_init: str = setting("", "file of learned rates to start from instead of zeros")
+    rates_rounds: int = setting(
+        20, "rounds that learn adaptation rates, for methods that need them", low=0, group="rates"
+    )
+    rates_clients: int = setting(0, "clients sampled per round of rates (0: all that train)", low=0, group="rates")
+    rates_epochs: int = setting(1, "local epochs over the validation split per round of rates", low=1, group="rates")
+    rates_batch_size: int = setting(20, "batch size when rates are refined", low=1, group="rates")
+    rates_learning_rate: float = setting(
+        0.1, "learning rate of the rates (the paper: 0.1, or 0.5)", above=0, group="rates"
+    )
+    adapt_batch_size: int = setting(20, "test-time batch of methods defined per batch", low=1, group="evaluation")
+    rates_init: str = setting("", "file of learned rates to start from instead of zeros", group="rates")
 
     # Test-time rounds in which clients help each other
     collaborations: str = setting(
-        "", "how clients help each other at test time, e.g. 'none,fedavg,pfedbbn[temperature=1]'; empty: no such rounds"
+        "",
+        "how clients collaborate at test time, e.g. 'none,fedavg,pfedbbn[temperature=1]'; empty: no test-time rounds",
+        group="collaboration",
+        published=("",),
     )
-    share: str = setting("all", "what clients mix", choices=("affine", "statistics", "all"))
-    stream_mix: str = setting("dirichlet", "class mix of a client's stream", choices=("dirichlet", "iid", "published"))
-    stream_concentration: float = setting(0.01, "Dirichlet concentration of the class mix", above=0)
-    stream_size: int = setting(1000, "images of a client, met anew under each corruption", low=1)
-    stream_batch: int = setting(200, "images of a client a round", low=1)
+    share: str = setting(
+        "all", "what clients share in test-time rounds", choices=("affine", "statistics", "all"), group="collaboration"
+    )
+    stream_mix: str = setting(
+        "dirichlet", "class mix of a client's stream", choices=("dirichlet", "iid", "published"), group="streams"
+    )
+    stream_concentration: float = setting(0.01, "Dirichlet concentration of the class mix", above=0, group="streams")
+    stream_size: int = setting(1000, "images of a client, repeated under each corruption", low=1, group="streams")
+    stream_batch: int = setting(200, "images of a client per round", low=1, group="streams")
     stream_order: str = setting(
-        "auto", "order of the images; auto: shuffled for iid, else by class", choices=("auto", "sorted", "shuffled")
+        "auto",
+        "order of the images; auto: shuffled for iid, else by class",
+        choices=("auto", "sorted", "shuffled"),
+        group="streams",
     )
-    stream_orders: int = setting(0, "different orders of corruptions; clients share them (0: each its own)", low=0)
-    stream_rounds: int = setting(0, "test-time rounds (0: to the end of the streams)", low=0)
+    stream_orders: int = setting(
+        0,
+        "number of different orders of corruptions, shared by the clients (0: one per client)",
+        low=0,
+        group="streams",
+    )
+    stream_rounds: int = setting(0, "test-time rounds (0: to the end of the streams)", low=0, group="collaboration")
 
     # Where it runs
-    device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
-    autocast: bool = setting(False, "bfloat16 autocast in local training")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:<index>", group=("execution", "node"))
+    autocast: bool = setting(False, "bfloat16 autocast in local training", group="training")
     engine: str = setting(
         "auto",
-        "what simulates clients: ray, workers that share arrays; flower, its own simulation; vectorised, in one "
-        "process, with many networks trained at once; auto: ray, but vectorised on a GPU for small networks",
+        "what simulates clients: ray (workers that share arrays), flower (Flower's own simulation), vectorised (one "
+        "process that trains many networks at once), auto (ray; vectorised for small networks on a GPU)",
         choices=("auto", "ray", "flower", "vectorised"),
+        group="execution",
     )
-    workers: int = setting(2, "ray, flower: simulated clients that run at the same time", low=1)
-    stacked_clients: int = setting(50, "vectorised: clients that train at once, at most", low=1)
-    num_gpus: float = setting(0.0, "share of a GPU for each simulated client", low=0)
-    eval_batch_size: int = setting(256, "batch of statistics and test streams", low=1)
-    state_dir: str = setting("", "folder for clients' private state; empty: Flower's context, which ends with the run")
-    results: str = setting("results", "folder of run folders")
-    run_name: str = setting("", "name of the run folder; empty: data set, seed and time")
-    checkpoint_every: int = setting(1, "rounds of all kinds between two checkpoints (0: none)", low=0)
-    checkpoints_kept: int = setting(2, "the last n checkpoints are kept", low=1)
+    workers: int = setting(2, "ray, flower: simulated clients that run at once", low=1, group="execution")
+    stacked_clients: int = setting(50, "vectorised: the most clients that train at once", low=1, group="execution")
+    num_gpus: float = setting(0.0, "share of a GPU for each simulated client", low=0, group="execution")
+    eval_batch_size: int = setting(256, "batch of statistics and test streams", low=1, group=("evaluation", "adapter"))
+    state_dir: str = setting(
+        "",
+        "folder for clients' private state; empty: Flower's context, which ends with the run",
+        group=("storage", "node"),
+    )
+    results: str = setting("results", "folder of run folders", group="storage")
+    run_name: str = setting("", "name of the run folder; empty: data set, seed and time", group="storage")
+    checkpoint_every: int = setting(1, "rounds between two checkpoints (0: no checkpoints)", low=0, group="storage")
+    checkpoints_kept: int = setting(2, "number of checkpoints kept", low=1, group="storage")
     resume: str = setting(
-        "", "run folder, or checkpoint file in it, to go on from, with its other settings; clients need state-dir"
+        "",
+        "run folder, or checkpoint file in it, to resume, with its other settings; clients need state-dir",
+        group="storage",
     )
 
     def __post_init__(self) -> None:
@@ -215,17 +337,11 @@ class Settings:
             raise SettingsError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
         if self.leave_one_out and self.statistics_weighting != "uniform":
             raise SettingsError("leave-one-out = True: allowed with statistics-weighting = 'uniform' only")
-        if self.aggregation in ROBUST and (self.leave_one_out or self.statistics_weighting != "uniform"):
-            raise SettingsError(
-                f"aggregation = {self.aggregation!r}: allowed with leave-one-out = False and statistics-weighting = "
-                f"'uniform' only, since its statistics are no means that clients weigh"
-            )
-        for name, allowed in PUBLISHED.items() if self.split == "published" else ():
-            if getattr(self, name) not in allowed:
-                words = " or ".join(repr(value) for value in allowed)
-                raise SettingsError(
-                    f"{key_of(name)} = {getattr(self, name)!r}: allowed with split = 'published' is {words}"
-                )
+        for field in dataclasses.fields(self) if self.split == "published" else ():
+            allowed, value = field.metadata["published"], getattr(self, field.name)
+            if allowed is not None and value not in allowed:
+                words = " or ".join(repr(one) for one in allowed)
+                raise SettingsError(f"{key_of(field.name)} = {value!r}: allowed with split = 'published' is {words}")
         if self.min_replies > self.clients:
             raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most clients = {self.clients}")
         if "/" in self.run_name or self.run_name in (".", ".."):
@@ -239,15 +355,41 @@ class Settings:
         """Return key → value with hyphens, as Flower's configs and TOML files carry it."""
         return {key_of(field.name): getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def select(self, *groups: str) -> dict[str, Scalar]:
+        """Return key → value of the settings in any of these groups, in the schema's order.
+
+        Raises
+        ------
+        ValueError
+            There is no such group.
+        """
+        flat = self.flat()
+        return {key: flat[key] for key in keys_in(*groups)}
+
 
 def key_of(name: str) -> str:
     """Return the key of a field name."""
     return name.replace("_", "-")
 
 
+@cache
 def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
     """Return key → dataclass field of every setting."""
     return {key_of(field.name): field for field in dataclasses.fields(Settings)}
+
+
+@cache
+def keys_in(*groups: str) -> tuple[str, ...]:
+    """Return the keys of the settings in any of these groups, in the schema's order.
+
+    Raises
+    ------
+    ValueError
+        There is no such group.
+    """
+    if unknown := set(groups) - set(GROUPS):
+        raise ValueError(f"unknown groups {sorted(unknown)}; there are: {', '.join(GROUPS)}")
+    return tuple(key for key, field in fields_by_key().items() if set(field.metadata["groups"]) & set(groups))
 
 
 def check(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:

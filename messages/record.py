@@ -1,0 +1,166 @@
+"""The plain form of a message, which every transport carries, and the codec between it and a frozen dataclass.
+
+A field of type `Arrays` becomes a set of named arrays, a field of type `dict[str, Arrays]` one set per key; all other
+fields become values that JSON can hold. Their types, ranges and sizes are those of the annotations; pydantic checks
+them when a message is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+
+from messages.arrays import Arrays
+
+Count = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A message without its type.
+
+    Parameters
+    ----------
+    kind : str
+        Which request or reply it is.
+    values : dict
+        Key → number, text, truth value, list or JSON object.
+    arrays : dict
+        Record name → array name → array, in the order of definition.
+    """
+
+    kind: str
+    values: dict[str, Any]
+    arrays: dict[str, Arrays] = field(default_factory=dict)
+
+
+class Typed:
+    """Base of the frozen dataclasses of requests and replies.
+
+    Attributes
+    ----------
+    kind : str
+        Its name on the wire.
+    """
+
+    kind: ClassVar[str]
+
+    def to_record(self) -> Record:
+        """Return the plain form; fields that are None are left out, arrays go by reference."""
+        values: dict[str, Any] = {}
+        arrays: dict[str, Arrays] = {}
+        cls: Any = type(self)
+        for name, how in _layout(cls).items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if how == "arrays":
+                arrays[name] = value
+            elif how == "sets":
+                arrays |= {f"{name}.{key}": one for key, one in value.items()}
+            else:
+                values[_key(name)] = _plain(value)
+        return Record(self.kind, values, arrays)
+
+    @classmethod
+    def from_record(cls, record: Record) -> Self:
+        """Return the message of a plain form.
+
+        Raises
+        ------
+        ValueError
+            A field is missing, unknown, of the wrong type or out of range, or there are arrays that the message does
+            not have; the message names it.
+        """
+        kind: Any = cls
+        layout = _layout(kind)
+        found: dict[str, Any] = {name: {} for name, how in layout.items() if how == "sets"}
+        for name, arrays in record.arrays.items():
+            field_name, _, key = name.partition(".")
+            how = layout.get(field_name)
+            if how == "sets" and key:
+                found[field_name][key] = arrays
+            elif how == "arrays" and not key:
+                found[field_name] = arrays
+            else:
+                raise ValueError(f"{cls.kind}: unknown arrays {name!r}")
+        if missing := [name for name in _required_arrays(kind) if name not in found]:
+            raise ValueError(f"{cls.kind}: arrays {missing} are missing")
+        return cls(**_checked(cls, record.values), **found)
+
+
+@functools.cache
+def _layout(cls: type) -> dict[str, str]:
+    """Return field → "arrays", "sets" (of arrays) or "value"."""
+    layout = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        if name not in {one.name for one in dataclasses.fields(cls)}:
+            continue
+        options = typing.get_args(hint) if type(None) in typing.get_args(hint) else (hint,)
+        layout[name] = "arrays" if Arrays in options else "sets" if dict[str, Arrays] in options else "value"
+    return layout
+
+
+@functools.cache
+def _required_arrays(cls: type) -> list[str]:
+    """Return the fields that hold arrays and have no default."""
+    nothing = dataclasses.MISSING
+    fields = [one for one in dataclasses.fields(cls) if one.default is nothing and one.default_factory is nothing]
+    return [one.name for one in fields if _layout(cls)[one.name] == "arrays"]
+
+
+@functools.cache
+def _validator(cls: type) -> TypeAdapter[Any]:
+    """Return pydantic's validator of a dataclass's values, by key."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    known: dict[str, Any] = {}
+    for one in dataclasses.fields(cls):
+        if _layout(cls)[one.name] == "value":
+            if one.default_factory is not dataclasses.MISSING:
+                how = Field(default_factory=one.default_factory, alias=_key(one.name))
+            else:
+                how = Field(... if one.default is dataclasses.MISSING else one.default, alias=_key(one.name))
+            known[one.name] = (hints[one.name], how)
+    return TypeAdapter(create_model(cls.__name__, __config__=_STRICT, **known))
+
+
+def _checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return field → checked value."""
+    try:
+        model = _validator(cls).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where} = {_short(first['input'])}: {first['msg']}") from None
+    return {name: getattr(model, name) for name in type(model).model_fields}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON holds it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,235 @@
+"""Replies of a client to the server, one frozen dataclass each; every field has a type and a range.
+
+Labels never travel: of a client's data the server learns sizes and kinds, and counts of right predictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from messages.arrays import Arrays
+from messages.record import Count, Finite, Number, Share, Typed
+
+Role = Literal["both", "source", "target"]
+#: Bins of the histogram of e, the weight of the global head, over [0, 1].
+WEIGHT_BINS = 20
+Histogram = Annotated[list[Count], Field(min_length=WEIGHT_BINS, max_length=WEIGHT_BINS)]
+Sizes = Annotated[list[Count], Field(min_length=3, max_length=3)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply(Typed):
+    """A client's reply.
+
+    Parameters
+    ----------
+    num_examples : int
+        Samples behind the reply, its weight in means over clients.
+    """
+
+    num_examples: Annotated[int, Field(gt=0)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity(Reply):
+    """Which partition a client holds, and what its data are like; no label counts.
+
+    Parameters
+    ----------
+    partition_id, num_partitions : int
+    classes : list of str
+    channels : int
+    mean, std : list of float
+        Normalization of the images, per channel.
+    sizes : list of int
+        Samples for training, validation and test.
+    shifts : list of str
+        Test distributions that the settings stand for.
+    note : str
+        What a reader of the results has to know about the data; may be empty.
+    role : "both", "source" or "target"
+        Whether the client trains and tests, only trains, or only tests.
+    corruptions : list of str
+        Corruptions of the test-time streams; empty without collaborations.
+    stream_rounds : int
+        Length of the test-time streams in rounds.
+    saved : dict
+        Key → tags (rounds) of the private state that the client still has of this run.
+    """
+
+    kind: ClassVar[str] = "identity"
+
+    partition_id: int
+    num_partitions: Count
+    classes: list[str]
+    channels: Count
+    mean: list[Finite]
+    std: list[Finite]
+    sizes: Sizes
+    shifts: list[str]
+    note: str
+    role: Role
+    corruptions: list[str] = field(default_factory=list)
+    stream_rounds: Count = 0
+    saved: dict[str, list[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validated(Reply):
+    """A reply that says how many validation samples the heads classify correctly.
+
+    Parameters
+    ----------
+    validation_total, validation_correct : int
+        Validation samples, and how many of them the received global head classifies correctly.
+    personal_validation_correct : int or None
+        The same for the new personal head, where the local algorithm has one.
+    seconds : float
+        Time spent on computing.
+    """
+
+    validation_total: Count
+    validation_correct: Count
+    personal_validation_correct: Count | None = None
+    seconds: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Validated):
+    """The result of one round of local training.
+
+    Parameters
+    ----------
+    arrays : dict
+        The trained arrays that are aggregated.
+    train_loss : float
+        Mean loss of the last epoch.
+    global_loss : float or None
+        Loss of the received model on the training split, where it is asked for.
+    """
+
+    kind: ClassVar[str] = "trained"
+
+    arrays: Arrays
+    train_loss: Number
+    global_loss: Number | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summarized(Validated):
+    """A client's statistics under the final model, float64 (see `tta.statistics`)."""
+
+    kind: ClassVar[str] = "statistics"
+
+    statistics: Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefinedRates(Reply):
+    """Refined adaptation rates, one float64 number per module.
+
+    Parameters
+    ----------
+    loss, correct
+        Of the adapted network on the validation batches of the last epoch, before the rates move.
+    seconds : float
+    context_bytes : int
+        Bytes that Flower ships with every message because they are in the client's context.
+    """
+
+    kind: ClassVar[str] = "rates"
+
+    rates: Arrays
+    loss: Number
+    correct: Count
+    seconds: Number
+    context_bytes: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted(Reply):
+    """The result of one test-time round.
+
+    Parameters
+    ----------
+    shared : dict
+        What other clients may mix; empty when the method has nothing to share.
+    normalization : dict or None
+        `<layer>.mean` and `<layer>.variance` of the client's domain, where they are asked for.
+    start : dict or None
+        What `shared` was before any adaptation, where it is asked for.
+    corruption : int
+        Index of the batch's corruption in `Identity.corruptions`.
+    correct, total : list of int
+        Correct predictions and samples per class.
+    seconds : float
+        Of the adaptation.
+    context_bytes : int
+        See `RefinedRates`.
+    """
+
+    kind: ClassVar[str] = "adapted"
+
+    shared: Arrays
+    normalization: Arrays | None = None
+    start: Arrays | None = None
+    corruption: Count
+    correct: list[Count]
+    total: list[Count]
+    seconds: Number
+    context_bytes: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """One adapter on one test stream.
+
+    Parameters
+    ----------
+    label, shift : str
+        Row of the table and test distribution.
+    correct, total : int
+    seconds : float
+    weight_histogram : list of int or None
+        Counts of e, the weight of the global head, over `WEIGHT_BINS` bins of [0, 1]; for adapters that choose it per
+        sample.
+    weight_mean : float or None
+    metrics : dict
+        Further evaluation metrics by name (`client.evaluation.METRICS`).
+    """
+
+    label: str
+    shift: str
+    correct: Count
+    total: Count
+    seconds: Number
+    weight_histogram: Histogram | None = None
+    weight_mean: Share | None = None
+    metrics: dict[str, Finite] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Reply):
+    """Results of all adapters on all test streams.
+
+    Parameters
+    ----------
+    checked, leaked : int
+        Test samples compared with everything trained on, and how many of them had been trained on.
+    results : list of EvaluationResult
+    """
+
+    kind: ClassVar[str] = "evaluated"
+
+    checked: Count
+    leaked: Count
+    results: list[EvaluationResult]
+
+
+#: Every reply by its name on the wire.
+REPLIES: dict[str, type[Reply]] = {
+    one.kind: one for one in (Identity, Trained, Summarized, RefinedRates, Adapted, Evaluated)
+}

@@ -1,0 +1,237 @@
+"""Requests of the server to a client, one frozen dataclass each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from messages.arrays import Arrays
+from messages.record import Count, Number, Typed
+from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Reply, Summarized, Trained
+
+Base = Literal["global", "personalised"]
+Variant = Literal["all", "params", "stats"]
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """Which federated training a request belongs to, and what the client does in it.
+
+    Parameters
+    ----------
+    training : str
+        Name of the federated training; private state of several trainings is kept apart by it.
+    algorithm : str
+        Local algorithm, a key of `client.algorithms.ALGORITHMS`.
+    objective : str
+        Loss that the local algorithm minimizes, a key of `client.training.OBJECTIVES`.
+    """
+
+    training: str
+    algorithm: str = "fedavg"
+    objective: str = "cross_entropy"
+
+
+@dataclass(frozen=True)
+class AdapterRow:
+    """One row of the results table: an adapter with options, and the network that it gets.
+
+    Parameters
+    ----------
+    label : str
+        Name of the row in results.
+    adapter : str
+        A key of `tta.registry.ADAPTERS`.
+    options : mapping
+        Keyword arguments of the adapter.
+    base : "global" or "personalised"
+        The network as the training left it, or after the local algorithm has personalized it.
+    """
+
+    label: str
+    adapter: str
+    options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
+    base: Base = "global"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Typed):
+    """What every request carries.
+
+    Parameters
+    ----------
+    settings : str
+        All settings of the run as one JSON object; `settings.from_json` parses it once per process.
+    run : str
+        Identity of the run, which private state belongs to.
+    checkpoint_rounds : list of int
+        Rounds that the server could resume from; private state of these rounds is kept.
+    """
+
+    #: What a client answers with.
+    reply: ClassVar[type[Reply]]
+
+    settings: str
+    run: str
+    checkpoint_rounds: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identify(Request):
+    """The question which partition a client holds, and what its data are like."""
+
+    kind: ClassVar[str] = "query.identify"
+    reply: ClassVar[type[Reply]] = Identity
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Request):
+    """One round of local training.
+
+    Parameters
+    ----------
+    round : int
+        Training round, from 1.
+    task : TrainingTask
+    arrays : dict
+        The global model, or the part of it that this client does not keep.
+    aggregated : list of str or None
+        Names of the arrays that the server aggregates; the others stay on the client. None: all are aggregated.
+    proximal_mu : float
+        μ of FedProx's term in the local loss.
+    client_metrics : list of str
+        Metrics that the server aggregation needs beside the usual ones.
+    """
+
+    kind: ClassVar[str] = "train"
+    reply: ClassVar[type[Reply]] = Trained
+
+    round: Count
+    task: TrainingTask
+    arrays: Arrays
+    aggregated: list[str] | None = None
+    proximal_mu: Number = 0.0
+    client_metrics: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summarize(Request):
+    """Train the personal head on the final model and report the client's statistics under it.
+
+    Parameters
+    ----------
+    round : int
+        One after the last training round; the tag of the private state that this writes.
+    wanted : list of str
+        Statistics on request, beside those that are always sent.
+    """
+
+    kind: ClassVar[str] = "train.statistics"
+    reply: ClassVar[type[Reply]] = Summarized
+
+    round: Count
+    task: TrainingTask
+    arrays: Arrays
+    wanted: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefineRates(Request):
+    """Refine adaptation rates on the validation split (ATP, Algorithm 1).
+
+    Parameters
+    ----------
+    variant : "all", "params" or "stats"
+        Which modules have a rate other than zero.
+    network : str
+        Digest of the network; it is sent once and kept by the client.
+    arrays : dict or None
+        The network, for a client that does not have it yet.
+    rates : dict
+        One float64 number per module.
+    """
+
+    kind: ClassVar[str] = "train.rates"
+    reply: ClassVar[type[Reply]] = RefinedRates
+
+    round: Count
+    variant: Variant
+    network: str
+    arrays: Arrays | None = None
+    rates: Arrays = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapt(Request):
+    """One test-time round: adapt to the next batch of the client's stream and predict it.
+
+    Parameters
+    ----------
+    round : int
+        From 1; also the position in the stream.
+    cell : str
+        Names method and collaboration; each has a memory of its own on the client.
+    row : AdapterRow
+    share : str
+        What clients share, a value of `tta.collaborator.Share`.
+    network, arrays
+        See `RefineRates`.
+    shared : dict or None
+        This client's mixture of what the clients shared in the round before.
+    proximal_mu : float
+        μ of FedProx's term in the adapter's loss.
+    send_normalization, send_start : bool
+        Whether the collaboration rule needs the normalization statistics, and what was shared before any adaptation.
+    """
+
+    kind: ClassVar[str] = "train.adapt"
+    reply: ClassVar[type[Reply]] = Adapted
+
+    round: Count
+    cell: str
+    row: AdapterRow
+    share: str
+    network: str
+    arrays: Arrays | None = None
+    shared: Arrays | None = None
+    proximal_mu: Number = 0.0
+    send_normalization: bool = False
+    send_start: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(Request):
+    """Run adapters on test streams.
+
+    Parameters
+    ----------
+    round : int
+        Tag of the private state to evaluate with.
+    arrays : dict
+        The final global model, or its aggregated part.
+    statistics : dict or None
+        Means of the clients' statistics.
+    rates : dict
+        Variant → learned adaptation rates, one float64 number per module.
+    rows : list of AdapterRow
+    shifts : list of str
+        Test distributions.
+    """
+
+    kind: ClassVar[str] = "evaluate"
+    reply: ClassVar[type[Reply]] = Evaluated
+
+    round: Count
+    task: TrainingTask
+    arrays: Arrays
+    rows: list[AdapterRow]
+    shifts: list[str]
+    statistics: Arrays | None = None
+    rates: dict[str, Arrays] = field(default_factory=dict)
+
+
+#: Every request by its name on the wire, which is also its Flower message type.
+REQUESTS: dict[str, type[Request]] = {
+    one.kind: one for one in (Identify, Train, Summarize, RefineRates, Adapt, Evaluate)
+}
