@@ -162,8 +162,12 @@ def from_content(kind: str, content: RecordDict, known: dict[int, Arrays] | None
 
 
 def strategy_config(request: Request, settings: Mapping[str, Any]) -> ConfigRecord:
-    """Return the config that a strategy configures a round with: the request, and all settings by key."""
-    return ConfigRecord({**settings, CONTENT: json.dumps(request.to_record().values)})
+    """Return the config that a strategy configures a round with: the request, and the settings by key.
+
+    Settings that are spelled like one of `STRATEGY_KEYS` are left out: only a strategy sets those.
+    """
+    read = {key: value for key, value in settings.items() if key not in STRATEGY_KEYS}
+    return ConfigRecord({**read, CONTENT: json.dumps(request.to_record().values)})
 
 
 def requests_of(messages: Iterable[Message]) -> list[Addressed]:
