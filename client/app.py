@@ -1,121 +1,70 @@
-"""The ClientApp: where a Flower message becomes `Work`, and `Done` a reply.
+"""The ClientApp: a Flower message becomes a request, and the client's reply a message.
 
-A node config with `agent="unix:/path"` has a resident agent do the work. torch is imported only when this process does
-it itself.
+A node config with `agent="unix:/path"` passes requests on to a resident agent. torch is imported only when this process
+answers them itself.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from client.work import Done, Work
-from messages.held import held_record, read
-from messages.npy import NUMPY, to_bytes
-from settings import SettingsError
+from messages.arrays import array_bytes
+from messages.flower import bytes_record, read_arrays, reply_message, request_of
+from messages.replies import Adapted, RefinedRates
+from settings import SettingsError, keys_in
 
 if TYPE_CHECKING:
-    from client.phases import Node
-
-#: Phases whose messages must stay small; their replies say what Flower ships beside them.
-COUNTED = ("rates", "adapt")
+    from client.node import Node
 
 app = ClientApp()
 
 
-@app.query("identify")
-def identify(message: Message, context: Context) -> Message:
-    """Say which partition this node holds and what its data look like."""
-    return answer("identify", message, context)
+def answer(message: Message, context: Context) -> Message:
+    """Answer a message, in this process or by the agent that the node config names.
 
-
-@app.train()
-def train(message: Message, context: Context) -> Message:
-    """Do one training round."""
-    return answer("train", message, context)
-
-
-@app.train("statistics")
-def statistics(message: Message, context: Context) -> Message:
-    """Personalise on the final model and report statistics under it."""
-    return answer("statistics", message, context)
-
-
-@app.train("rates")
-def rates(message: Message, context: Context) -> Message:
-    """Refine adaptation rates."""
-    return answer("rates", message, context)
-
-
-@app.train("adapt")
-def adapt(message: Message, context: Context) -> Message:
-    """Adapt to the next batch of this client's stream."""
-    return answer("adapt", message, context)
-
-
-@app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
-    """Run adapters on test streams."""
-    return answer("evaluate", message, context)
-
-
-def answer(phase: str, message: Message, context: Context) -> Message:
-    """Do what a message asks for, or let the agent that the node config names do it, and reply."""
-    work = to_work(phase, message)
+    Raises
+    ------
+    ValueError, FloatingPointError
+        As `client.node.perform`; Flower sends the reason as an error reply.
+    """
+    request = request_of(message)
     if "agent" in context.node_config:
         from client.relay import relay
 
-        done = relay(work, context.node_config, message.metadata.ttl)
+        reply = relay(request, context.node_config, message.metadata.ttl)
     else:
-        from client.phases import perform
+        from client.node import perform
 
-        done = perform(work, node_of(context))
-    if phase in COUNTED:
-        done.metrics["context-bytes"] = _context_bytes(context)
-    return Message(to_content(done), reply_to=message)
-
-
-def to_work(phase: str, message: Message) -> Work:
-    """Return a message's config and arrays as plain values."""
-    config: dict[str, Any] = dict(message.content.config_records["config"])
-    records = {name: _unpack(record) for name, record in message.content.array_records.items()}
-    return Work(phase, config, records)
+        reply = perform(request, node_of(context))
+    if isinstance(reply, RefinedRates | Adapted):  # small replies: what Flower ships beside them counts
+        reply = replace(reply, context_bytes=_context_bytes(context))
+    return reply_message(reply, message)
 
 
-def packed(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Return named arrays as a record of bytes, which is how Flower keeps them."""
-    record = ArrayRecord()
-    for name, value in arrays.items():
-        array = np.asarray(value)
-        record[name] = Array(dtype=str(array.dtype), shape=array.shape, stype=NUMPY, data=to_bytes(array))
-    return record
-
-
-def to_content(done: Done) -> RecordDict:
-    """Return an answer as Flower's records, whose bytes are made when they are sent."""
-    content = RecordDict({name: held_record(arrays) for name, arrays in done.records.items()})
-    if done.metrics:
-        content["metrics"] = MetricRecord(done.metrics)
-    if done.identity:
-        content["identity"] = ConfigRecord(done.identity)
-    return content
+app.query("identify")(answer)
+app.train()(answer)
+app.train("statistics")(answer)
+app.train("rates")(answer)
+app.train("adapt")(answer)
+app.evaluate()(answer)
 
 
 def node_of(context: Context) -> Node:
-    """Return what the node config says of this client.
+    """Return the node's own facts from its node config.
 
     Raises
     ------
     SettingsError
-        It does not say which client this is.
+        The node config does not say which client this is.
     """
-    from client.phases import NODE_KEYS, Node
+    from client.node import Node
 
     config = context.node_config
     for key in ("partition-id", "num-partitions"):
@@ -126,15 +75,15 @@ def node_of(context: Context) -> Node:
         int(config["num-partitions"]),
         ContextState(context.state),
         str(config["role"]) if "role" in config else None,
-        {key: config[key] for key in NODE_KEYS if key in config},
+        {key: config[key] for key in keys_in("node") if key in config},
     )
 
 
 class ContextState:
     """Private state in Flower's context, which keeps it for the length of a run (see `PrivateState`).
 
-    No run that is resumed finds it again, so what a server could go back to is not kept: it would travel with every
-    message.
+    A resumed run does not find it again, so entries that a server could resume from are not kept: they would travel
+    with every message.
     """
 
     def __init__(self, records: RecordDict) -> None:
@@ -143,13 +92,13 @@ class ContextState:
     def load(self, key: str, round: int) -> dict[str, NDArray[Any]] | None:
         """Return the newest entry of `key` tagged with `round` or earlier, or None."""
         tags = [tag for tag in self.tags().get(key, []) if tag <= round]
-        return _unpack(self.records.array_records[f"{key}@{max(tags)}"]) if tags else None
+        return read_arrays(self.records.array_records[f"{key}@{max(tags)}"]) if tags else None
 
     def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
         """Store an entry of `key` tagged with `round`; see `PrivateState.save`. `keep` changes nothing."""
         from client.state import outdated
 
-        self.records[f"{key}@{round}"] = packed(arrays)
+        self.records[f"{key}@{round}"] = bytes_record(arrays)
         for tag in outdated(self.tags()[key], round):
             del self.records[f"{key}@{tag}"]
 
@@ -162,17 +111,5 @@ class ContextState:
 
 
 def _context_bytes(context: Context) -> int:
-    """Return the bytes of the arrays that Flower ships with every message because they are in the context."""
-    return sum(array.numpy().nbytes for record in context.state.array_records.values() for array in record.values())
-
-
-def _unpack(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    return {name: _read(name, array) for name, array in record.items()}
-
-
-def _read(name: str, array: Array) -> NDArray[Any]:
-    """Return an array, read-only and in the memory it came in; ValueError names one that cannot be read."""
-    try:
-        return read(array)
-    except ValueError as error:
-        raise ValueError(f"array {name} cannot be read: {error}") from error
+    """Return the bytes of the arrays in the context, which Flower ships with every message."""
+    return sum(array_bytes(read_arrays(record)) for record in context.state.array_records.values())

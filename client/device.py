@@ -1,189 +1,417 @@
-"""One client: what it learns with others, and the adapters that run on it at test time."""
+"""One client: what it learns with others, and the adapters that run on it at test time.
+
+Each kind of request is one method of `Device`; `client.node.perform` makes the device and calls the method.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from client.agent.serving import Served, lacking, serve, usual
-from client.collaboration import Adapted, adapt, score
-from client.evaluation import Row, evaluate_row, make_adapter
-from client.learner import Learner, Metrics
-from client.local_data import training_set
-from client.neighbours import Neighbours, memorise
-from client.private import load_network, trained_indices
-from client.rules import rule
-from client.spec import network_spec
-from client.state import Arrays
-from client.streams import batch_of, streams_of
-from client.summary import join_statistics
-from client.task import Task
-from data import CORRUPTIONS, Stream, stream
+from client.adaptation import adapt, batch_of, refine_rates, score, streams_of
+from client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
+from client.evaluation import Neighbours, evaluate_row, make_adapter, memorize
+from client.network import (
+    carried_entries,
+    head_entries,
+    load_network,
+    network_entries,
+    own_tensors,
+    receive,
+    trained_indices,
+)
+from client.resources import network_spec
+from client.serving import Served, missing_heads, serve, usual_predictions
+from client.state import NetworkStore, PrivateState
+from client.statistics import join_statistics, own_statistics, pooled_statistics, summarise
+from client.training import (
+    TrainingSet,
+    find_objective,
+    generator,
+    labelled,
+    mean_loss,
+    train_personal_head,
+    validate,
+)
+from data import CORRUPTIONS, DATASETS, Federation, Images, Role, Stream, resolve, stream
+from messages.arrays import Arrays
+from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
+from messages.requests import (
+    Adapt,
+    AdapterRow,
+    Evaluate,
+    Identify,
+    RefineRates,
+    Summarize,
+    Train,
+    TrainingTask,
+)
+from models import TwoHead
+from settings import Settings
 from tta import Statistics
+from tta.atp import zero_rates
 from tta.collaborator import Collaborator
 from tta.registry import info
-from tta.table import Share
+
+Rates = Mapping[str, Mapping[str, float]]
+
+
+@dataclass
+class Turn:
+    """One client's round of training, from `Device.begin` to `Device.end`.
+
+    Parameters
+    ----------
+    request : Train
+    private : dict
+        The private state after the round before.
+    data : TrainingSet
+    measured : dict
+        Fields of the reply that are known already.
+    loss : float
+        Mean loss of the last epoch.
+    seconds : float
+        Of training alone.
+    """
+
+    request: Train
+    private: Arrays
+    data: TrainingSet
+    measured: dict[str, Any] = field(default_factory=dict)
+    loss: float = float("nan")
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class Device(Learner):
-    """A client that also predicts and adapts at test time; parameters are those of `Learner`."""
+class Device:
+    """One client in one run.
 
-    def evaluate(
-        self,
-        round: int,
-        task: Task,
-        arrays: Arrays,
-        statistics: Mapping[str, NDArray[Any]] | None,
-        rows: Sequence[Row],
-        shifts: Sequence[str],
-        rates: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> tuple[Metrics, list[Metrics]]:
-        """Run adapters on test streams, all from the one trained state tagged `round`.
+    Parameters
+    ----------
+    federation : Federation
+        Images and the splits of all clients, drawn from the seed; `in_round` gives those of a round.
+    partition : int
+        Which client this is.
+    model : TwoHead
+        The network, on `device`; every method loads what it needs into it.
+    state : PrivateState
+        Personal head and the client's statistics between requests.
+    memory : PrivateState
+        The states of adapters between test-time rounds, on disk or in an agent: they may be as large as the network.
+    settings : Settings
+    device : torch.device
+        Where training, adapters and corruptions run.
+    role : "both", "source" or "target"
+        Whether it trains and tests, only trains, or only tests; a target has no labels.
+    natural : Images or None
+        Naturally shifted images (CIFAR-10.1), if they are at hand.
+    networks : NetworkStore
+        Networks that are sent once.
+    lends : bool
+        See `Node`.
+    """
 
-        Parameters
-        ----------
-        arrays, statistics : dict
-            The final `global_state` and the means of all clients' statistics; None where no row needs them.
-        rows : sequence of Row
-            Adapters with their options.
-        shifts : sequence of str
-            Test distributions.
-        rates : mapping, optional
-            variant → learned adaptation rates, for rows that need them.
+    federation: Federation
+    partition: int
+    model: TwoHead
+    state: PrivateState
+    memory: PrivateState
+    settings: Settings
+    device: torch.device
+    role: Role
+    networks: NetworkStore
+    natural: Images | None = None
+    lends: bool = False
 
-        Returns
-        -------
-        leak_check, results
-            How many stream samples were checked against everything trained on and how many had been (0, unless splits
-            are drawn anew); one entry for each row and shift.
-
-        Raises
-        ------
-        ValueError
-            The arrays do not fit, or this client has no statistics of `round`.
-        """
-        private, known = self._trained(round, task, arrays, statistics)
-        streams = [self._stream(shift) for shift in shifts]
-        results: list[Metrics] = []
-        for base in ("global", "personalised"):
-            members = [row for row in rows if row.base == base]
-            if members and base == "personalised":
-                self._personalise(task, private, round)
-            own = self._neighbours(members, round)
-            for samples in streams:
-                for row in members:
-                    results.append(evaluate_row(row, self.model, known, samples, self.settings, rates, own))
-        used = self._trained_on(rows, private, round)
-        leaked = sum(int(np.isin(samples.index, used).sum()) for samples in streams)
-        return {"checked": sum(len(samples.y) for samples in streams), "leaked": leaked}, results
-
-    def serve(
-        self,
-        round: int,
-        task: Task,
-        arrays: Arrays,
-        statistics: Mapping[str, NDArray[Any]] | None,
-        row: Row,
-        rates: Mapping[str, Mapping[str, float]] | None = None,
-    ) -> Served:
-        """Return what makes a row's adapter, as `evaluate` makes it, with a network of its own.
-
-        Parameters are those of `evaluate`.
+    def identify(self, request: Identify) -> Identity:
+        """Return what the server may know of this client: sizes and kinds of its data, no label counts.
 
         Raises
         ------
         ValueError
-            As `evaluate`, or the training does not make what the adapter needs.
+            A test distribution that the settings ask for does not exist, or its streams cannot be made.
         """
-        private, known = self._trained(round, task, arrays, statistics)
-        if lack := lacking(row.adapter, task.rule, rule(task.rule).uses_personal_head):
-            raise ValueError(lack)
-        if row.base == "personalised":
-            self._personalise(task, private, round)
-        labelled, size = self.role != "target", self.settings.eval_batch_size
-        dealt = self.federation.in_round(round)
-        ordinary = usual(self.model, dealt, self.partition, self.device, size, labelled)
-        network, neighbours = copy.deepcopy(self.model), self._neighbours([row], round)
-        images, chosen = self.federation.images, self.settings
-        spec = network_spec(images, chosen.model, chosen.model_options, chosen.dataset, chosen.image_size)
-        return serve(row, network, spec, chosen, images.classes, ordinary, known, rates, neighbours)
+        federation, settings = self.federation, self.settings
+        split, images = federation.splits[self.partition], federation.images
+        shifts, note = resolve(settings.shifts, self.natural is not None)
+        if "unseen_domain" in shifts and not len(federation.unseen):
+            raise ValueError("shifts: unseen_domain is a test distribution with unseen-domain only")
+        if " without " in images.name:  # some of its domains are not at hand
+            note = "; ".join(filter(None, (note, f"images: {images.name}")))
+        channels = int(images.pixels.shape[1])
+        mean, std = DATASETS[settings.dataset].normalisation(channels)
+        collaborates = bool(settings.collaborations)  # in test-time rounds over streams; shifts play no part then
+        tags: dict[str, set[int]] = {}
+        for key, found in (*self.state.tags().items(), *self.memory.tags().items()):
+            tags.setdefault(key, set()).update(found)
+        return Identity(
+            partition_id=self.partition,
+            num_partitions=federation.num_clients,
+            classes=list(images.classes),
+            channels=channels,
+            mean=list(mean),
+            std=list(std),
+            sizes=[len(split.train), len(split.validation), len(split.test)],
+            shifts=list(shifts),
+            note="" if collaborates else note or "",
+            role=self.role,
+            corruptions=list(CORRUPTIONS) if collaborates else [],
+            stream_rounds=streams_of(settings, federation).rounds if collaborates else 0,
+            saved={key: sorted(tags[key]) for key in sorted(tags)},
+        )
 
-    def adapt(
-        self, round: int, key: str, arrays: Arrays, row: Row, share: Share, received: Arrays | None, proximal: float = 0
-    ) -> tuple[Adapted, Metrics]:
+    def train(self, request: Train) -> Trained:
+        """Do one round: the personal head on the received encoder if the algorithm has one, then the local algorithm.
+
+        Raises
+        ------
+        ValueError
+            The arrays do not fit, algorithm or objective are unknown, or this client is a target.
+        FloatingPointError
+            Training diverged.
+        """
+        turn, algorithm = self.begin(request), find_algorithm(request.task.algorithm)
+        start = time.perf_counter()
+        if algorithm.uses_personal_head:
+            self._train_head(turn.data, "personal", request.round)
+        turn.seconds += time.perf_counter() - start
+        self.measure(turn)
+        context = self._context(turn.data, request.task, turn.private, "local", request.round, request.proximal_mu)
+        start = time.perf_counter()
+        turn.loss = algorithm.train(context)
+        turn.seconds += time.perf_counter() - start
+        return self.end(turn, context.own)
+
+    def begin(self, request: Train) -> Turn:
+        """Load the network for a round; raises as `train`."""
+        (
+            find_objective(request.task.objective),
+            find_algorithm(request.task.algorithm),
+        )  # refused before anything is done
+        self._require_source()
+        private = self._receive(request.arrays, request.task, request.round - 1, request.aggregated)
+        federation = self.federation.in_round(request.round)
+        return Turn(request, private, TrainingSet.of_client(federation, self.partition, self.settings, self.device))
+
+    def measure(self, turn: Turn) -> None:
+        """Validate the received network, and the new personal head if the local algorithm has one."""
+        request, size = turn.request, self.settings.eval_batch_size
+        federation, personal = self.federation.in_round(request.round), self._algorithm(request.task).uses_personal_head
+        turn.measured |= validate(self.model, federation, self.partition, size, self.device, personal)
+        if "global-loss" in request.client_metrics:
+            objective = find_objective(request.task.objective)
+            turn.measured["global_loss"] = mean_loss(self.model, turn.data, objective, size)
+
+    def end(self, turn: Turn, own: Mapping[str, torch.Tensor]) -> Trained:
+        """Save the private part of the trained network and the algorithm's `own` tensors; return the reply."""
+        request, state = turn.request, self.model.global_state()
+        aggregated = state if request.aggregated is None else request.aggregated
+        kept = {**head_entries(self.model, turn.private, turn.data.index), **network_entries(state, aggregated, own)}
+        self.state.save(request.task.training, request.round, kept)  # last: a failed round leaves no trace
+        sent = {name: value.cpu().numpy() for name, value in state.items() if name in aggregated}
+        if not self.lends:  # in the network's own memory order ("K"): a transposition takes longer than a copy
+            sent = {name: value.copy(order="K") for name, value in sent.items()}
+        return Trained(
+            arrays=sent,
+            num_examples=len(turn.data),
+            train_loss=turn.loss,
+            seconds=turn.seconds,
+            **turn.measured,
+        )
+
+    def summarize(self, request: Summarize) -> Summarized:
+        """Train the personal head on the final model and return the client's statistics under it.
+
+        Statistics are float64: `descriptor` [d], `dle` [d], `entropy_local`, `entropy_global` [1] (ALGORITHMS, section
+        0), and statistics of labels that are `wanted`. Raises as `train`.
+        """
+        start = time.perf_counter()
+        self._require_source()
+        before = self._receive(request.arrays, request.task, request.round - 1)
+        federation = self.federation.in_round(request.round)
+        data = TrainingSet.of_client(federation, self.partition, self.settings, self.device)
+        personal = self._algorithm(request.task).uses_personal_head
+        if personal:
+            self._train_head(data, "final", request.round)
+        size = self.settings.eval_batch_size
+        local = summarise(self.model, data.pixels, size)
+        private = {**carried_entries(before), **head_entries(self.model, before, data.index)}
+        self.state.save(request.task.training, request.round, {**private, **own_statistics(local, request.round)})
+        held_out = labelled(federation, federation.splits[self.partition].validation, self.device)
+        local |= pooled_statistics(self.model, data.counts, *held_out, request.wanted, self.settings)
+        counts = validate(self.model, federation, self.partition, size, self.device, personal)
+        seconds = time.perf_counter() - start
+        return Summarized(statistics=local, num_examples=len(data), seconds=seconds, **counts)
+
+    def refine_rates(self, request: RefineRates) -> RefinedRates:
+        """Refine adaptation rates on the validation split (ATP, Algorithm 1: the client's part).
+
+        Rates that are empty stand for zeros, as in the first round.
+
+        Raises
+        ------
+        ValueError
+            The arrays or rates do not fit, or this client is a target or has no validation samples.
+        """
+        self._require_source()
+        rates = rates_of(request.rates)
+        load_network(self.model, self._network(request.network, request.arrays))
+        start = time.perf_counter()
+        federation = self.federation.in_round(request.round)
+        x, y = labelled(federation, federation.splits[self.partition].validation, self.device)
+        draw = generator(self.settings.seed, "rates", request.round, self.partition)
+        refined = refine_rates(self.model, x, y, rates or zero_rates(self.model), request.variant, self.settings, draw)
+        return RefinedRates(
+            rates={name: np.asarray(value, np.float64) for name, value in refined.rates.items()},
+            num_examples=refined.total,
+            loss=refined.loss,
+            correct=refined.correct,
+            seconds=time.perf_counter() - start,
+        )
+
+    def adapt(self, request: Adapt) -> Adapted:
         """Do one test-time round: adapt to the stream's next batch and predict it (ALGORITHMS, sections 4 and 6).
-
-        Parameters
-        ----------
-        round : int
-            From 1; also the place in the stream.
-        key : str
-            Names method and collaboration, so that each has a memory of its own.
-        arrays : dict
-            The network that everyone starts from.
-        received : dict or None
-            This client's mixture of what clients shared after the round before.
-        proximal : float
-            μ of FedProx in the adapter's loss.
-
-        Returns
-        -------
-        adapted, metrics
-            What may be sent, and `num-examples`, `correct` [K], `total` [K] (labels are seen by the scorer alone),
-            `corruption` (its number in `data.CORRUPTIONS`) and `seconds`.
 
         Raises
         ------
         ValueError
             Something does not fit, or the stream has ended. The client's memory is unchanged then.
         """
-        load_network(self.model, arrays)
+        load_network(self.model, self._network(request.network, request.arrays))
         streams = streams_of(self.settings, self.federation)
-        x, labels, corruption = batch_of(streams, self.partition, round, self.device)
-        adapter = make_adapter(row, self.model, self.settings, proximal=proximal)
+        x, labels, corruption = batch_of(streams, self.partition, request.round, self.device)
+        adapter = make_adapter(request.row, self.model, self.settings, proximal=request.proximal_mu)
         if not isinstance(adapter, Collaborator):
-            raise ValueError(f"{row.adapter} learns nothing that clients could share")
-        adapted = adapt(adapter, x, share, self.memory.load(key, round - 1), received)
-        self.memory.save(key, round, adapted.state)
-        return adapted, {
-            **score(adapted.probabilities, labels, self.federation.images.num_classes),
-            "num-examples": len(labels),
-            "corruption": CORRUPTIONS.index(corruption),
-            "seconds": adapted.seconds,
-        }
+            raise ValueError(f"{request.row.adapter} learns nothing that clients could share")
+        state = self.memory.load(request.cell, request.round - 1)
+        adapted = adapt(adapter, x, request.share, state, request.shared)  # type: ignore[arg-type]
+        self.memory.save(request.cell, request.round, adapted.state)
+        correct, total = score(adapted.probabilities, labels, self.federation.images.num_classes)
+        return Adapted(
+            shared=adapted.shared,
+            normalization=adapted.normalization if request.send_normalization else None,
+            start=adapted.start if request.send_start else None,
+            num_examples=len(labels),
+            corruption=CORRUPTIONS.index(corruption),
+            seconds=adapted.seconds,
+            correct=correct,
+            total=total,
+        )
 
-    def _trained(
-        self, round: int, task: Task, arrays: Arrays, statistics: Mapping[str, NDArray[Any]] | None
-    ) -> tuple[Arrays, Statistics | None]:
-        """Load the network as the training left it at `round`; return the private state and what else is known."""
-        private = self._receive(arrays, task, round)
-        if statistics is None:
+    def evaluate(self, request: Evaluate) -> Evaluated:
+        """Run adapters on test streams, all from the one trained state tagged `request.round`.
+
+        Raises
+        ------
+        ValueError
+            The arrays do not fit, or this client has no statistics of that round.
+        """
+        rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
+        private, statistics = self._trained(request)
+        streams = [self._stream(shift) for shift in request.shifts]
+        results = []
+        for base in ("global", "personalised"):
+            rows = [row for row in request.rows if row.base == base]
+            if rows and base == "personalised":
+                self._personalize(request, private)
+            neighbours = self._neighbours(rows, request.round)
+            for samples in streams:
+                for row in rows:
+                    results.append(evaluate_row(row, self.model, statistics, samples, self.settings, rates, neighbours))
+        used = self._trained_on(request.rows, private, request.round)
+        checked = sum(len(samples.y) for samples in streams)
+        leaked = sum(int(np.isin(samples.index, used).sum()) for samples in streams)
+        return Evaluated(num_examples=max(checked, 1), checked=checked, leaked=leaked, results=results)
+
+    def serve(self, request: Evaluate, row: AdapterRow) -> Served:
+        """Return a row's adapter as `evaluate` makes it, with a network of its own.
+
+        Raises
+        ------
+        ValueError
+            As `evaluate`, or the training does not make what the adapter needs.
+        """
+        private, statistics = self._trained(request)
+        algorithm = request.task.algorithm
+        if missing := missing_heads(row.adapter, self._algorithm(request.task)):
+            raise ValueError(f"{row.adapter} needs a {missing[0]}, which local algorithm {algorithm!r} does not train")
+        if row.base == "personalised":
+            self._personalize(request, private)
+        federation, size = self.federation.in_round(request.round), self.settings.eval_batch_size
+        usual = usual_predictions(self.model, federation, self.partition, self.device, size, self.role != "target")
+        network, neighbours = copy.deepcopy(self.model), self._neighbours([row], request.round)
+        rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
+        classes, spec = self.federation.images.classes, network_spec(self.federation.images, self.settings)
+        return serve(row, network, spec, self.settings, classes, usual, statistics, rates, neighbours)
+
+    def _require_source(self) -> None:
+        if self.role == "target":
+            raise ValueError(f"client {self.partition} is a target: it has no labels to train on")
+
+    def _algorithm(self, task: TrainingTask) -> LocalAlgorithm:
+        return find_algorithm(task.algorithm)
+
+    def _receive(
+        self, arrays: Arrays, task: TrainingTask, round: int, aggregated: Sequence[str] | None = None
+    ) -> Arrays:
+        """Load the network from what was received and from the private state up to `round`, which is returned."""
+        private = self.state.load(task.training, round) or {}
+        receive(self.model, arrays, private, self.settings.seed, aggregated)
+        return private
+
+    def _network(self, digest: str, arrays: Arrays | None) -> Arrays:
+        """Return the network that a request is about: what it brings, which is kept, or what was kept before."""
+        if arrays is None:
+            return self.networks.load(digest)
+        self.networks.keep(digest, arrays)
+        return arrays
+
+    def _context(
+        self, data: TrainingSet, task: TrainingTask, private: Arrays, purpose: str, round: int, proximal_mu: float = 0.0
+    ) -> LocalContext:
+        draw = generator(self.settings.seed, purpose, round, self.partition)
+        own, objective = own_tensors(private, self.device), find_objective(task.objective)
+        return LocalContext(self.model, data, objective, self.settings, draw, own, proximal_mu)
+
+    def _train_head(self, data: TrainingSet, purpose: str, round: int) -> None:
+        draw = generator(self.settings.seed, purpose, round, self.partition)
+        train_personal_head(self.model, data, self.settings, draw)
+
+    def _trained(self, request: Evaluate) -> tuple[Arrays, Statistics | None]:
+        """Load the network as the training left it; return the private state and the statistics."""
+        private = self._receive(request.arrays, request.task, request.round)
+        if request.statistics is None:
             return private, None
-        return private, join_statistics(private, statistics, round, self.device, self.role != "target")
+        trains = self.role != "target"
+        return private, join_statistics(private, request.statistics, request.round, self.device, trains)
 
-    def _personalise(self, task: Task, private: Arrays, round: int) -> None:
-        """Turn the network into this client's own, as the training's rule says."""
+    def _personalize(self, request: Evaluate, private: Arrays) -> None:
+        """Personalize the network in place, as the training's local algorithm does."""
         self._require_source()
-        data = training_set(self.federation.in_round(round), self.partition, self.settings, self.device)
-        rule(task.rule).personalise(self._local(data, task, private, "personalise", round))
+        federation = self.federation.in_round(request.round)
+        data = TrainingSet.of_client(federation, self.partition, self.settings, self.device)
+        context = self._context(data, request.task, private, "personalise", request.round)
+        self._algorithm(request.task).personalize(context)
 
-    def _neighbours(self, rows: Sequence[Row], round: int) -> Neighbours | None:
-        """Return what the client memorises under the network as it is, if a row needs it."""
-        if not any(_memorises(row) for row in rows):
+    def _neighbours(self, rows: Sequence[AdapterRow], round: int) -> Neighbours | None:
+        """Return the client's memorized samples under the network as it is, if a row needs them."""
+        if not any(_memorizes(row) for row in rows):
             return None
         self._require_source()
-        return memorise(self.model, self.federation.in_round(round), self.partition, self.settings, self.device)
+        return memorize(self.model, self.federation.in_round(round), self.partition, self.settings, self.device)
 
-    def _trained_on(self, rows: Sequence[Row], private: Arrays, round: int) -> NDArray[np.int64]:
-        """Return the samples that the training was on, at any client, and what this one trains on beside it."""
+    def _trained_on(self, rows: Sequence[AdapterRow], private: Arrays, round: int) -> NDArray[np.int64]:
+        """Return the samples that any client trained on, and those that this one uses beside them."""
         used = [self.federation.trained_on(round - 1), trained_indices(private)]
-        if any(row.base == "personalised" or _memorises(row) for row in rows):
+        if any(row.base == "personalised" or _memorizes(row) for row in rows):
             used.append(self.federation.in_round(round).splits[self.partition].train)
         return np.unique(np.concatenate(used))
 
@@ -193,5 +421,13 @@ class Device(Learner):
         return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **known)
 
 
-def _memorises(row: Row) -> bool:
+def rates_of(arrays: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+    """Return adaptation rates by module; ValueError names those that are not finite."""
+    numbers = {name: float(value) for name, value in arrays.items()}
+    if bad := [name for name, value in numbers.items() if not math.isfinite(value)]:
+        raise ValueError(f"rates of {', '.join(bad)} are not finite")
+    return numbers
+
+
+def _memorizes(row: AdapterRow) -> bool:
     return "datastore" in info(row.adapter).needs

@@ -1,47 +1,79 @@
-"""Running one adapter over one test stream; the only place where test labels meet predictions."""
+"""Adapters on test streams; the only module in which test labels meet predictions.
+
+An evaluation metric beside accuracy is a function in `METRICS`; the report says how it is named and formatted.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from client.local_data import contrastive_views
-from client.neighbours import Neighbours
-from data import DATASETS, Stream
+from client.training import contrastive_views, labelled
+from data import DATASETS, Federation, Stream
+from messages.replies import WEIGHT_BINS, EvaluationResult
+from messages.requests import AdapterRow
 from models import TwoHead
 from settings import Settings
 from tta import Adapter, Statistics
 from tta.augmix import AugMix
-from tta.knn_per import KNNPer
+from tta.knn_per import Datastore, KNNPer, choose_weight
 from tta.registry import create, info
 from tta.views import Views
 
 MARGINAL_ENTROPY = ("memo", "fedthe_plus")  # whose views are AugMix
 RANDOM_VIEWS = ("cotta", "rotta", "roid", "bbn", "tsa")  # whose views are `tta.views.Views`
 CONTRASTIVE_VIEWS = ("fedicon",)  # whose views are `tta.contrastive_views.ContrastiveViews`
-BINS = 20  # of the histogram of e over [0, 1]
+
+
+#: Name → (probabilities [n, K], labels [n]) → number, averaged over clients by their test samples.
+METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of the table: a label, an adapter by name, its options, and the network that it gets.
+class Neighbours:
+    """A client's memorized samples under one network (kNN-Per).
 
-    `base` is "global", the network as the training left it, or "personalised", what the client made of it.
+    Parameters
+    ----------
+    store : Datastore
+        Features and labels of the training split.
+    x, y : Tensor [n, C, H, W], [n]
+        The validation split.
     """
 
-    label: str
-    adapter: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    base: str = "global"
+    store: Datastore
+    x: Tensor
+    y: Tensor
+
+    def best_weight(self, adapter: KNNPer, batch_size: int) -> float:
+        """Return the weight of the vote with the most correct validation predictions; ValueError without samples."""
+        if not len(self.y):
+            raise ValueError("knn_per: this client has no validation samples to choose weight on; set knn_per[weight=]")
+        parts = [adapter.parts(part) for part in self.x.split(batch_size)]
+        votes, heads = (torch.cat(column) for column in zip(*parts, strict=True))
+        return choose_weight(votes, heads, self.y)
+
+
+@torch.no_grad()
+def memorize(
+    model: TwoHead, federation: Federation, partition: int, settings: Settings, device: torch.device
+) -> Neighbours:
+    """Return a client's memorized samples under the network as it is, in evaluation mode."""
+    model.eval()
+    split = federation.splits[partition]
+    x, y = labelled(federation, split.train, device)
+    z = torch.cat([model.features(part) for part in x.split(settings.eval_batch_size)])
+    return Neighbours(Datastore(z, y), *labelled(federation, split.validation, device))
 
 
 def make_adapter(
-    row: Row,
+    row: AdapterRow,
     model: TwoHead,
     settings: Settings,
     statistics: Statistics | None = None,
@@ -51,7 +83,7 @@ def make_adapter(
 ) -> Adapter:
     """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.
 
-    `given` are options of the round, such as FedProx's; a method that has no such option goes without.
+    `given` are options of the round, such as FedProx's; an adapter without such an option ignores them.
 
     Raises
     ------
@@ -69,48 +101,50 @@ def make_adapter(
 
 
 def evaluate_row(
-    row: Row,
+    row: AdapterRow,
     model: TwoHead,
     statistics: Statistics | None,
     samples: Stream,
     settings: Settings,
     rates: Mapping[str, Mapping[str, float]] | None = None,
     neighbours: Neighbours | None = None,
-) -> dict[str, Any]:
-    """Predict a stream in order with a fresh adapter and count what is right.
-
-    Returns
-    -------
-    dict
-        `method`, `shift`, `correct`, `total`, `seconds`; for adapters that choose a weight for each sample also
-        `weight_histogram` (BINS counts of e over [0, 1]) and `weight_mean`.
-    """
-    needs = info(row.adapter).needs
+) -> EvaluationResult:
+    """Predict a stream in order with a fresh adapter and count correct predictions."""
     total = len(samples.y)
-    if "gradients" in needs and settings.tune_samples:
+    if "gradients" in info(row.adapter).needs and settings.tune_samples:
         total = min(total, settings.tune_samples)
     adapter = make_adapter(row, model, settings, statistics, rates, neighbours)
     adapter.reset()
     size = _batch_size(adapter, settings, total)
     start = time.perf_counter()
-    correct = 0
+    correct, predicted = 0, []
     for begin in range(0, total, size):
         stop = min(begin + size, total)
         probabilities = adapter.predict(samples.x[begin:stop])
         right = probabilities.argmax(1).cpu() == samples.y[begin:stop].cpu()
         correct += int(right.sum())
-    result = {
-        "method": row.label,
-        "shift": samples.name,
-        "correct": correct,
-        "total": total,
-        "seconds": time.perf_counter() - start,
-    }
+        if METRICS:
+            predicted.append(probabilities.cpu())
+    seconds = time.perf_counter() - start
+    labels = samples.y[:total].cpu()
+    return EvaluationResult(
+        label=row.label,
+        shift=samples.name,
+        correct=correct,
+        total=total,
+        seconds=seconds,
+        **_weights(adapter, info(row.adapter).needs),
+        metrics={name: float(metric(torch.cat(predicted), labels)) for name, metric in METRICS.items() if total},
+    )
+
+
+def _weights(adapter: Adapter, needs: frozenset[str]) -> dict[str, Any]:
+    """Return histogram and mean of e, the weight of the global head, of an adapter that chooses it per sample."""
     weight = adapter.report().get("weight")
-    if isinstance(weight, torch.Tensor) and len(weight) and needs & {"descriptor", "dle"}:
-        counts, _ = np.histogram(weight.numpy(), bins=BINS, range=(0.0, 1.0))
-        result |= {"weight_histogram": counts.tolist(), "weight_mean": float(weight.mean())}
-    return result
+    if not (isinstance(weight, torch.Tensor) and len(weight) and needs & {"descriptor", "dle"}):
+        return {}
+    counts, _ = np.histogram(weight.numpy(), bins=WEIGHT_BINS, range=(0.0, 1.0))
+    return {"weight_histogram": counts.tolist(), "weight_mean": float(weight.mean())}
 
 
 def _batch_size(adapter: Adapter, settings: Settings, total: int) -> int:

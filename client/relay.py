@@ -1,22 +1,27 @@
-"""Work done by a device's resident agent instead of in this process: the way there and back, without torch."""
+"""The relay: requests that a device's resident agent answers, over a Unix socket; without torch and without Flower."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import grpc
 
-from client.agent import agent_pb2 as pb
-from client.agent import agent_pb2_grpc, wire
-from client.work import Done, Work
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc, protobuf
+from messages.replies import Reply
+from messages.requests import Request
+from messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
 from settings import SettingsError
 
-READY = 60.0  # seconds an agent may take to be there: one that has just been restarted loads its model first
+READY = 60.0  # seconds for an agent to be reachable: one that has just been restarted loads its model first
 MAX_BYTES = 1 << 30  # of a message, in either direction
-#: Keys of the node config that are the agent's own where there is one.
-AGENTS_OWN = ("role", "state-dir", "data-dir", "device")
+SOCKET_PATH = 107  # bytes in the path of a Unix socket, at most
+#: Keys of the node config that belong in the agent's own file.
+AGENT_KEYS = ("role", "state-dir", "data-dir", "device")
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_BYTES),
     ("grpc.max_receive_message_length", MAX_BYTES),
@@ -25,7 +30,7 @@ OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),
 ]
-#: What an agent's refusal is raised as here; everything else is a RuntimeError.
+#: The exception for a status of the agent; any other status is a RuntimeError.
 RAISED: dict[grpc.StatusCode, type[Exception]] = {
     grpc.StatusCode.INVALID_ARGUMENT: ValueError,
     grpc.StatusCode.OUT_OF_RANGE: FloatingPointError,
@@ -34,82 +39,125 @@ RAISED: dict[grpc.StatusCode, type[Exception]] = {
 }
 
 
-def relay(work: Work, config: Mapping[str, Any], timeout: float) -> Done:
-    """Let the agent that a node config names do the work.
+class RelayTransport:
+    """A transport to resident agents.
 
     Parameters
     ----------
-    config : mapping
-        The node config: `agent`, and perhaps `partition-id` and `num-partitions`, which must be the agent's.
+    addresses : mapping
+        Node → the agent's relay socket, `unix:/path`.
+    ready : float
+        Seconds of a request's time for its agent to be reachable.
+    """
+
+    def __init__(self, addresses: Mapping[int, str], ready: float = READY) -> None:
+        self.addresses, self.ready = dict(addresses), ready
+
+    def nodes(self) -> list[int]:
+        """Return the nodes that have an address."""
+        return list(self.addresses)
+
+    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
+        """See `messages.transport.Transport.exchange`."""
+        end = time.monotonic() + timeout
+        pool = ThreadPoolExecutor(max(1, len(requests)), "relay")
+        try:
+            for future in as_completed([pool.submit(self._answer, one, timeout, end) for one in requests]):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, one: Addressed, timeout: float, end: float) -> Answer:
+        if one.node not in self.addresses:
+            return unknown_node(one)
+        try:
+            left = max(0.0, end - time.monotonic())
+            message = protobuf.to_work(one.request.to_record())
+            done = _call(self.addresses[one.node], message, left, self.ready)
+        except TimeoutError:
+            return late(one, timeout)
+        except Exception as error:
+            return Answer(one.node, None, "failed", reason_of(error))
+        try:
+            return answer_of(one, protobuf.from_done(type(one.request).reply.kind, done))
+        except ValueError as error:
+            return Answer(one.node, None, "refused", str(error))
+
+
+def relay(request: Request, node_config: Mapping[str, Any], timeout: float, ready: float = READY) -> Reply:
+    """Let the agent that a node config names answer a request.
+
+    Parameters
+    ----------
+    request : Request
+    node_config : mapping
+        `agent`, the address of its relay socket, and optionally `partition-id` and `num-partitions`, which must be
+        those of the agent.
     timeout : float
-        Seconds.
+        Seconds for everything.
+    ready : float
+        Seconds of these for the agent to be reachable.
 
     Raises
     ------
     SettingsError
-        The node config says what is the agent's to say.
-    ValueError, FloatingPointError, RuntimeError, TimeoutError, ConnectionError
-        As `perform`.
+        The node config has keys that belong in the agent's own file.
+    ValueError
+        The address is not that of a Unix socket, the agent refuses the request, or its reply cannot be read.
+    FloatingPointError, RuntimeError
+        The agent failed; the text is its reason.
+    TimeoutError
+        The agent took too long.
+    ConnectionError
+        The agent cannot be reached, or ended meanwhile.
     """
-    if foreign := [key for key in AGENTS_OWN if key in config]:
+    if foreign := [key for key in AGENT_KEYS if key in node_config]:
         raise SettingsError(f"node config: {', '.join(foreign)} beside agent; it belongs in the agent's own file")
-    partition, number = (int(config[key]) if key in config else None for key in ("partition-id", "num-partitions"))
-    return perform(str(config["agent"]), work, timeout, partition, number)
+    keys = ("partition-id", "num-partitions")
+    partition, number = (int(node_config[key]) if key in node_config else None for key in keys)
+    message = protobuf.to_work(request.to_record(), partition, number)
+    done = _call(str(node_config["agent"]), message, timeout, ready)
+    return request.reply.from_record(protobuf.from_done(request.reply.kind, done))
 
 
-def perform(
-    address: str,
-    work: Work,
-    timeout: float,
-    partition: int | None = None,
-    num_partitions: int | None = None,
-    ready: float = READY,
-) -> Done:
-    """Let an agent do the work and return its answer.
-
-    Parameters
-    ----------
-    address : str
-        The agent's relay socket, `unix:/path`: work is not relayed to other machines.
-    timeout : float
-        Seconds for everything.
-    partition, num_partitions : int, optional
-        What the node config says; the agent refuses work for another client.
-    ready : float
-        Seconds of these for the agent to be there.
+def socket_path(address: str) -> Path:
+    """Return the path in `unix:/path`.
 
     Raises
     ------
     ValueError
-        The address is none of a Unix socket, or the agent refuses the work; its reason is the text.
-    FloatingPointError, RuntimeError
-        The agent failed; its reason is the text.
-    TimeoutError
-        It took too long.
-    ConnectionError
-        The agent is not there, or went away.
+        It is another kind of address, or its path is relative or too long for a socket.
     """
-    end = time.monotonic() + timeout
-    path, message = wire.socket_path(address), wire.work_to(work, partition, num_partitions)
+    path = Path(address.removeprefix("unix:"))
+    if not (address.startswith("unix:") and path.is_absolute()):
+        raise ValueError(f"address {address!r}: allowed is unix:/path")
+    if (size := len(str(path).encode())) > SOCKET_PATH:
+        raise ValueError(f"{path}: {size} bytes; the path of a socket has at most {SOCKET_PATH}: choose a shorter one")
+    return path
+
+
+def _call(address: str, message: pb.Work, timeout: float, ready: float) -> pb.Done:
+    """Send a request to an agent; raises what `relay` does."""
+    end, path = time.monotonic() + timeout, socket_path(address)
     with grpc.insecure_channel(f"unix:{path}", OPTIONS) as channel:
         try:
             grpc.channel_ready_future(channel).result(min(ready, timeout))
         except grpc.FutureTimeoutError as error:
-            raise ConnectionError(f"no agent answers at {address} within {min(ready, timeout):g} s") from error
+            kind = ConnectionError if ready < timeout else TimeoutError
+            raise kind(f"no agent answers at {address} within {min(ready, timeout):g} s") from error
         try:
-            done: pb.Done = agent_pb2_grpc.RelayStub(channel).Perform(
+            return agent_pb2_grpc.RelayStub(channel).Perform(
                 message, timeout=end - time.monotonic(), wait_for_ready=True
             )
         except grpc.RpcError as error:
-            raised = RAISED.get(error.code(), RuntimeError)
-            raise raised(_reason(address, work, timeout, error)) from error
-    return wire.done_from(done)
+            kind = RAISED.get(error.code(), RuntimeError)
+            raise kind(_reason(address, message.phase, timeout, error)) from error
 
 
-def _reason(address: str, work: Work, timeout: float, error: grpc.RpcError) -> str:
-    """Return what the agent says, or what happened on the way to it."""
+def _reason(address: str, kind: str, timeout: float, error: grpc.RpcError) -> str:
+    """Return the agent's reason, or what happened on the way to it."""
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-        return f"the agent at {address} has not finished phase {work.phase} within {timeout:g} s"
+        return f"the agent at {address} has not answered {kind} within {timeout:g} s"
     if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return f"the agent at {address} went away in phase {work.phase}: {error.details()}"
+        return f"the agent at {address} ended during {kind}: {error.details()}"
     return error.details() or f"the agent at {address}: {error.code().name}"

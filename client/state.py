@@ -1,14 +1,18 @@
-"""A device's private state: what it keeps between messages and never sends.
+"""A device's private state: what it keeps between requests and never sends.
 
 Entries are named arrays under a key, tagged with the training round after which they hold. The last two tags are kept,
-and the newest up to each round that the server could go back to, so that a device that is ahead of a resumed server
-can step back.
+and the newest up to each round that the server could resume from, so that a device that is ahead of a resumed server
+can step back. Networks that are sent once are kept by their digest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import getpass
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,10 +20,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from messages.arrays import Arrays
 from models import load_arrays, save_arrays
+from settings import Settings
 
-Arrays = dict[str, NDArray[Any]]
 KEPT = 2  # tags kept for each key
+NETWORKS_KEPT = 4  # networks kept on a device, the last ones used
 FORGOTTEN = ".forgotten"  # ends the name of a run that is being removed
 
 
@@ -30,7 +36,7 @@ class PrivateState(Protocol):
         """Return the newest entry of `key` tagged with `round` or earlier, or None."""
 
     def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
-        """Store an entry of `key` tagged with `round`; entries with later tags are forgotten.
+        """Store an entry of `key` tagged with `round`; entries with later tags are removed.
 
         For each round in `keep`, the newest entry up to it stays beside the last two.
         """
@@ -39,8 +45,8 @@ class PrivateState(Protocol):
         """Return the tags of all entries by key, sorted."""
 
 
-class Keeping:
-    """Private state that knows which rounds the server could go back to.
+class ResumableState:
+    """Private state that knows which rounds the server could resume from.
 
     Parameters
     ----------
@@ -67,7 +73,7 @@ class Keeping:
 
 
 class MemoryState:
-    """Private state in a dictionary: for tests, and the base of Flower's context backend."""
+    """Private state in a dictionary, for as long as its process lives."""
 
     def __init__(self, entries: dict[tuple[str, int], Arrays] | None = None) -> None:
         self.entries = {} if entries is None else entries
@@ -163,7 +169,7 @@ def plain_name(what: str, name: str) -> str:
 
 
 def outdated(tags: list[int], newest: int, keep: Collection[int] = ()) -> list[int]:
-    """Return the tags to forget: those after `newest`; of the others all but the last `KEPT` and those of `keep`.
+    """Return the tags to remove: those after `newest`; of the others all but the last `KEPT` and those of `keep`.
 
     For each round in `keep`, the newest tag up to it stays.
     """
@@ -178,3 +184,91 @@ def by_key(entries: Collection[tuple[str, int]]) -> dict[str, list[int]]:
     for key, tag in sorted(entries):
         found.setdefault(key, []).append(tag)
     return found
+
+
+def private_folder(settings: Settings) -> Path:
+    """Return the folder of a device's state on disk: `state-dir`, or one in the machine's temporary folder.
+
+    The latter belongs to the user alone; it is emptied by the machine only.
+
+    Raises
+    ------
+    ValueError
+        The temporary folder belongs to another user.
+    """
+    if settings.state_dir:
+        return Path(settings.state_dir).expanduser()
+    folder = Path(tempfile.gettempdir()) / f"fedtta-{getpass.getuser()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise ValueError(f"{folder} is another user's; set state-dir")
+    return folder
+
+
+class NetworkStore:
+    """Named arrays by digest, `<folder>/<digest>.safetensors`.
+
+    Parameters
+    ----------
+    folder : Path
+        Made when needed. Clients of one machine may share it: a network has the same name for all of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def keep(self, digest: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Store a network unless it is here, and remove all but the last ones used.
+
+        Raises
+        ------
+        ValueError
+            The digest is no plain name, or a value is not finite.
+        """
+        path = self._path(digest)
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_arrays(path, dict(arrays), {"digest": digest})
+        _use(path)
+        files = sorted(self.folder.glob("*.safetensors"), key=_last_used)
+        for old in files[:-NETWORKS_KEPT]:
+            old.unlink(missing_ok=True)
+
+    def load(self, digest: str) -> Arrays:
+        """Return a network.
+
+        Raises
+        ------
+        ValueError
+            It is not here, or its file is damaged (which is then removed): the server will send it again.
+        """
+        path = self._path(digest)
+        try:
+            arrays, notes = load_arrays(path)
+        except FileNotFoundError:
+            raise ValueError(f"network {digest[:12]} is not here; it must be sent again") from None
+        except ValueError as error:
+            path.unlink(missing_ok=True)
+            raise ValueError(f"{error}; it must be sent again") from error
+        if notes.get("digest") != digest:
+            path.unlink(missing_ok=True)
+            raise ValueError(f"{path} holds network {notes.get('digest')}; it must be sent again")
+        _use(path)
+        return arrays
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / f"{plain_name('network digest', digest)}.safetensors"
+
+
+def _use(path: Path) -> None:
+    """Note that a file was used; one that another client has just removed stays removed."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(path)
+
+
+def _last_used(path: Path) -> float:
+    """Return when a file was last used; one that another client has just removed counts as old."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,29 +1,69 @@
-"""Local training on one device: the two phases of a round (FedTHE, Algorithm 1, lines 6 to 9)."""
+"""Local training on one device: the two phases of a round (FedTHE, Algorithm 1, lines 6 to 9), and their objectives."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
-from client.compute import autocast
 from client.descent import Descent
-from client.objectives import Objective
-from client.objectives import objective as find_objective
-from client.randomness import layers_draw_by
+from data import DATASETS, Federation, crop_flip
 from models import TwoHead
 from models.finite import all_finite
 from settings import Settings
+from tta.contrastive_views import ContrastiveViews
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
-#: (x [B, C, H, W] in [0, 1], labels [B]) → mean loss of the batch, detached; it does all that one batch is for.
+#: (logits [B, K], labels [B], class counts [K] of the client's training split) → mean loss.
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: (x [B, C, H, W] in [0, 1], labels [B]) → mean loss of the batch, detached; one whole training step.
 Step = Callable[[Tensor, Tensor], Tensor]
 AUGMENTED_AT_ONCE = 64  # batches augmented in one call: enough to hide its fixed cost, little memory
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean cross-entropy; `counts` plays no part."""
+    return functional.cross_entropy(logits, labels)
+
+
+def balanced_softmax(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """Return the mean cross-entropy on logits + ln(count_k + 1).
+
+    The client's label prior is added to the logits during training, so that the trained head is free of it (Ren et al.
+    2020; FedTHE trains its global head so, section 4.2, footnote 3).
+    """
+    return functional.cross_entropy(logits + torch.log(counts.to(logits) + 1), labels)
+
+
+OBJECTIVES: dict[str, Objective] = {"cross_entropy": cross_entropy, "balanced_softmax": balanced_softmax}
+
+
+def find_objective(name: str) -> Objective:
+    """Return an objective by name; ValueError lists what exists."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"unknown objective {name!r}; there are: {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]
+
+
+def generator(seed: int, purpose: str, *numbers: int) -> torch.Generator:
+    """Return a CPU generator that depends on its arguments alone, e.g. `generator(1, "local", round, partition)`."""
+    words = np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *numbers]).generate_state(2)
+    return torch.Generator().manual_seed(int(words[0]) << 32 | int(words[1]))
+
+
+def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[None]:
+    """Return a bfloat16 autocast context, or one that does nothing."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 @dataclass(frozen=True)
@@ -52,6 +92,41 @@ class TrainingSet:
         """Return the number of samples."""
         return len(self.labels)
 
+    @classmethod
+    def of_client(cls, federation: Federation, partition: int, settings: Settings, device: torch.device) -> TrainingSet:
+        """Return a client's training split, with the training augmentation of the data set."""
+        indices = federation.splits[partition].train
+        images = federation.images
+        labels = torch.from_numpy(images.labels[indices])
+        return cls(
+            indices,
+            torch.from_numpy(images.pixels[indices]).to(device),
+            labels.to(device),
+            torch.bincount(labels, minlength=len(images.classes)).to(device),
+            _augmentation(settings),
+        )
+
+
+def labelled(federation: Federation, index: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return images [n, C, H, W] in [0, 1] and their labels [n]."""
+    x = federation.images.batch(index, device).contiguous(memory_format=torch.channels_last)
+    return x, torch.from_numpy(federation.images.labels[index]).to(device)
+
+
+def contrastive_views(settings: Settings) -> ContrastiveViews:
+    """Return the random views of FedICON for the run's data set."""
+    known = DATASETS[settings.dataset]
+    return ContrastiveViews(crop_scale=(known.crop, 1.0), flip=known.flip)
+
+
+def _augmentation(settings: Settings) -> Augment | None:
+    """Return the augmentation of training images; None without any."""
+    if not settings.augment:
+        return None
+    if settings.views == "contrastive":
+        return contrastive_views(settings)
+    return partial(crop_flip, flip=DATASETS[settings.dataset].flip)
+
 
 def epoch(
     data: TrainingSet, batch_size: int, generator: torch.Generator, smallest: int = 1
@@ -73,7 +148,7 @@ def epoch(
 
 
 def optimizer(parameters: Sequence[Tensor], settings: Settings) -> Descent:
-    """Return a fresh local optimiser; its state starts anew in every round."""
+    """Return a fresh local optimizer; its state starts from zero in every round."""
     return Descent(parameters, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum)
 
 
@@ -83,12 +158,13 @@ def train_network(
     objective: Objective,
     settings: Settings,
     generator: torch.Generator,
+    proximal_mu: float = 0.0,
     auxiliary: Callable[[TwoHead, Tensor], Tensor] | None = None,
 ) -> float:
-    """Train all that travels for `local_epochs`; return the mean loss of the last epoch.
+    """Train encoder and global head for `local_epochs`; return the mean loss of the last epoch.
 
-    With FedProx each step adds `proximal_term` to the loss, and `auxiliary(model, x)` where there is one; what is
-    returned is the objective alone.
+    Each step adds `proximal_term` to the loss, and `auxiliary(model, x)` where there is one; what is returned is the
+    objective alone.
 
     Raises
     ------
@@ -100,8 +176,7 @@ def train_network(
     smallest = smallest_batch(model, settings)
     model.train()
     shared = list(model.shared_parameters().values())
-    mu = settings.proximal_mu if settings.aggregation == "fedprox" else 0.0
-    received = [value.detach().clone() for value in shared] if mu else []
+    received = [value.detach().clone() for value in shared] if proximal_mu else []
     descent = optimizer(shared, settings)
 
     def step(x: Tensor, labels: Tensor) -> Tensor:
@@ -110,7 +185,7 @@ def train_network(
         value = objective(logits.float(), labels, data.counts)
         descent.zero_grad()
         more = auxiliary(model, x) if auxiliary is not None else 0.0
-        (value + more + proximal_term(shared, received, mu)).backward()
+        (value + more + proximal_term(shared, received, proximal_mu)).backward()
         descent.step()
         return value.detach()
 
@@ -121,7 +196,7 @@ def train_network(
 
 
 def proximal_term(weights: Sequence[Tensor], received: Sequence[Tensor], mu: float) -> Tensor | float:
-    """Return (μ/2)‖w - w_received‖² (FedProx: Li et al., MLSys 2020, eq. 2); 0 for μ = 0, without looking."""
+    """Return (μ/2)‖w - w_received‖² (FedProx: Li et al., MLSys 2020, eq. 2); 0 for μ = 0, without computing it."""
     if not mu:
         return 0.0
     return mu / 2 * torch.stack([((new - old) ** 2).sum() for new, old in zip(weights, received, strict=True)]).sum()
@@ -135,6 +210,30 @@ def mean_loss(model: TwoHead, data: TrainingSet, objective: Objective, batch_siz
     for pixels, labels in zip(data.pixels.split(batch_size), data.labels.split(batch_size), strict=True):
         total += objective(model(pixels.float() / 255).float(), labels, data.counts).double() * len(labels)
     return float(total) / max(len(data), 1)
+
+
+@torch.no_grad()
+def validate(
+    model: TwoHead, federation: Federation, partition: int, batch_size: int, device: torch.device, personal: bool
+) -> dict[str, int]:
+    """Count correct predictions of the global head, and with `personal` of the personal one, on the validation split.
+
+    Returns
+    -------
+    dict
+        `validation_total`, `validation_correct` and, with `personal`, `personal_validation_correct`.
+    """
+    indices = federation.splits[partition].validation
+    heads = {"validation_correct": model.head}
+    if personal:
+        heads["personal_validation_correct"] = model.personal_head
+    right = dict.fromkeys(heads, 0)
+    for chosen in np.array_split(indices, max(1, len(indices) // batch_size)):
+        labels = torch.from_numpy(federation.images.labels[chosen]).to(device)
+        z = model.features(federation.images.batch(chosen, device))
+        for name, head in heads.items():
+            right[name] += int((head(z).argmax(1) == labels).sum())
+    return {"validation_total": len(indices), **right}
 
 
 def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, generator: torch.Generator) -> float:
@@ -176,7 +275,7 @@ def train_epochs(
     what : str
         Named in the error.
     trained : sequence of Tensor
-        What the steps change; looked at after every epoch.
+        What the steps change; checked after every epoch.
     smallest : int
         A last batch with fewer samples is left out.
 
@@ -194,8 +293,23 @@ def train_epochs(
                 total += step(x, labels) * len(labels)
                 seen += len(labels)
             loss = float(total) / max(seen, 1)
-            require_finite(what, loss, [*trained])
+            require_finite(what, loss, trained)
     return loss
+
+
+@contextmanager
+def layers_draw_by(draw: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Seed the layers that draw random numbers (dropout, stochastic depth) from a generator's seed alone.
+
+    They draw from the process's generators, which other clients have used before; these are restored afterwards.
+    """
+    seed = draw.initial_seed() ^ 1  # not the numbers that the generator itself gives
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.random.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 def smallest_batch(model: nn.Module, settings: Settings) -> int:
@@ -212,12 +326,13 @@ def smallest_batch(model: nn.Module, settings: Settings) -> int:
     return smallest
 
 
-def require_finite(what: str, loss: float, trained: list[Tensor]) -> None:
-    """Raise FloatingPointError if training diverged; what the last step did shows in the trained values only."""
-    if not (math.isfinite(loss) and all_finite(trained)):
+def require_finite(what: str, loss: float, trained: Sequence[Tensor]) -> None:
+    """Raise FloatingPointError if training diverged; the effect of the last step shows in the trained values only."""
+    if not (math.isfinite(loss) and all_finite([*trained])):
         raise FloatingPointError(f"{what} diverged: mean loss {loss:g}")
 
 
 def has_batchnorm(model: nn.Module) -> bool:
-    """Tell whether a network normalises with batch statistics in training."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    """Tell whether a network normalizes with batch statistics in training."""
+    batchnorm: Any = nn.modules.batchnorm._BatchNorm
+    return any(isinstance(module, batchnorm) for module in model.modules())

@@ -11,7 +11,7 @@ Decisions and deviations
 - Weights are mixed, as in the paper; FedTHE's code mixes logits instead.
 - The published codes add 0.02 α to the slope of α; the paper has no such term, and neither is it here.
 - v̄ has BatchNorm statistics of its own, from its own passes. Running statistics are not mixed.
-- w and v have an optimiser of the run's kind each; weight decay acts on v, not on v̄. α always moves by a plain step.
+- w and v have an optimizer of the run's kind each; weight decay acts on v, not on v̄. α always moves by a plain step.
 - v starts as the first w that the client receives, so that α stays where it starts in that round.
 - Tested is v̄ with the final received w: Algorithm 1 right after the last synchronisation.
 """
@@ -19,15 +19,14 @@ Decisions and deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from client.rules.base import (
-    Local,
-    Rule,
+from client.algorithms.base import (
+    LocalAlgorithm,
+    LocalContext,
     gradients,
     keep_network,
     kept_network,
@@ -40,7 +39,7 @@ from models import TwoHead
 PREFIX, ALPHA = "apfl.", "apfl.alpha"
 
 
-class APFL(Rule):
+class APFL(LocalAlgorithm):
     """A mixture of a local and the global model; private tensors: "apfl.alpha" [1] and "apfl.<name>" for all of v.
 
     Parameters
@@ -54,15 +53,13 @@ class APFL(Rule):
         `alpha` is outside [0, 1].
     """
 
-    uses_personal_head: ClassVar[bool] = False
-
     def __init__(self, alpha: float = 0.5) -> None:
         if not 0 <= alpha <= 1:
             raise ValueError(f"alpha = {alpha!r}; allowed is a number from 0 to 1")
         self.alpha = alpha
 
-    def train(self, local: Local) -> float:
-        """See `Rule.train`; the loss is that of the global model."""
+    def train(self, local: LocalContext) -> float:
+        """See `LocalAlgorithm.train`; the loss is that of the global model."""
         smallest, settings = smallest_batch(local.model, local.settings), local.settings
         mixture = self._mixture(local)
         w, v = list(mixture.w.values()), list(mixture.v.values())
@@ -92,14 +89,14 @@ class APFL(Rule):
         return loss
 
     @torch.no_grad()
-    def personalise(self, local: Local) -> None:
+    def personalize(self, local: LocalContext) -> None:
         """Turn w into α v + (1-α) w, with v̄'s BatchNorm statistics; a client without a v keeps w."""
         if ALPHA in local.own:
             mixture = self._mixture(local)
             local.model.load_global_state({**mixture.personal.global_state(), **mixture.weights()})
         local.model.eval()
 
-    def _mixture(self, local: Local) -> _Mixture:
+    def _mixture(self, local: LocalContext) -> _Mixture:
         """Return v, w and α as the client has them.
 
         Raises
@@ -132,7 +129,7 @@ class _Mixture:
         pairs = {name: (v.detach(), self.w[name].detach()) for name, v in self.v.items()}
         return {name: self.alpha.to(v) * v + (1 - self.alpha).to(w) * w for name, (v, w) in pairs.items()}
 
-    def slopes(self, local: Local, x: Tensor, labels: Tensor) -> list[Tensor | None]:
+    def slopes(self, local: LocalContext, x: Tensor, labels: Tensor) -> list[Tensor | None]:
         """Return ∇f(v̄) on a batch, in the order of the parameters; the pass updates v̄'s BatchNorm statistics."""
         mixed = {name: value.requires_grad_() for name, value in self.weights().items()}
         logits = local.outputs(lambda batch: functional_call(self.personal, mixed, (batch,)), x)

@@ -1,10 +1,11 @@
-"""What a client keeps of a training between messages, as named arrays of its private state.
+"""The client's network between requests: loading what was received, and what is kept as private state.
 
+Named arrays of the private state of a training:
 - `personal_head.*`: the personal head;
-- `kept.<name>`: arrays of the network that the training does not join (FedPer's head, FedBN's layers);
-- `own.<name>`: what the client's rule keeps (Ditto's personal model);
-- `trained-indices`: which images it has trained on;
-- `statistics.*`: see `client.summary`.
+- `kept.<name>`: arrays of the network that the server does not aggregate (FedPer's head, FedBN's layers);
+- `own.<name>`: private tensors of the local algorithm (Ditto's personal model);
+- `trained-indices`: the images that the client has trained on;
+- `statistics.*`: see `client.statistics`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.checks import check_model
-from client.randomness import generator
-from client.state import Arrays
+from client.training import generator
+from messages.arrays import Arrays
 from models import PERSONAL_PREFIX, TwoHead
 
 KEPT = "kept."
@@ -33,21 +33,21 @@ def receive(
     arrays: Arrays,
     private: Mapping[str, NDArray[Any]],
     seed: int,
-    joined: Collection[str] | None = None,
+    aggregated: Collection[str] | None = None,
 ) -> None:
-    """Load what came, and what was kept where nothing came; the personal head is the kept one or its initial value.
+    """Load the received arrays, and kept ones where none was received; the personal head is kept or initialized.
 
-    Of arrays that are not `joined` (None: all are) a kept value goes before one that came.
+    For arrays that are not `aggregated` (None: all are) a kept value takes precedence over a received one.
 
     Raises
     ------
     ValueError
-        Arrays do not fit the network, or one neither came nor was kept.
+        Arrays do not fit the network, or one was neither received nor kept.
     """
     kept = _part(private, KEPT)
-    own = {} if joined is None else {name: value for name, value in kept.items() if name not in joined}
+    own = {} if aggregated is None else {name: value for name, value in kept.items() if name not in aggregated}
     together = {**kept, **arrays, **own}
-    missing = [] if joined is None else [name for name in model.global_state() if name not in together]
+    missing = [] if aggregated is None else [name for name in model.global_state() if name not in together]
     if missing:
         raise ValueError(f"global state does not fit: missing {missing}, which this client has not kept either")
     load_network(model, together)
@@ -63,21 +63,39 @@ def load_network(model: TwoHead, arrays: Arrays) -> None:
     model.load_global_state({name: _borrowed(value) for name, value in arrays.items()})
 
 
+def check_model(arrays: Mapping[str, NDArray[Any]], model: TwoHead) -> None:
+    """Refuse what `TwoHead.load_global_state`, which compares names and shapes, does not check.
+
+    Raises
+    ------
+    ValueError
+        An array has another dtype than the network's, or a variance is negative; the message names it.
+    """
+    for name, own in model.global_state().items():
+        if name not in arrays:
+            continue
+        value, dtype = arrays[name], str(own.dtype).removeprefix("torch.")
+        if value.dtype != np.dtype(dtype):
+            raise ValueError(f"{name}: dtype {value.dtype} does not fit {dtype}")
+        if name.endswith("running_var") and (value < 0).any():
+            raise ValueError(f"{name} holds negative variances")
+
+
 def _borrowed(value: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor in the same memory, only to be read: a copy would take longer than loading it."""
+    """Return an array as a tensor in the same memory, which is read only: a copy would take longer than loading it."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is never written
         return torch.from_numpy(value)
 
 
 def own_tensors(private: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
-    """Return what the rule kept after its last round; empty in the first."""
+    """Return the private tensors that the local algorithm kept in its last round; empty in the first."""
     return {name: torch.tensor(value, device=device) for name, value in _part(private, OWN).items()}
 
 
-def network_entries(state: Mapping[str, Tensor], joined: Collection[str], own: Mapping[str, Tensor]) -> Arrays:
-    """Return the entries that a round of training leaves: what of a `global_state` is not joined, and the rule's."""
-    kept = {f"{KEPT}{name}": value for name, value in state.items() if name not in joined}
+def network_entries(state: Mapping[str, Tensor], aggregated: Collection[str], own: Mapping[str, Tensor]) -> Arrays:
+    """Return the entries of a round: the arrays of a `global_state` that are not aggregated, and the algorithm's."""
+    kept = {f"{KEPT}{name}": value for name, value in state.items() if name not in aggregated}
     return _arrays({**kept, **{f"{OWN}{name}": value for name, value in own.items()}})
 
 
@@ -87,12 +105,12 @@ def carried_entries(private: Mapping[str, NDArray[Any]]) -> Arrays:
 
 
 def head_entries(model: TwoHead, private: Mapping[str, NDArray[Any]], trained: NDArray[np.int64]) -> Arrays:
-    """Return the personal head, and the indices of all images trained on, `trained` included."""
+    """Return the personal head and the indices of all images trained on, including `trained`."""
     return {**_arrays(personal_head(model)), TRAINED: np.union1d(trained_indices(private), trained)}
 
 
 def trained_indices(private: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
-    """Return which images this client has in fact trained on; none before its first round, and for a target."""
+    """Return the images that this client has trained on; none before its first round, and for a target."""
     return private.get(TRAINED, np.empty(0, np.int64))
 
 

@@ -1,4 +1,4 @@
-"""A model as it is served: everything that makes its adapter again after a restart."""
+"""A served model: the network, what the client knows beside it, and the adapter, as they survive a restart."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.agent.guard import Usual, entropy
-from client.evaluation import Row, make_adapter
-from client.neighbours import Neighbours
-from client.state import Arrays
+from client.algorithms import LocalAlgorithm
+from client.evaluation import Neighbours, make_adapter
 from data import Federation
+from messages.arrays import Arrays
+from messages.requests import AdapterRow
 from models import TwoHead, load_arrays, load_model, save_arrays, save_model
 from settings import Scalar, Settings
 from tta import Adapter, Statistics
@@ -27,8 +27,27 @@ from tta.registry import info
 
 FORMAT, VERSION = "fedtta-served", "1"
 NETWORK, REST = "network.safetensors", "rest.safetensors"
-#: Settings that options of adapters follow from; see `client.evaluation`.
-FOLLOWED = ("seed", "dataset", "temperature", "leave_one_out", "clients", "eval_batch_size")
+
+
+@dataclass(frozen=True)
+class Usual:
+    """A client's usual predictions, against which the guard judges; they never leave the device.
+
+    Parameters
+    ----------
+    shares : float64 [K]
+        The larger of each class's share of the client's training samples and of the unadapted model's predictions.
+    entropy : float
+        Mean entropy of the unadapted model, nats.
+    """
+
+    shares: NDArray[np.float64]
+    entropy: float = 0.0
+
+    @classmethod
+    def unknown(cls, classes: int) -> Usual:
+        """Return the value for a client without samples: all classes alike."""
+        return cls(np.full(classes, 1 / classes))
 
 
 @dataclass(frozen=True)
@@ -37,17 +56,15 @@ class Served:
 
     Parameters
     ----------
-    row : Row
-        Adapter, options and base.
+    row : AdapterRow
     network : TwoHead
         This object's own, on its device, as the adapter gets it: personal head included, base applied.
     spec : dict
         The arguments of `models.build`.
     settings : dict
-        Those of `FOLLOWED`, by field name.
+        Those that adapters' options follow from (group "adapter"), by field name.
     classes : tuple of str
     usual : Usual
-        For the guard.
     statistics : Statistics or None
     rates : mapping
         variant → module → α.
@@ -58,7 +75,7 @@ class Served:
         "<run>/<training>/<round>".
     """
 
-    row: Row
+    row: AdapterRow
     network: TwoHead
     spec: Mapping[str, Any]
     settings: Mapping[str, Scalar]
@@ -126,7 +143,7 @@ class Served:
         network = network.to(device).to(memory_format=torch.channels_last)
         about = json.loads(metadata["about"])
         served = cls(
-            Row(**about["row"]),
+            AdapterRow(**about["row"]),
             network,
             spec,
             about["settings"],
@@ -173,7 +190,7 @@ class Served:
 
 
 def serve(
-    row: Row,
+    row: AdapterRow,
     network: TwoHead,
     spec: Mapping[str, Any],
     settings: Settings,
@@ -190,7 +207,7 @@ def serve(
     ValueError
         As `Served.build`.
     """
-    followed = {name: getattr(settings, name) for name in FOLLOWED}
+    followed = {key.replace("-", "_"): value for key, value in settings.select("adapter").items()}
     made = make_adapter(row, network, settings, statistics, rates, neighbours)
     chosen = {"weight": made.weight} if isinstance(made, KNNPer) else {}
     variant = str(row.options.get("adapt", "all"))
@@ -201,31 +218,17 @@ def serve(
     return served
 
 
-def lacking(adapter: str, rule: str, personal_head: bool) -> str:
-    """Say what a training does not make that an adapter needs; empty for nothing.
-
-    Parameters
-    ----------
-    rule : str
-        The training's rule on clients.
-    personal_head : bool
-        Whether it trains a personal head.
-    """
-    needs = info(adapter).needs
-    if "personal_head" in needs and not personal_head:
-        return f"{adapter} needs a personal head, which the rule {rule!r} does not train"
-    if "residual_head" in needs and rule != "fedrod":
-        return f"{adapter} needs a residual head, which the rule {rule!r} does not train"
-    if "rotation_head" in needs and rule != "rotation":
-        return f"{adapter} needs a rotation head, which the rule {rule!r} does not train"
-    return ""
+def missing_heads(adapter: str, algorithm: LocalAlgorithm) -> list[str]:
+    """Return the heads that an adapter needs and a local algorithm does not train."""
+    heads = {"personal_head", "residual_head", "rotation_head"}
+    return sorted((info(adapter).needs & heads) - algorithm.heads)
 
 
 @torch.no_grad()
-def usual(
+def usual_predictions(
     network: TwoHead, federation: Federation, partition: int, device: torch.device, batch_size: int, labelled: bool
 ) -> Usual:
-    """Return what is ordinary for a client under a network in evaluation mode.
+    """Return a client's usual predictions under a network in evaluation mode.
 
     Predictions are those of its validation split, or of its training split where that is empty.
 
@@ -246,6 +249,12 @@ def usual(
     if labelled and len(split.train):
         shares = np.maximum(shares, np.bincount(images.labels[split.train], minlength=classes) / len(split.train))
     return Usual(shares, float(entropy(p).mean()))
+
+
+def entropy(probabilities: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the entropy in nats of rows [B, K]; 0 ln 0 is 0."""
+    p = np.asarray(probabilities, np.float64)
+    return -(p * np.log(np.where(p > 0, p, 1))).sum(1)
 
 
 def _array(value: Tensor | float) -> NDArray[Any]:

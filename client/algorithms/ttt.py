@@ -1,4 +1,4 @@
-"""Joint training with rotations to tell apart, for test-time training.
+"""FedAvg training with rotations to tell apart, for test-time training.
 
 Sun et al., "Test-Time Training with Self-Supervision for Generalization under Distribution Shifts", ICML 2020, section
 2: the encoder learns the main task and a self-supervised one together; here in every client's local training of FedAvg.
@@ -7,23 +7,29 @@ A batch's images are turned by a random multiple of 90 degrees each; the sum of 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
-from client.rules.base import Local
-from client.rules.joint import Joint
+from client.algorithms.base import LocalContext
+from client.algorithms.fedavg import FedAvg
 from client.training import train_network
 from models import TwoHead
 from tta.ttt import rotation_loss
 
 
-class Rotation(Joint):
+class TTT(FedAvg):
     """Train encoder, head and rotation head together."""
 
-    def train(self, local: Local) -> float:
-        """See `Rule.train`; the loss returned is the main task's."""
+    heads: ClassVar[frozenset[str]] = frozenset({"personal_head", "rotation_head"})
+
+    def train(self, local: LocalContext) -> float:
+        """See `LocalAlgorithm.train`; the loss returned is the main task's."""
         weight = local.settings.rotation_weight
 
         def turned(model: TwoHead, x: Tensor) -> Tensor:
             return weight * rotation_loss(model, x, local.draw)
 
-        return train_network(local.model, local.data, local.objective, local.settings, local.draw, turned)
+        return train_network(
+            local.model, local.data, local.objective, local.settings, local.draw, local.proximal_mu, turned
+        )

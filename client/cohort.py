@@ -1,7 +1,7 @@
-"""A round of several clients at once: their networks stacked, their batches side by side (`models.stacked`).
+"""A cohort: one round of several clients at once, networks stacked and batches side by side (`models.stacked`).
 
-Equal to one client after another up to rounding: each client draws by its own generator, and what pads its batches to
-one width is masked. Only for FedAvg's local training, with or without FedProx's pull; other rules are their own loops.
+Results match those of one client after another up to rounding: each client draws from its own generator, and the
+padding of its batches is masked. Only FedAvg's local training, with or without FedProx's term, can be vectorized.
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from client.compute import autocast
+from client.algorithms import FedAvg, find_algorithm
 from client.descent import StackedDescent
-from client.learner import Learner, Metrics, Turn
-from client.objectives import Objective
-from client.objectives import objective as find_objective
-from client.private import own_tensors
-from client.randomness import generator
-from client.rules import Joint, rule
-from client.state import Arrays
-from client.task import Task
-from client.training import TrainingSet, epoch, smallest_batch
+from client.device import Device, Turn
+from client.network import own_tensors
+from client.training import Objective, TrainingSet, autocast, epoch, find_objective, generator, smallest_batch
+from messages.replies import Trained
+from messages.requests import Train
 from models import PERSONAL_PREFIX
 from models.stacked import Stacked, draws
 
-Result = tuple[Arrays, Metrics] | Exception
 #: (batch, leaves, class counts) → (mean loss of each client [k], what is added to it for the gradient [k]).
 Loss = Callable[["Batch", dict[str, Tensor], Tensor], tuple[Tensor, Tensor | float]]
 
@@ -43,32 +38,30 @@ class Batch:
     mask: Tensor
 
 
-def fits(learner: Learner, task: Task) -> bool:
-    """Tell whether a training can be done for several clients at once: FedAvg's, without layers that draw."""
-    return isinstance(rule(task.rule), Joint) and not draws(learner.model)
+def fits(device: Device, request: Train) -> bool:
+    """Tell whether a training can be vectorized: FedAvg's, on a network without layers that draw random numbers."""
+    return isinstance(find_algorithm(request.task.algorithm), FedAvg) and not draws(device.model)
 
 
-def train_together(learners: Sequence[Learner], round: int, task: Task, arrays: Sequence[Arrays]) -> list[Result]:
-    """Do one round of several clients; return for each what `Learner.train` returns, or what it would have raised.
+def train(devices: Sequence[Device], requests: Sequence[Train]) -> list[Trained | Exception]:
+    """Do one round of several clients; return for each what `Device.train` returns, or what it would have raised.
 
     Parameters
     ----------
-    learners : sequence of Learner
-        With one network and equal settings; `fits` says whether it can be done.
-    round, task
-        See `Learner.train`.
-    arrays : sequence of dict
-        What each received.
+    devices : sequence of Device
+        With one network and equal settings; see `fits`.
+    requests : sequence of Train
+        Of one round; they differ in their arrays only.
     """
-    cohort = Cohort.begin(learners, round, task, arrays)
+    cohort = Cohort.begin(devices, requests)
     if cohort.members:
-        same = task.joined is None and all(one is arrays[0] for one in arrays)
+        same = requests[0].aggregated is None and all(one.arrays is requests[0].arrays for one in requests)
         cohort.train_heads(same)
-        for place in cohort.members:
-            cohort.load(place)
-            learners[place].measure(cohort.turns[place])
+        for index in cohort.members:
+            cohort.load(index)
+            devices[index].measure(cohort.turns[index])
         cohort.train_networks()
-    return [cohort.failed.get(place) or cohort.end(place) for place in range(len(learners))]
+    return [cohort.failed.get(index) or cohort.end(index) for index in range(len(devices))]
 
 
 @dataclass
@@ -77,61 +70,61 @@ class Cohort:
 
     Parameters
     ----------
-    learners : sequence of Learner
+    devices : sequence of Device
     turns : dict
-        Place → the turn of a client that has begun.
+        Index → the turn of a client that has begun.
     failed : dict
-        Place → why a client has no result.
+        Index → why a client has no result.
     members : list of int
-        Places in the stack: most samples first, so that those with a batch left are always the first k.
+        Indices in the order of the stack: most samples first, so that the clients with a batch left are the first k.
     values : dict
-        Name → [N, ...], all numbers of the members' networks that are not whole.
+        Name → [N, ...], all floating-point values of the members' networks.
     """
 
-    learners: Sequence[Learner]
+    devices: Sequence[Device]
     turns: dict[int, Turn]
     failed: dict[int, Exception]
     members: list[int]
     values: dict[str, Tensor]
 
     @classmethod
-    def begin(cls, learners: Sequence[Learner], round: int, task: Task, arrays: Sequence[Arrays]) -> Cohort:
-        """Let every client begin; those that cannot have failed."""
+    def begin(cls, devices: Sequence[Device], requests: Sequence[Train]) -> Cohort:
+        """Begin the round of every client; those that cannot begin have failed."""
         turns: dict[int, Turn] = {}
         failed: dict[int, Exception] = {}
         states: dict[int, dict[str, Tensor]] = {}
-        for place, (learner, received) in enumerate(zip(learners, arrays, strict=True)):
+        for index, (device, request) in enumerate(zip(devices, requests, strict=True)):
             try:
-                smallest_batch(learner.model, learner.settings)
-                turns[place] = learner.begin(round, task, received)
-            except Exception as error:  # one client's, as if it were alone; the others go on
-                failed[place] = error
+                smallest_batch(device.model, device.settings)
+                turns[index] = device.begin(request)
+            except Exception as error:  # of this client alone; the others go on
+                failed[index] = error
                 continue
-            state = learner.model.state_dict().items()
-            states[place] = {name: value.clone() for name, value in state if value.is_floating_point()}
-        members = sorted(turns, key=lambda place: -len(turns[place].data))
+            state = device.model.state_dict().items()
+            states[index] = {name: value.clone() for name, value in state if value.is_floating_point()}
+        members = sorted(turns, key=lambda index: -len(turns[index].data))
         names = list(states[members[0]]) if members else []
-        values = {name: torch.stack([states[place][name] for place in members]) for name in names}
-        return cls(learners, turns, failed, members, values)
+        values = {name: torch.stack([states[index][name] for index in members]) for name in names}
+        return cls(devices, turns, failed, members, values)
 
     @property
-    def first(self) -> Learner:
-        """Return one of the members: network and settings are everybody's."""
-        return self.learners[self.members[0]]
+    def first(self) -> Device:
+        """Return one of the members: all have the same network and settings."""
+        return self.devices[self.members[0]]
 
-    def load(self, place: int) -> None:
+    def load(self, index: int) -> None:
         """Put a member's numbers into the network, in evaluation mode."""
-        where, state = self.members.index(place), self.first.model.state_dict()
+        where, state = self.members.index(index), self.first.model.state_dict()
         for name, value in self.values.items():
             state[name].copy_(value[where])
         self.first.model.eval()
 
-    def end(self, place: int) -> Result:
-        """End a member's turn; what goes wrong is its result."""
-        self.load(place)
-        learner, turn = self.learners[place], self.turns[place]
+    def end(self, index: int) -> Trained | Exception:
+        """End a member's turn; its result may be an error."""
+        self.load(index)
+        device, turn = self.devices[index], self.turns[index]
         try:
-            return learner.end(turn, own_tensors(turn.private, learner.device))
+            return device.end(turn, own_tensors(turn.private, device.device))
         except Exception as error:  # such as a full disk: the others have theirs
             return error
 
@@ -161,14 +154,15 @@ class Cohort:
         self._descend("personal", "training of the personal head", settings.personal_epochs, names, loss)
 
     def train_networks(self) -> None:
-        """Train all that travels."""
+        """Train encoders and global heads."""
         model, settings = self.first.model.train(), self.first.settings
         parameters = dict(model.named_parameters())
         names = [name for name in self.values if name in parameters and not name.startswith(PERSONAL_PREFIX)]
         buffers = [name for name in self.values if name not in parameters]
-        mu = settings.proximal_mu if settings.aggregation == "fedprox" else 0.0
+        request = self.turns[self.members[0]].request
+        mu = request.proximal_mu
         received = {name: self.values[name].clone() for name in names if mu}
-        network, objective = Stacked(model), find_objective(self.turns[self.members[0]].task.objective)
+        network, objective = Stacked(model), find_objective(request.task.objective)
 
         def loss(batch: Batch, leaves: dict[str, Tensor], counts: Tensor) -> tuple[Tensor, Tensor | float]:
             count = len(batch.x)
@@ -188,14 +182,14 @@ class Cohort:
     ) -> None:
         """Train the values `names` of all members for some epochs; `purpose` names their generators."""
         start, settings, turns = time.perf_counter(), self.first.settings, [self.turns[one] for one in self.members]
-        clients = [self.learners[place].partition for place in self.members]
-        draw = [generator(settings.seed, purpose, turns[0].round, client) for client in clients]
+        clients = [self.devices[index].partition for index in self.members]
+        draw = [generator(settings.seed, purpose, turns[0].request.round, client) for client in clients]
         trained = {name: self.values[name] for name in names}
         how = settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum
         descent, counts = StackedDescent(trained, *how), torch.stack([turn.data.counts for turn in turns])
         for _ in range(epochs):
             total, seen = torch.zeros(2, len(turns), dtype=torch.float64, device=counts.device)
-            for batch in epoch_together([turn.data for turn in turns], settings.batch_size, draw, smallest):
+            for batch in cohort_epoch([turn.data for turn in turns], settings.batch_size, draw, smallest):
                 count = len(batch.x)
                 leaves = {name: value[:count].detach().requires_grad_() for name, value in trained.items()}
                 losses, more = loss(batch, leaves, counts[:count])
@@ -211,18 +205,18 @@ class Cohort:
             turn.seconds += (time.perf_counter() - start) * len(turn.data) / max(samples, 1)
 
     def _note(self, what: str, losses: Sequence[float]) -> None:
-        """Note the losses of an epoch, and who diverged in it."""
+        """Record the losses of an epoch, and the members that diverged in it."""
         finite = torch.stack([value.isfinite().flatten(1).all(1) for value in self.values.values()]).all(0).tolist()
-        for place, loss, fine in zip(self.members, losses, finite, strict=True):
-            self.turns[place].loss = loss
+        for index, loss, fine in zip(self.members, losses, finite, strict=True):
+            self.turns[index].loss = loss
             if not (fine and math.isfinite(loss)):
-                self.failed.setdefault(place, FloatingPointError(f"{what} diverged: mean loss {loss:g}"))
+                self.failed.setdefault(index, FloatingPointError(f"{what} diverged: mean loss {loss:g}"))
 
 
-def epoch_together(
+def cohort_epoch(
     sets: Sequence[TrainingSet], batch_size: int, draws: Sequence[torch.Generator], smallest: int = 1
 ) -> Iterator[Batch]:
-    """Yield one epoch of all clients, each as `client.training.epoch` yields it, until nobody has a batch left.
+    """Yield one epoch of all clients, each as `client.training.epoch` yields it, until no client has a batch left.
 
     Parameters
     ----------

@@ -1,8 +1,12 @@
-"""A client's statistics under the received encoder (FedTHE, section 4.2; BTFL, section 4.1)."""
+"""A client's statistics under the received encoder (FedTHE, section 4.2; BTFL, section 4.1).
+
+Statistics of labels (label prior, confusion, block scores) tell more about a client than means of
+features: they are sent only if a method of the run needs them, and only their mean over clients is used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,13 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.checks import check_means, check_pooled
+from messages.arrays import Arrays
 from models import TwoHead
+from settings import Settings
 from tta import Statistics
 from tta.statistics import discretise
+from tta.surgical import block_scores
 from tta.table import POOLED
 
-OWN = "statistics."  # before the names of the client's own statistics in its private state
+OWN = "statistics."  # before the names of the client's statistics in its private state
 STATISTICS_ROUND = "statistics-round"  # under which round's model they were computed
 
 
@@ -108,3 +114,77 @@ def join_statistics(
         entropy_local=float(own["entropy_local"][0]),
         entropy_global=float(own["entropy_global"][0]),
     )
+
+
+def label_prior(counts: Tensor) -> NDArray[np.float64]:
+    """Return the frequency of each class in a training split, [K], from its counts [K]."""
+    total = counts.double()
+    return (total / total.sum()).cpu().numpy()
+
+
+@torch.no_grad()
+def confusion(model: TwoHead, x: Tensor, y: Tensor, batch_size: int) -> NDArray[np.float64]:
+    """Return the frequencies P(ŷ = i, y = j) of the global head on labelled images, [K, K]; they sum to one."""
+    guessed = torch.cat([model(part).argmax(1) for part in x.split(batch_size)])
+    pairs = torch.bincount(guessed * model.num_classes + y, minlength=model.num_classes**2)
+    return (pairs.double() / len(y)).view(model.num_classes, model.num_classes).cpu().numpy()
+
+
+def pooled_statistics(
+    model: TwoHead, counts: Tensor, x: Tensor, y: Tensor, wanted: Collection[str], settings: Settings
+) -> Arrays:
+    """Return those statistics that are wanted, float64.
+
+    Parameters
+    ----------
+    model : TwoHead
+        The final global model.
+    counts : Tensor int64 [K]
+        Of the training split.
+    x, y : Tensor [n, C, H, W], [n]
+        The validation split.
+    wanted : collection of str
+        Names of needs in `tta.table.NEEDS`; others than these are left to others.
+
+    Raises
+    ------
+    ValueError
+        The validation split is empty and something measured on it is wanted.
+    """
+    known: dict[str, Callable[[], NDArray[Any]]] = {
+        "label_prior": lambda: label_prior(counts),
+        "confusion": lambda: confusion(model, x, y, settings.eval_batch_size),
+        "block_scores": lambda: block_scores(model, x, y, batch_size=settings.adapt_batch_size).double().cpu().numpy(),
+    }
+    asked = [name for name in known if name in wanted]
+    if not len(y) and set(asked) - {"label_prior"}:
+        raise ValueError(f"{', '.join(asked)}: this client has no validation samples")
+    return {name: known[name]() for name in asked}
+
+
+def check_means(means: Mapping[str, NDArray[Any]], own: Mapping[str, NDArray[Any]]) -> None:
+    """Refuse means over clients that do not fit the client's own statistics.
+
+    Raises
+    ------
+    ValueError
+        Names, shapes or dtypes differ, or a value is not finite or out of range; the message names it.
+    """
+    missing, unknown = sorted(set(own) - set(means)), sorted(set(means) - set(own))
+    if missing or unknown:
+        raise ValueError(f"means of statistics do not fit: missing {missing}, unknown {unknown}")
+    for name, value in means.items():
+        if value.shape != own[name].shape or value.dtype != own[name].dtype:
+            expected = f"{own[name].dtype}{list(own[name].shape)}"
+            raise ValueError(f"mean {name}: {value.dtype}{list(value.shape)} does not fit {expected}")
+        highest = 1.0 if name == "dle" else np.finfo(np.float64).max
+        if not ((value >= 0) & (value <= highest)).all():  # also refuses NaN
+            raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to {highest:g}")
+
+
+def check_pooled(means: Mapping[str, NDArray[Any]]) -> None:
+    """Refuse pooled frequencies or accuracies that are none; ValueError names the array."""
+    for name in POOLED:
+        if name in means and not ((means[name] >= 0) & (means[name] <= 1)).all():  # also refuses NaN
+            value = means[name]
+            raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to 1")

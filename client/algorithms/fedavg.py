@@ -1,11 +1,11 @@
 """Encoder and global head trained together: FedAvg (McMahan et al., AISTATS 2017), and what differs from it elsewhere.
 
 FedProx, q-FFL and GMA differ on the server or by a term of the loss; FedPer (Arivazhagan et al., 2019), FedBN (Li et
-al., ICLR 2021) and Local by what is shared. FedAvg+FT (FedTHE, section 5; FedICON, appendix) tunes the final global
-model, all parameters, for `finetune-epochs` (default 1) on the client's training split before it tests.
+al., ICLR 2021) and local training by what is shared. FedAvg+FT (FedTHE, section 5; FedICON, appendix) tunes all
+parameters of the final global model for `finetune-epochs` (default 1) on the client's training split before it tests.
 
 Decisions
-- Fine-tuning has the optimiser, rate, objective and augmentation of local training, and no pull of FedProx: it is meant
+- Fine-tuning has the optimizer, rate, objective and augmentation of local training, and no pull of FedProx: it is meant
   to leave the global model.
 """
 
@@ -15,30 +15,30 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from client.rules.base import Local, Rule, minimise, train_epochs
+from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
 from client.training import optimizer, smallest_batch, train_network
 
 
-class Joint(Rule):
-    """Local training as in FedAvg.
+class FedAvg(LocalAlgorithm):
+    """LocalContext training as in FedAvg.
 
     Parameters
     ----------
     finetune : bool
         Whether the client tunes the final model before it tests; False for methods whose network is personal as it is
-        (FedPer, FedBN, Local).
+        (FedPer, FedBN, LocalContext).
     """
 
-    uses_personal_head: ClassVar[bool] = True
+    heads: ClassVar[frozenset[str]] = frozenset({"personal_head"})
 
     def __init__(self, finetune: bool = True) -> None:
         self.finetune = finetune
 
-    def train(self, local: Local) -> float:
-        """See `Rule.train`; this is `client.training.train_network`."""
-        return train_network(local.model, local.data, local.objective, local.settings, local.draw)
+    def train(self, local: LocalContext) -> float:
+        """See `LocalAlgorithm.train`; this is `client.training.train_network`."""
+        return train_network(local.model, local.data, local.objective, local.settings, local.draw, local.proximal_mu)
 
-    def personalise(self, local: Local) -> None:
+    def personalize(self, local: LocalContext) -> None:
         """Tune encoder and head on the training split, or leave them as they are."""
         epochs = local.settings.finetune_epochs
         if not self.finetune or not epochs:

@@ -1,11 +1,11 @@
 """FedRoD: "On Bridging Generic and Personalized Federated Learning for Image Classification", Chen & Chao, ICLR 2022.
 
 Two heads on one encoder, trained in the same steps. The global head and the encoder have a loss that is robust to class
-imbalance (balanced softmax; `Local.objective`). The personal head has plain cross-entropy on the sum of both logits,
-CE(global(z) + personal(z), y), in which encoder and global head are constants; it never leaves the device.
+imbalance (balanced softmax; `LocalContext.objective`). The personal head has plain cross-entropy on the sum of both
+logits, CE(global(z) + personal(z), y), in which encoder and global head are constants; it never leaves the device.
 
 Decisions
-- Both losses use the values before the step: one forward pass, one optimiser.
+- Both losses use the values before the step: one forward pass, one optimizer.
 - Both heads are linear, as in FedTHE's comparison (ICLR 2023, appendix C.2). The personal one may have no bias.
 - What the client predicts with is the sum of the logits: `tta.fedrod.FedRoD`.
 """
@@ -17,17 +17,17 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional
 
-from client.rules.base import Local, Rule, minimise, train_epochs
+from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
 from client.training import optimizer, smallest_batch
 
 
-class FedRoD(Rule):
+class FedRoD(LocalAlgorithm):
     """Encoder, global head and personal head together."""
 
-    uses_personal_head: ClassVar[bool] = False
+    heads: ClassVar[frozenset[str]] = frozenset({"residual_head"})
 
-    def train(self, local: Local) -> float:
-        """See `Rule.train`; the loss is that of the global head."""
+    def train(self, local: LocalContext) -> float:
+        """See `LocalAlgorithm.train`; the loss is that of the global head."""
         smallest, model = smallest_batch(local.model, local.settings), local.model
         weights = list(model.parameters())
         descent = optimizer(weights, local.settings)
@@ -46,6 +46,6 @@ class FedRoD(Rule):
         model.eval()
         return loss
 
-    def personalise(self, local: Local) -> None:
+    def personalize(self, local: LocalContext) -> None:
         """Leave the network as it is: the personal head is part of it."""
         local.model.eval()

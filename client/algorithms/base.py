@@ -1,7 +1,7 @@
-"""What a rule of local training is, and the steps that rules have in common.
+"""What a local algorithm is, and the steps that local algorithms have in common.
 
-A rule is a client's turn in a round: it trains the received network in place and may keep tensors of its own. How the
-server joins what comes back, and which arrays travel at all, is a strategy's part.
+A local algorithm is a client's part of a training round: it trains the received network in place and may keep private
+tensors. How the server aggregates the result, and which arrays travel at all, is the strategy's part.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch
 from torch import Tensor
 
 from client import training
-from client.compute import autocast
 from client.descent import Descent
-from client.objectives import Objective
-from client.training import Step, TrainingSet
+from client.training import Objective, Step, TrainingSet, autocast
 from models import TwoHead
 from settings import Settings
 
 
 @dataclass
-class Local:
-    """One client's turn: what a rule trains, and on what.
+class LocalContext:
+    """What a local algorithm trains in a round of one client, and on what.
 
     Parameters
     ----------
     model : TwoHead
-        The received weights, and what the client kept. A rule trains it in place and leaves it in evaluation mode;
-        after an error it is of no use.
+        The received weights, and what the client kept. The algorithm trains it in place and leaves it in evaluation
+        mode; after an error it must not be used.
     data : TrainingSet
         The client's training split.
     objective : Objective
         Loss of the shared part.
     settings : Settings
-        Epochs, batch size, optimiser and the rules' own numbers.
+        Epochs, batch size, optimizer and the algorithms' own numbers.
     draw : torch.Generator
-        All randomness of the turn.
+        All randomness of the round.
     own : dict
-        The rule's private tensors by name, from its last round; empty at first. A rule replaces entries at the end of
+        The algorithm's private tensors by name, from its last round; empty at first. Entries are replaced at the end of
         `train`, so that a failed round leaves no trace. They are never sent.
+    proximal_mu : float
+        μ of FedProx's term in the loss of the shared part.
     """
 
     model: TwoHead
@@ -52,6 +52,7 @@ class Local:
     settings: Settings
     draw: torch.Generator
     own: dict[str, Tensor] = field(default_factory=dict)
+    proximal_mu: float = 0.0
 
     def outputs(self, network: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `network(x)`, under autocast where the settings ask for it; the result has full precision."""
@@ -64,15 +65,25 @@ class Local:
         return self.objective(logits, labels, self.data.counts)
 
 
-class Rule(ABC):
-    """How a client trains in a round, and what it tests with afterwards. A rule itself has no state."""
+class LocalAlgorithm(ABC):
+    """How a client trains in a round, and which network it tests afterwards. An algorithm itself has no state.
 
-    #: Whether the phase that trains the personal head on the frozen encoder comes before; a rule that trains that head
-    #: itself, or does not use it, does without.
-    uses_personal_head: ClassVar[bool]
+    Attributes
+    ----------
+    heads : frozenset of str
+        Heads beside the global one that training makes, by the names that adapters need them under: "personal_head"
+        (trained on the frozen encoder before `train`), "residual_head", "rotation_head".
+    """
+
+    heads: ClassVar[frozenset[str]] = frozenset()
+
+    @property
+    def uses_personal_head(self) -> bool:
+        """Tell whether the personal head is trained on the frozen encoder before `train`."""
+        return "personal_head" in self.heads
 
     @abstractmethod
-    def train(self, local: Local) -> float:
+    def train(self, local: LocalContext) -> float:
         """Do one round and return the mean loss of the last epoch.
 
         Raises
@@ -84,8 +95,8 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def personalise(self, local: Local) -> None:
-        """Turn `local.model`, the final received weights, in place into the network that the client tests with.
+    def personalize(self, local: LocalContext) -> None:
+        """Turn `local.model`, the final received weights, in place into the network that the client tests.
 
         Raises as `train` does.
         """
@@ -104,14 +115,14 @@ def minimise(loss: Tensor, parameters: Sequence[Tensor], descent: Descent) -> No
 
 
 def train_epochs(
-    local: Local, what: str, epochs: int, step: Step, trained: Sequence[Tensor], smallest: int = 1
+    local: LocalContext, what: str, epochs: int, step: Step, trained: Sequence[Tensor], smallest: int = 1
 ) -> float:
     """Call `step` on every batch of the client's shuffled epochs; see `client.training.train_epochs`."""
     return training.train_epochs(local.data, local.settings, local.draw, what, epochs, step, trained, smallest)
 
 
 def kept_network(model: TwoHead, own: Mapping[str, Tensor], prefix: str) -> TwoHead:
-    """Return a copy of the network with the encoder and head that a rule has kept; as it is if it has kept none.
+    """Return a copy of the network with the encoder and head that an algorithm has kept, or as it is if there are none.
 
     Raises
     ------

@@ -9,21 +9,19 @@ one of the local epochs. Here the head has `local-epochs`, which is 5 in the pap
 
 Decisions
 - While the head is trained the encoder is in evaluation mode: frozen means that its running statistics are, too.
-- Each phase has a fresh optimiser of the run's own kind, with its rate, momentum and decay.
+- Each phase has a fresh optimizer of the run's own kind, with its rate, momentum and decay.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from client.rules.base import Local, Rule, minimise, train_epochs
+from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
 from client.training import optimizer, smallest_batch
 
 
-class FedRep(Rule):
+class FedRep(LocalAlgorithm):
     """The head first, then the encoder.
 
     Parameters
@@ -37,15 +35,13 @@ class FedRep(Rule):
         `encoder_epochs` is below 1.
     """
 
-    uses_personal_head: ClassVar[bool] = False
-
     def __init__(self, encoder_epochs: int = 1) -> None:
         if encoder_epochs < 1:
             raise ValueError(f"encoder_epochs = {encoder_epochs}; allowed is 1 or more")
         self.encoder_epochs = encoder_epochs
 
-    def train(self, local: Local) -> float:
-        """See `Rule.train`; the loss is that of the encoder's last epoch."""
+    def train(self, local: LocalContext) -> float:
+        """See `LocalAlgorithm.train`; the loss is that of the encoder's last epoch."""
         smallest = smallest_batch(local.model, local.settings)
         self._train_head(local)
         model = local.model
@@ -63,7 +59,7 @@ class FedRep(Rule):
         model.eval()
         return loss
 
-    def _train_head(self, local: Local) -> None:
+    def _train_head(self, local: LocalContext) -> None:
         model = local.model
         weights = list(model.head.parameters())
         descent = optimizer(weights, local.settings)
@@ -78,6 +74,6 @@ class FedRep(Rule):
         model.eval()
         train_epochs(local, "training of the head", local.settings.local_epochs, step, weights)
 
-    def personalise(self, local: Local) -> None:
+    def personalize(self, local: LocalContext) -> None:
         """Leave the network as it is: the received encoder and the client's own head."""
         local.model.eval()

@@ -7,18 +7,16 @@ rounds: the head, by cross-entropy, on the frozen encoder; at the end each clien
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from client.local_data import contrastive_views
-from client.rules.base import Local, Rule, minimise, train_epochs
-from client.training import optimizer, smallest_batch
+from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
+from client.training import contrastive_views, optimizer, smallest_batch
 from tta.contrastive import self_contrastive, supervised_contrastive
 
 
-class Contrastive(Rule):
+class Contrastive(LocalAlgorithm):
     """Train the encoder so that views of one class, or of one image, lie together.
 
     Parameters
@@ -27,13 +25,11 @@ class Contrastive(Rule):
         Use labels (eq. 2); without them only the views of one image belong together (eq. 5; FedICON-us).
     """
 
-    uses_personal_head: ClassVar[bool] = False
-
     def __init__(self, labels: bool) -> None:
         self.labels = labels
 
-    def train(self, local: Local) -> float:
-        """Train the encoder for `local_epochs`; see `Rule.train`."""
+    def train(self, local: LocalContext) -> float:
+        """Train the encoder for `local_epochs`; see `LocalAlgorithm.train`."""
         model, smallest = local.model, smallest_batch(local.model, local.settings)
         views = contrastive_views(local.settings)
         weights = list(model.encoder.parameters())
@@ -59,26 +55,24 @@ class Contrastive(Rule):
         first, second = z.chunk(2)
         return self_contrastive(first, second, temperature)
 
-    def personalise(self, local: Local) -> None:
+    def personalize(self, local: LocalContext) -> None:
         """Leave the encoder as it is: it is the classifier that becomes the client's own."""
         local.model.eval()
 
 
-class Classifier(Rule):
+class Classifier(LocalAlgorithm):
     """Train the head on the frozen encoder."""
 
-    uses_personal_head: ClassVar[bool] = False
-
-    def train(self, local: Local) -> float:
-        """Train the head for `local_epochs`; see `Rule.train`."""
+    def train(self, local: LocalContext) -> float:
+        """Train the head for `local_epochs`; see `LocalAlgorithm.train`."""
         return _train_head(local, local.settings.local_epochs)
 
-    def personalise(self, local: Local) -> None:
+    def personalize(self, local: LocalContext) -> None:
         """Make the head the client's own: `classifier_epochs` more, on its data alone."""
         _train_head(local, local.settings.classifier_epochs)
 
 
-def _train_head(local: Local, epochs: int) -> float:
+def _train_head(local: LocalContext, epochs: int) -> float:
     """Train the global head on the frozen encoder; return the mean loss of the last epoch (NaN without any)."""
     model = local.model.eval()
     weights = list(model.head.parameters())
