@@ -49,7 +49,7 @@ sheet: $(VENV)/ready  ## a picture of every corruption at every severity
 # A newer generator needs newer lower bounds in pyproject.toml.
 proto: $(VENV)/ready  ## generate the agent's protocol modules anew
 	$(BIN)/uv run --quiet --no-project --isolated --python '>=3.11,<3.13' --with grpcio-tools==1.78.0 \
-	  python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. client/agent/agent.proto
+	  python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. messages/agent.proto
 
 # Images get PyTorch from an index of the builder's choice (docker/install.sh): its packages are left out of their files.
 TORCH := $$(grep -oE '^(torch|torchvision|triton|(nvidia|cuda)-[a-z0-9-]+)==' requirements.txt | sort -u | \

@@ -30,7 +30,7 @@ from messages.arrays import Arrays, contiguous, from_bytes, restored, to_bytes
 from messages.record import Record
 from messages.replies import Reply
 from messages.requests import REQUESTS, Request
-from messages.transport import Addressed, Answer
+from messages.transport import Addressed, Answer, answer_of, late, unknown_node
 
 NUMPY = "numpy.ndarray"  # Flower's name of arrays that numpy wrote
 CONTENT = "message"  # the key of a message's values in its config record
@@ -308,7 +308,7 @@ class GridTransport:
             while queued and (self.window is None or len(waiting) < self.window):
                 one = queued.pop()
                 if one.node not in connected:
-                    yield Answer(one.node, None, "failed", "the node is not there")
+                    yield unknown_node(one)
                     continue
                 message = self._message(one, records)
                 message.metadata.ttl = timeout
@@ -326,7 +326,7 @@ class GridTransport:
                 took = time.perf_counter() - began
                 self._sleep(min(max(POLL, min(REST, IDLE * took)), max(0.0, end - self._clock())))
         for one in (*waiting.values(), *queued):
-            yield Answer(one.node, None, "late", f"no reply within {timeout:g} s")
+            yield late(one, timeout)
 
     def _message(self, one: Addressed, records: dict[int, ArrayRecord]) -> Message:
         """Return a request as a message; arrays that requests have in common become one record."""
@@ -345,9 +345,8 @@ def _answer(one: Addressed, reply: Message) -> Answer:
     if reply.has_error():
         reason = f"error {reply.error.code}: {_last_line(reply.error.reason)}"
         return Answer(one.node, None, "late" if reply.error.code in EXPIRED else "failed", reason)
-    expected = type(one.request).reply
     try:
-        return Answer(one.node, expected.from_record(from_content(expected.kind, reply.content)))
+        return answer_of(one, from_content(type(one.request).reply.kind, reply.content))
     except ValueError as error:
         return Answer(one.node, None, "refused", str(error))
 

@@ -13,8 +13,10 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from messages.arrays import Arrays
@@ -98,6 +100,42 @@ class Typed:
         if missing := [name for name in _required_arrays(kind) if name not in found]:
             raise ValueError(f"{cls.kind}: arrays {missing} are missing")
         return cls(**_checked(cls, record.values), **found)
+
+
+TypedT = TypeVar("TypedT", bound=Typed)
+
+
+def read_only(message: TypedT, known: dict[int, tuple[Arrays, Arrays]] | None = None) -> TypedT:
+    """Return a message whose arrays are read-only views.
+
+    Parameters
+    ----------
+    message : Typed
+    known : dict, optional
+        Views that have been made already, by the identity of the named arrays; messages that share arrays share the
+        views.
+    """
+    known = {} if known is None else known
+
+    def view(arrays: Arrays) -> Arrays:
+        if id(arrays) not in known:
+            known[id(arrays)] = arrays, {name: _read_only(value) for name, value in arrays.items()}
+        return known[id(arrays)][1]
+
+    changes: dict[str, Any] = {}
+    for name, how in _layout(type(message)).items():
+        value = getattr(message, name)
+        if how == "arrays" and value is not None:
+            changes[name] = view(value)
+        elif how == "sets":
+            changes[name] = {key: view(one) for key, one in value.items()}
+    return dataclasses.replace(message, **changes)
+
+
+def _read_only(value: NDArray[Any]) -> NDArray[Any]:
+    seen = np.asarray(value).view()
+    seen.flags.writeable = False
+    return seen
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from messages.record import Record, read_only
 from messages.replies import Reply
 from messages.requests import Request
 
@@ -58,6 +59,30 @@ class Transport(Protocol):
         answered as late; what still comes for them is dropped. Arrays in requests and replies are read-only; those of a
         request may be shared by many.
         """
+
+
+def answer_of(one: Addressed, record: Record) -> Answer:
+    """Return the answer to a request whose reply has this plain form; its arrays are read-only.
+
+    A reply of another kind, or with a field that is missing or out of range, is refused.
+    """
+    expected = type(one.request).reply
+    if record.kind != expected.kind:
+        return Answer(one.node, None, "refused", f"a reply of kind {record.kind!r}: allowed is {expected.kind!r}")
+    try:
+        return Answer(one.node, read_only(expected.from_record(record)))
+    except ValueError as error:
+        return Answer(one.node, None, "refused", str(error))
+
+
+def unknown_node(one: Addressed) -> Answer:
+    """Return the answer to a request for a node that the transport does not have."""
+    return Answer(one.node, None, "failed", "the node is not there")
+
+
+def late(one: Addressed, timeout: float) -> Answer:
+    """Return the answer to a request that has no reply within `timeout` seconds."""
+    return Answer(one.node, None, "late", f"no reply within {timeout:g} s")
 
 
 def reason_of(error: Exception) -> str:

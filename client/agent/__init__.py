@@ -1,1 +1,1 @@
-"""The resident process of a device: it owns data, network, private state and adapter, and answers over gRPC."""
+"""The resident agent of a device: it owns data, network, private state and adapter, and predicts over gRPC."""

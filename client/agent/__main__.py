@@ -1,4 +1,4 @@
-"""`python -m client.agent --config device.toml`: a device's resident agent, until SIGTERM or SIGINT."""
+"""`python -m client.agent --config device.toml`: run a device's resident agent until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from client.agent.config import AgentConfig
 from settings import SettingsError
 
 LOG = logging.getLogger("fedtta.agent")
-USAGE = 2  # exit status for a config that cannot be used
+USAGE = 2  # exit status for an invalid config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
-    """Serve until `asked` to stop; then answer what was accepted, save, and return the exit status."""
-    from client.agent.core import Agent  # imports torch: a config that cannot be used is told without it
+    """Serve until a signal arrives in `asked`; then answer accepted requests, save, and return the exit status."""
+    from client.agent.core import Agent  # imports torch, which refusing an invalid config does not need
     from client.agent.server import serve
 
     try:
@@ -54,8 +54,8 @@ def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
     if left := running.stop(config.deadline):
         LOG.warning("%d calls were not answered within %g s", left, config.deadline)
     agent.close()
-    LOG.info("stopped; what was learned is saved")
-    if left:  # a phase of training may still run: its thread must not keep the process, nor die in torch's hands
+    LOG.info("stopped; the adapter's state is saved")
+    if left:  # a training may still run: its thread must neither keep the process alive nor end inside torch
         logging.shutdown()
         os._exit(0)
     return 0

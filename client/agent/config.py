@@ -1,4 +1,4 @@
-"""What the owner of a device sets for its agent: a TOML file of flat hyphenated keys."""
+"""Configuration of an agent, set by the owner of the device: a TOML file of flat hyphenated keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from client.agent.guard import Limits
 from settings import Scalar, SettingsError, assignments, from_toml
 from settings.schema import REQUIRED, check, key_of, setting
 
@@ -18,9 +17,41 @@ from settings.schema import REQUIRED, check, key_of, setting
 PATHS = ("state_dir", "data_dir", "certificate", "key", "client_ca")
 #: Keys that only a TCP address has.
 TLS = ("certificate", "key", "client_ca")
-#: Adapter → the option and its value with which it takes a whole test set (`Adapter.takes_whole_set`).
+#: Adapter → the option and value with which it needs a whole test set (`Adapter.takes_whole_set`).
 WHOLE_SET = {"fedicon": ("mode", "offline")}
 UNIX = "unix:"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the guard; see `client.agent.guard`.
+
+    Parameters
+    ----------
+    window : int
+        Samples in the window.
+    margin : float
+        Share of a window of degenerate samples whose prediction may differ from the unadapted one.
+    retry : int
+        Samples for which the guard holds the adapter before it is tried again.
+    collapse_share : float
+        One class's share of the adapted predictions that counts as a collapse.
+    one_class : float
+        One class's share of the unadapted predictions, or the share of constant images, that is degenerate.
+    low_entropy, high_entropy : float
+        Mean entropy, as a share of ln K, that is close to zero, and that is noise.
+    least_batch : int
+        Smaller batches are degenerate for methods defined per batch.
+    """
+
+    window: int = 128
+    margin: float = 0.05
+    retry: int = 512
+    collapse_share: float = 0.9
+    one_class: float = 0.6
+    low_entropy: float = 0.02
+    high_entropy: float = 0.8
+    least_batch: int = 8
 
 
 @dataclass(frozen=True)
@@ -33,50 +64,50 @@ class AgentConfig:
         A value has the wrong type or lies outside what is allowed; the message names the key.
     """
 
-    # Which client this is
+    # Identity of the client
     partition_id: int = setting(REQUIRED, "which client this is, from 0", low=0)
     num_partitions: int = setting(REQUIRED, "of how many", low=1)
-    state_dir: str = setting(REQUIRED, "folder of everything that the agent keeps; one agent a folder")
+    state_dir: str = setting(REQUIRED, "folder of the agent's state; one agent per folder")
     role: str = setting("", "what the client does; empty: what its data allow", ("", "both", "source", "target"))
     data_dir: str = setting("", "folder of data sets; empty: what the run says")
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
 
-    # What it answers with
+    # What it predicts with
     adapter: str = setting("fedthe", "test-time adaptation, with options: 'fedthe[beta=0.3]'")
     base: str = setting("global", "network that the adapter gets", ("global", "personalised"))
-    training: str = setting("", "which training's model is served; empty: the first of a run that the adapter fits")
+    training: str = setting("", "training whose model is served; empty: the first one of a run that fits the adapter")
 
-    # Where it listens
+    # Addresses and limits of the sockets
     listen: str = setting("", "address of the predictor; empty: unix:<state-dir>/agent.sock")
     relay: str = setting("", "address for the Flower ClientApp; empty: unix:<state-dir>/relay.sock")
     certificate: str = setting("", "PEM file of this server's certificate (TCP only)")
     key: str = setting("", "PEM file of its private key (TCP only)")
     client_ca: str = setting("", "PEM file of the authority that signs clients' certificates (TCP only)")
     message_limit_mb: int = setting(64, "largest message of the predictor, MiB", low=1, high=1024)
-    deadline: float = setting(30.0, "seconds that a request may wait and take", above=0)
-    max_streams: int = setting(64, "streams of predictions at the same time", low=1)
-    queue_limit: int = setting(64, "requests that may wait; the next one is told 'busy'", low=1)
-    batch_limit: int = setting(256, "samples of waiting requests that are predicted at once", low=1)
+    deadline: float = setting(30.0, "seconds for a request to wait and be predicted", above=0)
+    max_streams: int = setting(64, "concurrent streams of predictions", low=1)
+    queue_limit: int = setting(64, "waiting requests, at most; others are refused as 'busy'", low=1)
+    batch_limit: int = setting(256, "samples of waiting requests that are joined into one batch", low=1)
 
-    # What it keeps
-    save_every_samples: int = setting(256, "what was learned is saved after so many samples", low=1)
-    save_every_seconds: float = setting(30.0, "and after so many seconds, if there is anything to save", above=0)
-    snapshots_kept: int = setting(3, "snapshots of what was learned", low=1)
+    # State
+    save_every_samples: int = setting(256, "samples after which the adapter's state is saved", low=1)
+    save_every_seconds: float = setting(30.0, "seconds after which unsaved state is saved", above=0)
+    snapshots_kept: int = setting(3, "snapshots of the adapter's state", low=1)
     runs_kept: int = setting(4, "runs whose private state is kept; older ones cannot be resumed", low=1)
 
     # The guard against collapse; see `client.agent.guard`
     guard: bool = setting(True, "watch the adapter, hold it or roll it back")
-    guard_window: int = setting(128, "samples that the guard looks back on", low=8)
-    guard_margin: float = setting(0.05, "share of degenerate samples answered otherwise than unadapted", low=0, high=1)
-    guard_retry: int = setting(512, "samples answered unadapted before the adapter is tried again", low=1)
+    guard_window: int = setting(128, "samples in the guard's window", low=8)
+    guard_margin: float = setting(0.05, "share of degenerate samples that may be predicted adapted", low=0, high=1)
+    guard_retry: int = setting(512, "samples predicted unadapted before the adapter is tried again", low=1)
     guard_collapse_share: float = setting(0.9, "one class's share of adapted predictions that is a collapse", above=0.5)
     guard_one_class: float = setting(0.6, "one class's share of unadapted predictions that is degenerate", above=0)
-    guard_low_entropy: float = setting(0.02, "mean entropy, as a share of ln K, that is next to none", low=0, high=1)
+    guard_low_entropy: float = setting(0.02, "mean entropy, as a share of ln K, that is close to zero", low=0, high=1)
     guard_high_entropy: float = setting(0.8, "mean unadapted entropy, as a share of ln K, that is noise", above=0)
     guard_least_batch: int = setting(8, "smaller batches are degenerate for methods defined per batch", low=1)
 
     def __post_init__(self) -> None:
-        """Check every key, then what belongs together."""
+        """Check every key, then combinations of keys."""
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, check(field, hints[field.name], getattr(self, field.name)))
@@ -91,20 +122,22 @@ class AgentConfig:
 
     def _check_addresses(self) -> None:
         if not self.relay_address.startswith(UNIX):
-            raise SettingsError(f"relay = {self.relay!r}: allowed is unix:<path>, since federated work stays here")
+            raise SettingsError(
+                f"relay = {self.relay!r}: allowed is unix:<path>, for federated requests stay local"
+            )
         given = [key_of(name) for name in TLS if getattr(self, name)]
         if self.listen_address.startswith(UNIX):
             if given:
                 raise SettingsError(f"{', '.join(given)}: allowed with listen = <host>:<port> only")
             if self.listen_address == self.relay_address:
-                raise SettingsError(f"relay = {self.relay!r}: listen is the same; each needs a socket of its own")
+                raise SettingsError(f"relay = {self.relay!r}: the same as listen; each needs its own socket")
         elif not re.fullmatch(r".+:\d+", self.listen_address):
             raise SettingsError(f"listen = {self.listen!r}: allowed are unix:<path> and <host>:<port>")
         elif missing := [key_of(name) for name in TLS if key_of(name) not in given]:
             raise SettingsError(f"listen = {self.listen!r}: TCP needs mutual TLS; set {', '.join(missing)}")
 
     def _check_adapter(self) -> None:
-        """Refuse an adapter that does not exist, or that no stream of requests can feed."""
+        """Refuse an adapter that does not exist, or that needs a whole test set."""
         from tta.registry import info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
@@ -112,7 +145,7 @@ class AgentConfig:
             option, value = WHOLE_SET[name]
             if options.get(option, info(name).options[option][1]) == value:
                 raise SettingsError(
-                    f"adapter = {self.adapter!r}: {option}={value} takes a whole test set, which a stream never is"
+                    f"adapter = {self.adapter!r}: {option}={value} needs a whole test set, but requests are a stream"
                 )
 
     @property
@@ -126,7 +159,7 @@ class AgentConfig:
         return self._parsed()[1]
 
     def _parsed(self) -> tuple[str, dict[str, Any]]:
-        """Return name and options of `adapter`; SettingsError lists what exists."""
+        """Return name and options of `adapter`; SettingsError lists the known ones."""
         from tta.registry import parse_options
 
         match = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", self.adapter)
@@ -144,17 +177,17 @@ class AgentConfig:
 
     @property
     def listen_address(self) -> str:
-        """Return where the predictor listens: "unix:<path>" or "<host>:<port>"."""
+        """Return the predictor's address: "unix:<path>" or "<host>:<port>"."""
         return self.listen or f"{UNIX}{self.state_folder / 'agent.sock'}"
 
     @property
     def relay_address(self) -> str:
-        """Return where the ClientApp finds the agent, "unix:<path>"."""
+        """Return the address for the ClientApp, "unix:<path>"."""
         return self.relay or f"{UNIX}{self.state_folder / 'relay.sock'}"
 
     @property
     def limits(self) -> Limits:
-        """Return the guard's numbers."""
+        """Return the limits of the guard."""
         return Limits(**{field.name: getattr(self, f"guard_{field.name}") for field in dataclasses.fields(Limits)})
 
     @classmethod
@@ -197,5 +230,5 @@ class AgentConfig:
 
 
 def _word(value: Scalar) -> str:
-    """Return an option as it was written."""
+    """Return an option as written in the file."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The agent itself: predictions in order of arrival, federated work beside them, state that outlives the process."""
+"""The agent: predictions in order of arrival, federated requests beside them, state that survives the process."""
 
 from __future__ import annotations
 
@@ -6,57 +6,116 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from client.agent.answers import NoModel, Prediction, Saved, Status
 from client.agent.config import AgentConfig
 from client.agent.live import Live, images
-from client.agent.serving import Served
-from client.agent.store import Entry, Store
-from client.compute import resolve_device
-from client.evaluation import Row
-from client.phases import PHASES, Node, device_of, perform, round_of, task_of, variants_of
+from client.agent.predictions import NoModel, Prediction
+from client.agent.store import Store
+from client.node import Node, make_device, perform
+from client.resources import resolve_device
+from client.serving import Served
 from client.state import MemoryState, forget_runs
-from client.work import Done, Work
+from messages.replies import Reply
+from messages.requests import AdapterRow, Evaluate, Request
 
-__all__ = ["Agent", "NoModel", "Prediction", "Saved", "Status"]
+NOTES = 100  # notes kept, the newest ones
+PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
 
-NOTES = 100  # the newest ones are kept
-PRIVATE = "private"  # folder in `state-dir` of what training keeps
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved snapshot of the adapter's state.
+
+    Parameters
+    ----------
+    snapshot : str
+        Its name.
+    version : str
+        Version of its model.
+    samples : int
+        Samples predicted before it.
+    """
+
+    snapshot: str
+    version: str
+    samples: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """State of an agent; the fields are those of `StatusReply` in agent.proto, except for the queue's.
+
+    Parameters
+    ----------
+    version, adapter : str
+        Model version (empty: no model yet) and adapter with its options.
+    classes : tuple of str
+        Class names in the order of the probabilities' columns; empty without a model.
+    samples, unsaved_samples : int
+        Predicted since the model was installed or the adapter was reset; and those of them not covered by a snapshot.
+    holding : bool
+        Whether predictions are those of the unadapted model.
+    guard_events : dict
+        Kind of collapse or degenerate input → number of times that the guard has acted on it.
+    snapshots : list of str
+        Names, oldest first.
+    notes : list of str
+        Events that the owner should know of, oldest first: history reset, files refused, failed saves.
+    uptime : float
+        Seconds.
+    training : str
+        The federated request that is being processed; empty: none.
+    shape : tuple of int
+        C, H, W of the images that the model takes; empty without a model.
+    """
+
+    version: str = ""
+    adapter: str = ""
+    classes: tuple[str, ...] = ()
+    samples: int = 0
+    unsaved_samples: int = 0
+    holding: bool = False
+    guard_events: dict[str, int] = field(default_factory=dict)
+    snapshots: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    uptime: float = 0.0
+    training: str = ""
+    shape: tuple[int, ...] = ()
 
 
 class Agent:
     """A device's model, adapter and private state.
 
-    Predictions are one after the other, in order of arrival; federated work is one phase at a time; both go on beside
-    each other, and what was learned is saved by a thread of its own.
+    Predictions run one after the other in order of arrival, federated requests run one at a time, and both run
+    concurrently. A background thread saves the adapter's state.
 
     Parameters
     ----------
     config : AgentConfig
     clock : callable
-        Seconds, never going back.
+        Monotonic time in seconds.
 
     Raises
     ------
     StateInUse
-        Another agent has the state directory.
+        Another agent uses the state directory.
     ValueError
-        The state directory is a newer program's, or the device does not exist.
+        A newer version of the agent wrote the state directory, or the device does not exist.
     """
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        torch.set_num_threads(1)  # equal bits, and training beside predictions leaves a core to them
+        torch.set_num_threads(1)  # equal bits; and training leaves a core to predictions
         self.config, self._clock, self._start = config, clock, clock()
         self._notes: deque[str] = deque(maxlen=NOTES)
-        self._events: dict[str, int] = {}  # of guards of models that were here before
+        self._events: dict[str, int] = {}  # of the guards of former models
         self._device = resolve_device(config.device)
-        self._row = Row(config.adapter_name, config.adapter_name, config.adapter_options, config.base)
+        self._row = AdapterRow(config.adapter_name, config.adapter_name, config.adapter_options, config.base)
         self._private = config.state_folder / PRIVATE
         self._node = self._own_node()
         self._live: Live | None = None
@@ -75,7 +134,7 @@ class Agent:
 
     @property
     def per(self) -> Literal["sample", "batch"]:
-        """Tell whether requests may be joined into one batch ("sample") or not ("batch", or no model yet)."""
+        """Return "sample" if requests may be joined into one batch, otherwise "batch"."""
         live = self._live
         return "batch" if live is None else live.adapter.per
 
@@ -85,7 +144,7 @@ class Agent:
         Raises
         ------
         NoModel
-            No model has come yet.
+            There is no model yet.
         ValueError
             Type, shape or a value is not allowed; the message names it.
         """
@@ -102,7 +161,7 @@ class Agent:
         Raises
         ------
         NoModel, ValueError
-            As `check`; or the network gives values that are not finite. Nothing is learned then.
+            As `check`, or the network's output is not finite. The adapter is unchanged then.
         """
         with self._predicting:
             live = self._model()
@@ -115,7 +174,7 @@ class Agent:
         return Prediction(rows, weights, live.version, adapted, position)
 
     def status(self) -> Status:
-        """Say how the agent is."""
+        """Return the state of the agent."""
         with self._predicting:
             live, events = self._live, dict(self._events)
             for kind, count in (live.guard.events if live and live.guard else {}).items():
@@ -136,14 +195,14 @@ class Agent:
             )
 
     def snapshot(self) -> Saved:
-        """Save what the adapter has learned, now.
+        """Save the adapter's state now.
 
         Raises
         ------
         NoModel
-            There is nothing to save.
+            There is no model yet.
         OSError, ValueError
-            It could not be written, or a value is not finite; what was saved before is still there.
+            The state could not be written, or a value is not finite; earlier snapshots are kept.
         """
         with self._saving:
             with self._predicting:
@@ -159,19 +218,19 @@ class Agent:
                 self._changed = True
                 raise
             self._saved_at = samples
-        return _told(entry, live)
+        return Saved(entry.name, live.version, entry.samples)
 
     def rollback(self, name: str = "") -> Saved:
-        """Go back to a snapshot, the newest one without a name; newer ones are forgotten.
+        """Restore a snapshot, by default the newest one, and remove newer ones.
 
         Raises
         ------
         NoModel
-            No model has come yet.
+            There is no model yet.
         ValueError
             There is no such snapshot, or it cannot be read; the message names it.
         OSError
-            The newer ones could not be forgotten.
+            The newer snapshots could not be removed.
         """
         with self._saving, self._predicting:
             live = self._model()
@@ -184,40 +243,38 @@ class Agent:
             self._saved_at = self._tried_at = entry.samples
             self._changed = False
         self._note(f"rolled back to snapshot {entry.name}")
-        return _told(entry, live)
+        return Saved(entry.name, live.version, entry.samples)
 
     def reset(self) -> Saved:
-        """Forget what the adapter has learned from the stream, and save that; raises as `snapshot` does."""
+        """Reset the adapter to its state before the stream, and save that; raises as `snapshot` does."""
         with self._saving:
             with self._predicting:
                 self._model().reset()
                 self._saved_at, self._tried_at, self._changed = 0, 0, True
-            self._note("reset: what was learned from the stream is forgotten")
+            self._note("reset: the adapter's history of the stream is dropped")
             return self.snapshot()
 
-    def perform(self, work: Work) -> Done:
-        """Do federated work; after an evaluation of the training that is served, serve its model.
+    def perform(self, request: Request) -> Reply:
+        """Answer a federated request; after an evaluation of the served training, serve its model.
 
         Raises
         ------
         SettingsError, ValueError, FloatingPointError
-            As `client.phases.perform`, or there is no such phase.
+            As `client.device.perform`.
         """
-        if work.phase not in PHASES:
-            raise ValueError(f"unknown phase {work.phase!r}; there are: {', '.join(PHASES)}")
         with self._working:
-            self._phase = work.phase
+            self._phase = request.kind.rpartition(".")[2]
             try:
-                done = perform(work, self._node)
-                if work.phase == "evaluate":
-                    self._take_over(work)
-                self._forget_runs(str(work.config["run"]))
+                reply = perform(request, self._node)
+                if isinstance(request, Evaluate):
+                    self._take_over(request)
+                self._forget_runs(request.run)
             finally:
                 self._phase = ""
-        return done
+        return reply
 
     def _forget_runs(self, current: str) -> None:
-        """Remove the private state of old runs; work that is done is not lost when that fails."""
+        """Remove the private state of old runs; a failure does not affect the reply."""
         try:
             for run in forget_runs(self._private, current, self.config.runs_kept):
                 self._note(f"run {run} forgotten: it is not among the last {self.config.runs_kept}")
@@ -225,7 +282,7 @@ class Agent:
             self._note(f"old runs could not be removed: {error}")
 
     def close(self) -> None:
-        """Save what is not saved, and let others have the state directory; predictions must have ended."""
+        """Save unsaved state and release the state directory; predictions must have ended."""
         if self._closed:
             return
         self._closed = True
@@ -235,7 +292,7 @@ class Agent:
         self._store.close()
 
     def _note(self, text: str) -> None:
-        """Keep a note; what goes on and on is said once."""
+        """Keep a note, unless it repeats the last one."""
         if not self._notes or self._notes[-1] != text:
             self._notes.append(text)
 
@@ -248,16 +305,16 @@ class Agent:
 
     def _model(self) -> Live:
         if self._live is None:
-            raise NoModel("no model yet: it comes with the evaluation that ends a training")
+            raise NoModel("no model yet: the evaluation that ends a training brings one")
         return self._live
 
     def _make(self, served: Served) -> Live:
-        watched = self.config.guard and self.config.adapter_name != "none"  # which has nothing to be held back
+        watched = self.config.guard and self.config.adapter_name != "none"  # "none" does not adapt
         limits = self.config.limits if watched else None
         return Live(served, limits, self._device, self._note)
 
     def _restore(self) -> None:
-        """Go on from what the state directory holds."""
+        """Restore model and snapshot from the state directory."""
         served = self._store.load_model(self._device)
         if served is None:
             return
@@ -276,23 +333,21 @@ class Agent:
                 live.load(arrays, entry.samples)
             except ValueError as error:
                 self._note(f"snapshot {entry.name} refused: {error}")
-        # of another adapter than before: to be saved as a new model
+        # with another adapter than before it is saved as a new model
         self._model_saved = served.digest() == live.digest
         self._saved_at, self._live = live.samples, live
 
-    def _take_over(self, work: Work) -> None:
-        """Serve the model of an evaluation, if it is the one to serve and another than before."""
-        run, task, wanted = str(work.config["run"]), task_of(work), self.config.training
+    def _take_over(self, request: Evaluate) -> None:
+        """Serve the model of an evaluation, if it is of the served training and has changed."""
+        run, training, wanted = request.run, request.task.training, self.config.training
         before = self._live.served.origin.split("/") if self._live else ["", ""]
-        if task.training != (wanted or (before[1] if before[0] == run else task.training)):
+        if training != (wanted or (before[1] if before[0] == run else training)):
             return
-        record = work.records["arrays"], work.records.get("statistics")
         try:
-            device = device_of(work, self._node)
-            served = device.serve(round_of(work), task, *record, self._row, variants_of(work))
-            live = self._make(replace(served, origin=f"{run}/{task.training}/{round_of(work)}"))
-        except (ValueError, RuntimeError) as error:  # the evaluation itself is done, and its result counts
-            self._note(f"the model of {run}/{task.training} is not served: {error}")
+            served = make_device(request, self._node).serve(request, self._row)
+            live = self._make(replace(served, origin=f"{run}/{training}/{request.round}"))
+        except (ValueError, RuntimeError) as error:  # the evaluation itself has succeeded, and its result counts
+            self._note(f"the model of {run}/{training} is not served: {error}")
             return
         with self._saving:
             if self._live is not None and self._live.digest == live.digest:
@@ -302,18 +357,18 @@ class Agent:
             self._save()
 
     def _install(self, live: Live) -> None:
-        """Put a model in the place of the one before; between two predictions."""
+        """Replace the model; the caller holds the lock on predictions."""
         text = f"model {live.version}"
         if self._live is not None:
             for kind, count in (self._live.guard.events if self._live.guard else {}).items():
                 self._events[kind] = self._events.get(kind, 0) + count
-            text += f" in place of {self._live.version}; what was learned from {self._live.samples} samples is dropped"
+            text += f" replaces {self._live.version}; its history of {self._live.samples} samples is dropped"
         self._note(text)
         self._live, self._saved_at, self._tried_at = live, 0, 0
         self._changed, self._model_saved = True, False
 
     def _save(self) -> None:
-        """Save what is not saved; a failure is noted, predictions go on, and the next interval tries again."""
+        """Save unsaved state; a failure is noted and retried after the next interval."""
         with self._saving:
             if self._live is None or (self._model_saved and not self._changed):
                 return
@@ -323,13 +378,9 @@ class Agent:
                 self._note(f"not saved: {error}")
 
     def _save_when_due(self) -> None:
-        """Save every so many samples and seconds, until the agent is closed."""
+        """Save after the configured numbers of samples and seconds, until the agent is closed."""
         while not self._closed:
             self._due.wait(self.config.save_every_seconds)
             self._due.clear()
             if not self._closed:
                 self._save()
-
-
-def _told(entry: Entry, live: Live) -> Saved:
-    return Saved(entry.name, live.version, entry.samples)

@@ -1,4 +1,4 @@
-"""A served model at work: its adapter, the guard, and what can be saved of both."""
+"""A served model: its adapter, the guard, and the state of both."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.agent.guard import Guard, LastGood, Limits, Verdict, flat_images
-from client.agent.serving import Served
-from client.state import Arrays
+from client.agent.config import Limits
+from client.agent.guard import Guard, LastGood, Verdict, flat_images
+from client.serving import Served
+from messages.arrays import Arrays
 from tta.heads import two_heads
 from tta.registry import info
 
-ADAPTER, GUARD = "adapter.", "guard."  # before names in a snapshot
-#: Whose report says e, the weight of the global head, for every sample.
+ADAPTER, GUARD = "adapter.", "guard."  # prefixes of names in a snapshot
+#: Adapters with this need report e, the weight of the global head, for every sample.
 MIXES = "personal_head"
 
 
 class Live:
-    """Predict with a model in order of arrival; nothing here is safe to call from two threads at once.
+    """A model that predicts and adapts in order of arrival; not thread-safe.
 
     Parameters
     ----------
     served : Served
     limits : Limits or None
-        Of the guard; None: no guard.
+        Limits of the guard; None: no guard.
     device : torch.device
     note : callable
-        Told when the guard begins to act.
+        Called with a line of text when the guard begins to act.
 
     Attributes
     ----------
     samples : int
-        Answered so far.
+        Samples predicted so far.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class Live:
         self.samples = 0
         self.guard = None if limits is None else Guard(limits, served.usual, self.adapter.per == "batch")
         self._good = LastGood(self.adapter.state_dict(), limits.window if limits else 1)
-        self._before: NDArray[Any] | None = None  # the last image, to see whether the next one is the same
-        self._told = dict(self.guard.events) if self.guard else {}
+        self._before: NDArray[Any] | None = None  # the last image, which the next one may repeat
+        self._noted = dict(self.guard.events) if self.guard else {}
         self._mixes = MIXES in info(served.row.adapter).needs
 
     @torch.no_grad()
@@ -65,8 +66,8 @@ class Live:
         Raises
         ------
         ValueError
-            The network gives values that are not finite even unadapted, or there is no guard and the adapter failed;
-            nothing is learned then.
+            The unadapted network's output is not finite, or there is no guard and the adapter failed. The adapter is
+            unchanged then.
         """
         x = torch.from_numpy(pixels).to(self.device).contiguous(memory_format=torch.channels_last)
         if self.guard is None:
@@ -76,28 +77,28 @@ class Live:
         plain, heads = self._unadapted(x)
         if not np.isfinite(plain).all():
             raise ValueError("the network's output is not finite")
-        asked, small = self.guard.asks, len(x) < self.guard.limits.least_batch
+        runs, small = self.guard.runs_adapter, len(x) < self.guard.limits.least_batch
         before = self.adapter.state_dict() if small else {}
-        adapted, weights = self._tried(x, heads) if asked else (plain, None)
-        verdict = self.guard.judge(plain, adapted if asked else None, flat_images(pixels, self._before))
-        self._tell(verdict)
+        adapted, weights = self._tried(x, heads) if runs else (plain, None)
+        verdict = self.guard.judge(plain, adapted if runs else None, flat_images(pixels, self._before))
+        self._note_events(verdict)
         self.samples, self._before = self.samples + len(x), pixels[-1]
         if verdict.action == "go":
             if verdict.healthy:
                 self._good.note(self.adapter.state_dict, len(x))
             return adapted, weights, True
-        if asked:
+        if runs:
             self._go_back(before if verdict.kind == "small-batch" else self._good.state)
         return plain, np.ones(len(x), np.float32) if self._mixes else None, False
 
     def reset(self) -> None:
-        """Forget what was learned from the stream."""
+        """Reset the adapter to its state before the stream."""
         self.adapter.reset()
         self.samples = 0
         self._start_over()
 
     def state(self) -> Arrays:
-        """Return copies of what must be saved to go on later."""
+        """Return copies of the state to be saved."""
         learned = {name: value.cpu().numpy() for name, value in self.adapter.state_dict().items()}
         arrays = {f"{ADAPTER}{name}": value for name, value in learned.items()}
         if self.guard is not None:
@@ -105,7 +106,7 @@ class Live:
         return arrays
 
     def load(self, arrays: Arrays, samples: int) -> None:
-        """Go on from a `state()`; ValueError if it does not fit, nothing is changed then."""
+        """Restore a `state()`; ValueError if it does not fit, and nothing has changed then."""
         learned = {name: value for name, value in arrays.items() if name.startswith(ADAPTER)}
         state = {name.removeprefix(ADAPTER): torch.from_numpy(value).to(self.device) for name, value in learned.items()}
         self.adapter.load_state_dict(state)
@@ -116,25 +117,25 @@ class Live:
             self.guard.load(guarded)
 
     def _start_over(self) -> None:
-        """Take the adapter as it is for good, and look back on nothing."""
+        """Take the adapter's state as good, with an empty window."""
         if self.guard is not None:
             self.guard.restart()
             self._good = LastGood(self.adapter.state_dict(), self.guard.limits.window)
         self._before = None
 
-    def _tell(self, verdict: Verdict) -> None:
-        """Note that the guard begins to act; of small batches, which come and go, only the first time."""
+    def _note_events(self, verdict: Verdict) -> None:
+        """Note that the guard begins to act; for small batches only the first time."""
         counts = dict(self.guard.events) if self.guard else {}
-        if counts != self._told and (verdict.kind != "small-batch" or counts[verdict.kind] == 1):
+        if counts != self._noted and (verdict.kind != "small-batch" or counts[verdict.kind] == 1):
             self._note(f"guard: {verdict.kind} after {self.samples} samples: {verdict.action}")
-        self._told = counts
+        self._noted = counts
 
     def _go_back(self, state: dict[str, Tensor]) -> None:
         self.adapter.load_state_dict(state)
         self._good.spoil()
 
     def _unadapted(self, x: Tensor) -> tuple[NDArray[np.float32], tuple[Tensor, Tensor, Tensor] | None]:
-        """Return the global head's probabilities [B, K], and the outputs of both heads if the adapter takes those."""
+        """Return the global head's probabilities [B, K], and the outputs of both heads if the adapter mixes them."""
         if hasattr(self.adapter, "interpolate"):  # one pass of the network for both
             heads = two_heads(self.served.network, x)
             return _array(torch.softmax(heads[1], 1)), heads
@@ -143,7 +144,7 @@ class Live:
     def _tried(
         self, x: Tensor, heads: tuple[Tensor, Tensor, Tensor] | None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        """Return what `_adapted` returns; NaN where the adapter fails, for the guard to see."""
+        """Return what `_adapted` returns; NaN if the adapter fails, which the guard detects."""
         try:
             return self._adapted(x, heads)
         except (ValueError, FloatingPointError) as error:
@@ -154,7 +155,7 @@ class Live:
     def _adapted(
         self, x: Tensor, heads: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        """Let the adapter learn from a batch; return its probabilities [B, K], and e [B] where it mixes heads."""
+        """Adapt to a batch; return the probabilities [B, K], and e [B] if the adapter mixes the heads."""
         adapter: Any = self.adapter
         rows = _array(adapter.predict(x) if heads is None else adapter.interpolate(*heads))
         weight = adapter.take_report().get("weight")

@@ -1,4 +1,4 @@
-"""The agent's sockets: who may reach what, how large a message may be, and how all of it ends."""
+"""The agent's sockets: addresses, access, TLS, limits on messages, health, and shutdown."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from client.agent import agent_pb2_grpc, wire
 from client.agent.config import UNIX, AgentConfig
 from client.agent.core import Agent
-from client.agent.queue import PredictQueue
+from client.agent.predictions import PredictQueue
 from client.agent.service import Calls, Predictor, Relay
-from client.relay import MAX_BYTES
+from client.relay import MAX_BYTES, socket_path
+from messages import agent_pb2_grpc
+from messages.protobuf import PROTOCOL
 
 LOG = logging.getLogger("fedtta.agent")
-PREDICTOR, RELAY = f"{wire.VERSION}.Predictor", f"{wire.VERSION}.Relay"
-SPARE = 16  # calls beside streams and waiting requests: status, health, and those that are told "busy"
-SENT = 1.0  # seconds that the last answers may take to be sent
+PREDICTOR, RELAY = f"{PROTOCOL}.Predictor", f"{PROTOCOL}.Relay"
+SPARE = 16  # calls beside streams and waiting requests: status, health, and those refused as busy
+SENT = 1.0  # seconds for sending the last replies
 _Result = TypeVar("_Result")
 
 
 @dataclass
 class _Socket:
-    """A gRPC server, where it listens, and its health."""
+    """A gRPC server, its address and its health service."""
 
     server: grpc.aio.Server
     address: str
@@ -48,7 +49,7 @@ class Running:
     Parameters
     ----------
     listen, relay : str
-        Where they listen, with the port that was chosen for port 0.
+        Their addresses, with the port that was chosen for port 0.
     """
 
     def __init__(self, sockets: Sequence[_Socket], calls: Calls, ends: Sequence[Callable[[], None]]) -> None:
@@ -56,12 +57,12 @@ class Running:
         self._sockets, self._calls, self._ends = sockets, calls, ends
 
     def stop(self, grace: float = 30.0) -> int:
-        """Take no more requests, answer those accepted, close the sockets; return how many calls were cut off.
+        """Take no more requests, answer the accepted ones and close the sockets; return how many calls were cut off.
 
         Parameters
         ----------
         grace : float
-            Seconds that the calls under way may take.
+            Seconds for the calls in progress.
         """
         left = _on_loop(self._stop(grace))
         for end in self._ends:
@@ -77,12 +78,12 @@ class Running:
 
 
 def serve(agent: Agent, config: AgentConfig) -> Running:
-    """Start answering; `agent` must hold the lock of its state directory.
+    """Start the sockets of an agent, which must hold the lock of its state directory.
 
     Raises
     ------
     ValueError
-        A socket's path is too long or something else, a file of TLS is missing or no such file.
+        A socket's path is too long or not absolute, or a TLS file is missing or invalid.
     OSError
         An address is in use, or cannot be bound.
     """
@@ -99,8 +100,8 @@ async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Runn
     predictor = _server(config.message_limit_mb << 20, config.max_streams + config.queue_limit + SPARE)
     agent_pb2_grpc.add_PredictorServicer_to_server(Predictor(agent, queue, calls), predictor)
     relay = _server(MAX_BYTES, SPARE)
-    work = Relay(agent, calls)
-    agent_pb2_grpc.add_RelayServicer_to_server(work, relay)
+    requests = Relay(agent, calls)
+    agent_pb2_grpc.add_RelayServicer_to_server(requests, relay)
     bound: list[_Socket] = []
     try:
         for server, address, service in (
@@ -117,15 +118,15 @@ async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Runn
     except BaseException:
         for one in bound:
             await one.server.stop(None)
-            if one.address.startswith(UNIX):  # left there by a server that has not been started
-                wire.socket_path(one.address).unlink(missing_ok=True)
+            if one.address.startswith(UNIX):  # left by a server that has not been started
+                socket_path(one.address).unlink(missing_ok=True)
         raise
-    LOG.info("predictions at %s, federated work at %s", *(one.address for one in bound))
-    return Running(bound, calls, (queue.close, work.close))
+    LOG.info("predictions at %s, federated requests at %s", *(one.address for one in bound))
+    return Running(bound, calls, (queue.close, requests.close))
 
 
 def _server(limit: int, calls: int) -> grpc.aio.Server:
-    """Make a server that takes messages of `limit` bytes and so many calls at once."""
+    """Return a server that takes messages of `limit` bytes and `calls` concurrent calls."""
     options = [
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
@@ -135,17 +136,17 @@ def _server(limit: int, calls: int) -> grpc.aio.Server:
 
 
 class Unknown(grpc.GenericRpcHandler):
-    """Answers what no service here offers: other versions of this protocol, and the other socket's methods."""
+    """Refuses calls to other versions of the protocol, and to methods of the other socket, with a reason."""
 
     def __init__(self, service: str) -> None:
         self.service_name = service
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
-        """Return a handler that says what is offered instead."""
+        """Return a handler whose error names the service of this socket."""
         method = handler_call_details.method
         name = method.strip("/").split("/")[0]
-        if name.startswith("fedtta.agent.") and not name.startswith(f"{wire.VERSION}."):
-            text = f"{method}: this agent speaks {wire.VERSION}"
+        if name.startswith("fedtta.agent.") and not name.startswith(f"{PROTOCOL}."):
+            text = f"{method}: this agent speaks {PROTOCOL}"
         else:
             text = f"{method}: this socket offers {self.service_name}"
 
@@ -156,10 +157,10 @@ class Unknown(grpc.GenericRpcHandler):
 
 
 def _bind(server: grpc.aio.Server, address: str, config: AgentConfig) -> str:
-    """Let a server listen at an address, and return it with the port that it got."""
+    """Bind a server to an address; return the address with its port."""
     if address.startswith(UNIX):
         address = f"{UNIX}{Path(address.removeprefix(UNIX)).absolute()}"
-        free(wire.socket_path(address))
+        free(socket_path(address))
         with _umask(0o177), _named(address):
             server.add_insecure_port(address)
         return address
@@ -169,14 +170,14 @@ def _bind(server: grpc.aio.Server, address: str, config: AgentConfig) -> str:
 
 
 def free(path: Path) -> None:
-    """Make the way free for a socket: its folder is made, and what a dead agent has left is removed.
+    """Prepare the path of a socket: make its folder, and remove a socket file left by a dead agent.
 
-    gRPC would take the path from a living one.
+    gRPC itself would take the path away from a living agent.
 
     Raises
     ------
     FileExistsError
-        Something answers there, or it is no socket.
+        A process listens there, or the file is not a socket.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -184,22 +185,22 @@ def free(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise FileExistsError(f"{path} is there already, and is no socket")
+        raise FileExistsError(f"{path} exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink()  # nobody listens
+            path.unlink()  # no process listens
             return
         except OSError as error:
-            raise FileExistsError(f"{path} is there already, and cannot be asked: {error}") from error
+            raise FileExistsError(f"{path} exists, and connecting to it failed: {error}") from error
     raise FileExistsError(f"{path}: another process listens there")
 
 
 def credentials(config: AgentConfig) -> grpc.ServerCredentials:
-    """Return what mutual TLS needs; ValueError names the file that does not fit."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # only looks at the files: gRPC would not say what is wrong
+    """Return the credentials for mutual TLS; ValueError names an invalid file."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # only checks the files: gRPC would not name the problem
     pair = f"certificate = {config.certificate}, key = {config.key}"
     for what, check in (
         (pair, functools.partial(context.load_cert_chain, config.certificate, config.key, _no_password)),
@@ -216,12 +217,12 @@ def credentials(config: AgentConfig) -> grpc.ServerCredentials:
 
 
 def _no_password() -> str:
-    raise OSError("the key has a password, which nobody could type in")
+    raise OSError("the key has a password")
 
 
 @contextlib.contextmanager
 def _named(address: str) -> Iterator[None]:
-    """Let gRPC's own error for an address say more."""
+    """Turn gRPC's error about an address into one that explains it."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,8 @@
-"""The agent's two services: predictions for the device's owner, federated work for the ClientApp.
+"""The agent's gRPC services: predictions for the device's owner, federated requests for the ClientApp.
 
-Everything here runs on one event loop, and what takes time elsewhere: predictions on the thread of the queue, work on
-one of its own, the rest on the loop's. A request that waits is a future; cancelling it takes it out of the queue.
+All handlers run on one event loop. Predictions run on the thread of the queue, federated requests on one thread of
+their own, everything else on the loop's default threads. A waiting request is a future, and cancelling it removes it
+from the queue.
 """
 
 from __future__ import annotations
@@ -9,53 +10,154 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 import grpc
+import numpy as np
 
-from client.agent import agent_pb2 as pb
-from client.agent import agent_pb2_grpc, wire
-from client.agent.answers import Busy, NoModel, Prediction, Saved
-from client.agent.calls import LOG, Calls, Stopping, Worker, told
 from client.agent.config import AgentConfig
-from client.agent.core import Agent
-from client.agent.queue import PredictQueue
-from client.phases import PHASES
+from client.agent.core import Agent, Saved
+from client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc, protobuf
+from messages.requests import REQUESTS
 
+LOG = logging.getLogger("fedtta.agent")
+DETAILS = 4000  # bytes of an error's text, as gRPC encodes it in a header of at most 8 KiB
 LOOK = 0.02  # seconds between two looks at a full queue
-STREAMS_SHARE = 75  # per cent of the queue that streams may fill: single requests find room beside them
-AHEAD = 4  # answers of a stream that may wait to be sent; with the one being sent and the one being read: six requests
+STREAMS_SHARE = 75  # per cent of the queue that streams may fill; the rest is for single requests
+AHEAD = 4  # replies of a stream that may wait for sending; with the one being sent and the one being read: six requests
+_Result = TypeVar("_Result")
+_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+
+
+class Stopping(RuntimeError):
+    """The agent is stopping and takes no more requests."""
+
+
+#: Status of a call by the exception that it raises; any other exception is INTERNAL.
+STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (Busy, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NoModel, grpc.StatusCode.FAILED_PRECONDITION),
+    (Stopping, grpc.StatusCode.UNAVAILABLE),
+    (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (FloatingPointError, grpc.StatusCode.OUT_OF_RANGE),
+    (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+class Calls:
+    """The calls in progress, each counted until it has been answered."""
+
+    def __init__(self) -> None:
+        self.stopping = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._count = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Count a call; raise Stopping if no more are taken."""
+        if self.stopping.is_set():
+            raise Stopping("the agent is stopping")
+        self._count += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._count -= 1
+            if not self._count:
+                self._idle.set()
+
+    async def finish(self, grace: float) -> int:
+        """Take no more calls, wait at most `grace` seconds for those in progress, and return how many are left."""
+        self.stopping.set()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace)
+        return self._count
+
+    @contextlib.asynccontextmanager
+    async def answered(self, context: Any) -> AsyncIterator[None]:
+        """Count a call, and end it with the status of the exception that it raises."""
+        try:
+            with self.one():
+                yield
+        except Exception as error:
+            code, text = status_of(error)
+            if code is grpc.StatusCode.INTERNAL:
+                LOG.exception("a call failed")
+            await context.abort(code, text)
+
+
+def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """Return the status and text for an exception."""
+    for kind, code in STATUS:
+        if isinstance(error, kind):
+            return code, _shortened(str(error))
+    return grpc.StatusCode.INTERNAL, _shortened(f"{type(error).__name__}: {error}")
+
+
+class OneThread:
+    """One daemon thread that runs functions one after the other; it does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    async def run(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Run a function in its turn; cancelled before that, it does not run."""
+        future: Future[_Result] = Future()
+        self._tasks.put((future, function, arguments))
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """End after the waiting functions."""
+        self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, function, arguments = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # raised where the result is awaited
+                future.set_exception(error)
 
 
 class Predictor(agent_pb2_grpc.PredictorServicer):
-    """Predictions and what else the device's owner may ask for; see agent.proto.
+    """Predictions, status and snapshots for the device's owner; see agent.proto.
 
     Parameters
     ----------
     agent : Agent
-    queue : PredictQueue
-        Of that agent.
+    predictions : PredictQueue
+        The queue of that agent.
     calls : Calls
     """
 
-    def __init__(self, agent: Agent, queue: PredictQueue, calls: Calls) -> None:
-        self.agent, self.queue, self.calls, self.config = agent, queue, calls, agent.config
+    def __init__(self, agent: Agent, predictions: PredictQueue, calls: Calls) -> None:
+        self.agent, self.predictions, self.calls, self.config = agent, predictions, calls, agent.config
         self._streams = 0
-        self._door = asyncio.Lock()  # streams enter the queue one by one
+        self._entrance = asyncio.Lock()  # streams enter the queue one by one
         self._accepted: set[Future[Prediction]] = set()  # and not answered
-        self._moved = asyncio.Event()  # one of those has been answered or withdrawn since somebody looked
+        self._moved = asyncio.Event()  # one of them has been answered or withdrawn
         self._share = max(1, self.config.queue_limit * STREAMS_SHARE // 100)
 
     async def Predict(self, request: pb.PredictRequest, context: Any) -> pb.PredictReply:
-        """Predict one request; busy when as many wait as may."""
+        """Predict one request; busy if the queue is full."""
         async with self.calls.answered(context):
             return await self._reply(request.id, self._enter(request), self._due())
         raise AssertionError("unreachable: the call has been aborted")
 
     async def PredictStream(self, _: Any, context: Any) -> None:
-        """Predict the requests of a stream in order; it is read no faster than it is answered."""
+        """Predict the requests of a stream in order, reading no faster than replies are sent."""
         async with self.calls.answered(context):
             if self._streams >= self.config.max_streams:
                 raise Busy(f"busy: {self._streams} streams are open")
@@ -74,7 +176,7 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
                     answers.get_nowait().forget()
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
-        """Say how the agent is."""
+        """Return the state of the agent."""
         async with self.calls.answered(context):
             values = dataclasses.asdict(await asyncio.to_thread(self.agent.status))
             renamed = {"model_version": values.pop("version"), "uptime_seconds": values.pop("uptime")}
@@ -82,15 +184,15 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
         raise AssertionError("unreachable: the call has been aborted")
 
     async def Snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotReply:
-        """Save what the adapter has learned."""
+        """Save the adapter's state."""
         return await self._saved(context, self.agent.snapshot)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Any) -> pb.SnapshotReply:
-        """Go back to a snapshot."""
+        """Restore a snapshot."""
         return await self._saved(context, self.agent.rollback, request.snapshot)
 
     async def Reset(self, request: pb.ResetRequest, context: Any) -> pb.SnapshotReply:
-        """Forget what the adapter has learned."""
+        """Reset the adapter."""
         return await self._saved(context, self.agent.reset)
 
     async def _saved(self, context: Any, function: Callable[..., Saved], *arguments: str) -> pb.SnapshotReply:
@@ -100,12 +202,12 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
         raise AssertionError("unreachable: the call has been aborted")
 
     def _due(self) -> float:
-        """Return the loop's time at which a request that comes now must be answered."""
+        """Return the deadline of a request that arrives now, in the loop's time."""
         return asyncio.get_running_loop().time() + self.config.deadline
 
     def _enter(self, request: pb.PredictRequest) -> asyncio.Future[Prediction]:
-        """Hand a request to the queue; ValueError, Busy or NoModel when it is not taken."""
-        accepted = self.queue.submit(wire.images_from(request.images))
+        """Put a request into the queue; raises ValueError or Busy."""
+        accepted = self.predictions.submit(protobuf.from_images(request.images))
         self._accepted.add(accepted)
         future = asyncio.wrap_future(accepted)
         future.add_done_callback(lambda _: self._left(accepted))
@@ -116,29 +218,29 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
         self._moved.set()
 
     def _waiting(self) -> int:
-        """Return how many requests have not begun."""
+        """Return the number of requests that have not begun."""
         return sum(not (one.running() or one.done()) for one in self._accepted)
 
     async def _enter_in_turn(self, request: pb.PredictRequest) -> asyncio.Future[Prediction]:
-        """Hand a stream's request to the queue as soon as streams may: they wait instead of being told "busy"."""
-        async with self._door:
+        """Put a stream's request into the queue when streams have room: they wait instead of being refused as busy."""
+        async with self._entrance:
             while self._waiting() >= self._share:
                 self._moved.clear()
-                with contextlib.suppress(TimeoutError):  # a request that begins does not say so
+                with contextlib.suppress(TimeoutError):  # a request that begins sets no event
                     async with asyncio.timeout(LOOK):  # unlike wait_for, it never swallows a cancellation
                         await self._moved.wait()
             return self._enter(request)
 
     async def _reply(self, name: str, future: asyncio.Future[Prediction], due: float) -> pb.PredictReply:
-        """Wait for a prediction until it is due; what has not begun by then is taken out of the queue."""
+        """Wait for a prediction until its deadline; a request that has not begun by then leaves the queue."""
         try:
             async with asyncio.timeout_at(due):
-                return wire.reply_to(name, await future)
+                return _predict_reply(name, await future)
         except TimeoutError as error:
             raise TimeoutError(f"not answered within {self.config.deadline:g} s") from error
 
     async def _read(self, context: Any, answers: asyncio.Queue[_Entry]) -> None:
-        """Hand a stream's requests to the queue in order, until it ends or the agent stops."""
+        """Put a stream's requests into the queue in order, until the stream ends or the agent stops."""
         stop = asyncio.create_task(self.calls.stopping.wait())
         end: Exception | bool = True
         try:
@@ -160,14 +262,14 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
         await answers.put(_Entry(end=end))
 
     async def _stream_reply(self, entry: _Entry) -> pb.PredictReply:
-        """Return the reply to one request of a stream; it names the error of a refused one."""
+        """Return the reply to one request of a stream; for a refused request it holds the error."""
         try:
             if isinstance(entry.answer, Exception):
                 raise entry.answer
             assert entry.answer is not None
             return await self._reply(entry.name, entry.answer, entry.due)
         except Exception as error:
-            code, text = told(error)
+            code, text = status_of(error)
             if code is grpc.StatusCode.INTERNAL:
                 LOG.exception("a request of a stream failed")
             return pb.PredictReply(id=entry.name, error=text)
@@ -177,54 +279,60 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """A request of a stream that was taken: its answer to come, or why it was refused; or the stream's end."""
+    """A request of a stream with its future prediction or the reason for its refusal; or the end of the stream."""
 
     name: str = ""
     answer: asyncio.Future[Prediction] | Exception | None = None
     due: float = 0.0
-    end: Exception | bool | None = None  # True: the caller has ended it
+    end: Exception | bool | None = None  # True: the caller ended it
 
     def forget(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Cancel the prediction."""
         if isinstance(self.answer, asyncio.Future) and not self.answer.cancel() and not self.answer.cancelled():
-            self.answer.exception()  # asked for, so that asyncio does not complain that nobody did
+            self.answer.exception()  # retrieved, or asyncio logs that it never was
 
 
 class Relay(agent_pb2_grpc.RelayServicer):
-    """Federated work, one phase at a time; see agent.proto."""
+    """Federated requests, one at a time; see agent.proto.
+
+    Parameters
+    ----------
+    agent : Agent
+    calls : Calls
+    """
 
     def __init__(self, agent: Agent, calls: Calls) -> None:
         self.agent, self.calls, self.config = agent, calls, agent.config
-        self._worker = Worker("federated work")
+        self._thread = OneThread("federated requests")
 
     async def Perform(self, request: pb.Work, context: Any) -> pb.Done:
-        """Do a phase; work for another client is refused."""
+        """Answer a request; refuse requests to another client."""
         async with self.calls.answered(context):
             check_client(request, self.config)
-            return await self._worker.do(self._perform, request)
+            return await self._thread.run(self._perform, request)
         raise AssertionError("unreachable: the call has been aborted")
 
     def close(self) -> None:
-        """End the thread after what it does now."""
-        self._worker.close()
+        """End the thread after its current request."""
+        self._thread.close()
 
-    def _perform(self, request: pb.Work) -> pb.Done:
-        return wire.done_to(self.agent.perform(wire.work_from(request)))
+    def _perform(self, message: pb.Work) -> pb.Done:
+        record = protobuf.from_work(message)
+        return protobuf.to_done(self.agent.perform(REQUESTS[record.kind].from_record(record)).to_record())
 
 
 def check_client(request: pb.Work, config: AgentConfig) -> None:
-    """Refuse unknown phases, and work that a SuperNode takes for another client's; ValueError says which."""
-    if request.phase not in PHASES:
-        raise ValueError(f"phase = {request.phase!r}: allowed are {', '.join(PHASES)}")
+    """Raise ValueError for an unknown kind of request, or a request to another client."""
+    if request.phase not in REQUESTS:
+        raise ValueError(f"request {request.phase!r}: allowed are {', '.join(REQUESTS)}")
     for name in ("partition_id", "num_partitions"):
         if request.HasField(name) and getattr(request, name) != getattr(config, name):
-            key = name.replace("_", "-")
-            told = f"the node config says {key} = {getattr(request, name)}"
-            raise ValueError(f"{told}: the agent at this socket has {getattr(config, name)}")
+            key, own = name.replace("_", "-"), getattr(config, name)
+            raise ValueError(f"the node config says {key} = {getattr(request, name)}, the agent's own file {own}")
 
 
 async def _next(context: Any, stop: asyncio.Task[Any]) -> pb.PredictRequest | None:
-    """Return a stream's next request, or None at its end; Stopping when the agent stops first."""
+    """Return a stream's next request, or None at its end; raise Stopping if the agent stops first."""
     read = asyncio.ensure_future(context.read())
     try:
         await asyncio.wait({read, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -234,3 +342,27 @@ async def _next(context: Any, stop: asyncio.Task[Any]) -> pb.PredictRequest | No
         return None if request is grpc.aio.EOF else request
     finally:
         read.cancel()
+
+
+def _shortened(text: str) -> str:
+    """Return a text cut to `DETAILS` bytes."""
+    kept = text[:DETAILS]
+    while len(quote(kept)) > DETAILS:
+        kept = kept[: len(kept) * 3 // 4]
+    return text if kept == text else f"{kept}…"
+
+
+def _predict_reply(name: str, prediction: Prediction) -> pb.PredictReply:
+    """Return a prediction as the reply to the request `name`."""
+    weights = prediction.weights
+    samples, classes = prediction.probabilities.shape
+    return pb.PredictReply(
+        id=name,
+        samples=samples,
+        classes=classes,
+        probabilities=protobuf.to_bytes(np.asarray(prediction.probabilities, np.float32)),
+        weights=b"" if weights is None else protobuf.to_bytes(np.asarray(weights, np.float32)),
+        model_version=prediction.version,
+        adapted=prediction.adapted,
+        position=prediction.position,
+    )

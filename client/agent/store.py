@@ -1,8 +1,8 @@
 """The agent's state directory: a model, the last snapshots, and a manifest that names them.
 
-`lock`; `manifest.json`; `models/<n>/`, see `client.agent.serving`; `snapshots/<counter>.safetensors`, what an adapter
-had learned. Files are written first, then the manifest, then what it no longer names is removed: whoever is killed in
-between leaves the old state or the new one.
+`lock`; `manifest.json`; `models/<n>/`, see `client.serving`; `snapshots/<counter>.safetensors`, states of an adapter.
+Files are written first, then the manifest, then files that it no longer names are removed: a process killed at any
+point leaves the old state or the new one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from client.agent.serving import Served
-from client.state import Arrays
+from client.serving import Served
+from messages.arrays import Arrays
 from models import load_arrays, save_arrays, write_atomically
 
 SCHEMA = 1
@@ -29,7 +29,7 @@ FORMAT = "fedtta-adapter-state"
 
 
 class StateInUse(RuntimeError):
-    """Another agent has the state directory."""
+    """Another agent uses the state directory."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Entry:
     name : str
         The file's name without its ending, a counter.
     samples : int
-        That the adapter had seen.
+        Samples that the adapter had seen.
     model : str
-        Digest of the model that it belongs to.
+        Digest of its model.
     sha256 : str
         Of the file.
     """
@@ -54,14 +54,14 @@ class Entry:
     sha256: str
 
     def __post_init__(self) -> None:
-        """Refuse what no manifest of ours holds."""
+        """Refuse values that no manifest of ours holds."""
         wrong = [f.name for f in fields(self) if type(getattr(self, f.name)).__name__ != f.type]
         if wrong or not self.name.isdigit():
             raise ValueError(f"a snapshot's {wrong or ['name']} cannot be read")
 
 
 class Lock:
-    """Hold a folder for this process, until `release` or the process' end.
+    """A lock on a folder, held until `release` or the end of the process.
 
     Raises
     ------
@@ -84,12 +84,12 @@ class Lock:
         self._file.flush()
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the folder."""
         self._file.close()
 
 
 class Store:
-    """What is in a state directory; holds its lock.
+    """The files of a state directory, and its lock.
 
     Parameters
     ----------
@@ -98,14 +98,14 @@ class Store:
     kept : int
         Snapshots to keep, at least 1.
     note : callable
-        Told what somebody should know, such as files refused.
+        Called with a line of text about events such as refused files.
 
     Raises
     ------
     StateInUse
         See `Lock`.
     ValueError
-        The manifest was written by a newer program.
+        The manifest was written by a newer version of the agent.
     """
 
     def __init__(self, folder: Path, kept: int, note: Callable[[str], None]) -> None:
@@ -113,7 +113,7 @@ class Store:
         self._lock = Lock(folder)
         try:
             self._model, self._digest, self._entries = self._open()
-            if self._model:  # else nothing is named, and what is there may be all that is left
+            if self._model:  # without a model the manifest names nothing, and the files may still be of use
                 self._sweep()
         except BaseException:
             self._lock.release()
@@ -129,7 +129,7 @@ class Store:
         return [entry.name for entry in self._entries]
 
     def load_model(self, device: torch.device) -> Served | None:
-        """Return the model, or None: there is none, or (noted) it cannot be read."""
+        """Return the model; None if there is none or (noted) it cannot be read."""
         if not self._model:
             return None
         try:
@@ -142,7 +142,7 @@ class Store:
         return served
 
     def save_model(self, served: Served) -> None:
-        """Store a model in place of the old one, whose snapshots go with it; OSError changes nothing."""
+        """Store a model, and remove the old one with its snapshots; nothing changes on OSError."""
         numbers = [int(path.name) for path in self._folders()]
         name = str(max([int(self._model or 0), *numbers]) + 1)
         try:
@@ -153,17 +153,17 @@ class Store:
             raise
 
     def save(self, arrays: Arrays, samples: int, model: str) -> Entry:
-        """Store what an adapter has learned as the newest snapshot; OSError changes nothing.
+        """Store an adapter's state as the newest snapshot; nothing changes on OSError.
 
         Parameters
         ----------
         samples : int
-            That the adapter has seen.
+            Samples that the adapter has seen.
         model : str
-            Digest of its model, which is stored.
+            Digest of its model, which must be the stored one.
         """
         if model != self._digest:
-            raise ValueError(f"{self.folder} holds another model than the state's")
+            raise ValueError(f"{self.folder} holds a model other than the state's")
         name = f"{max([0, *map(int, self.names)]) + 1:06d}"
         path = self._path(name)
         metadata = {"format": FORMAT, "version": str(SCHEMA), "model": model, "samples": str(samples)}
@@ -172,7 +172,7 @@ class Store:
             entry = Entry(name, samples, model, _sha256(path))
             self._commit(self._model, self._digest, [*self._entries, entry][-self.kept :])
         except OSError:
-            with contextlib.suppress(OSError):  # the disk may be gone, and nobody names the file
+            with contextlib.suppress(OSError):  # the disk may be gone, and the manifest does not name the file
                 path.unlink(missing_ok=True)
             raise
         return entry
@@ -185,7 +185,7 @@ class Store:
         model : str
             Digest.
         name : str
-            Which one; empty: the newest that can be read (those that cannot are noted), None if there is none.
+            Empty: the newest readable one (unreadable ones are noted), None if there is none.
 
         Raises
         ------
@@ -234,7 +234,7 @@ class Store:
         return arrays
 
     def _open(self) -> tuple[str, str, list[Entry]]:
-        """Read the manifest, or make it anew from the files."""
+        """Read the manifest, or rebuild it from the files."""
         try:
             content = json.loads(self._manifest.read_bytes())
             schema = content["schema"]
@@ -249,13 +249,13 @@ class Store:
         except FileNotFoundError:
             if not self._folders():
                 return "", "", []
-            self._note(f"{self._manifest} is missing; rebuilt from the files that check out")
+            self._note(f"{self._manifest} is missing; rebuilt from the intact files")
         except (ValueError, TypeError, KeyError) as error:
-            self._note(f"{self._manifest} cannot be read ({error}); rebuilt from the files that check out")
+            self._note(f"{self._manifest} cannot be read ({error}); rebuilt from the intact files")
         return self._rebuild()
 
     def _rebuild(self) -> tuple[str, str, list[Entry]]:
-        """Return what a manifest of all files that check out would say, and write it."""
+        """Write and return a manifest of all intact files."""
         for folder in reversed(self._folders()):
             try:
                 digest = Served.load(folder, torch.device("cpu")).digest()
@@ -267,7 +267,7 @@ class Store:
         return "", "", []
 
     def _found(self, model: str) -> list[Entry]:
-        """Return the newest snapshots of a model that check out."""
+        """Return the newest intact snapshots of a model."""
         entries = []
         for path in _listed(self.folder / "snapshots"):
             if path.suffix != ".safetensors" or not path.stem.isdigit():
@@ -282,7 +282,7 @@ class Store:
         return entries[-self.kept :]
 
     def _commit(self, model: str, digest: str, entries: list[Entry]) -> None:
-        """Write the manifest, then remove what it does not name."""
+        """Write the manifest, then remove files that it does not name."""
         listed: list[dict[str, Any]] = [asdict(entry) for entry in entries]
         content = {"schema": SCHEMA, "model": model, "digest": digest, "snapshots": listed}
         write_atomically(self._manifest, json.dumps(content, indent=1).encode())
@@ -290,22 +290,22 @@ class Store:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove models and snapshots that the manifest does not name, and what a killed process left half-written."""
+        """Remove models and snapshots that the manifest does not name, and half-written files of a killed process."""
         named = {self._path(entry.name) for entry in self._entries} | {self._models / (self._model or "none")}
         unfinished = [path for path in _listed(self.folder) if path.name.startswith(".manifest.json.")]
         inside = [path for path in _listed(self._models / self._model) if path.suffix == ".tmp"] if self._model else []
         for path in [*_listed(self._models), *_listed(self.folder / "snapshots"), *unfinished, *inside]:
             if path not in named:
-                with contextlib.suppress(OSError):  # what cannot be removed now can be the next time
+                with contextlib.suppress(OSError):  # the next sweep tries again
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class NewerSchema(ValueError):
-    """A manifest of a newer program."""
+    """The manifest was written by a newer version."""
 
 
 def _listed(folder: Path) -> list[Path]:
-    """Return what is in a folder, by name; nothing if there is no such folder."""
+    """Return the entries of a folder, sorted; none if the folder does not exist."""
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 

@@ -1,20 +1,62 @@
-"""Requests in order of arrival, one worker, and as many at once as the adapter allows."""
+"""Predictions: requests in order of arrival, one thread, and as many requests per batch as the adapter allows."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from client.agent.answers import Busy, Prediction
-from client.agent.core import Agent
+if TYPE_CHECKING:
+    from client.agent.core import Agent
 
-__all__ = ["Busy", "PredictQueue"]
+
+class NoModel(RuntimeError):
+    """No training has sent a model yet."""
+
+
+class Busy(RuntimeError):
+    """Too many requests wait, or the queue is closed."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction for one request.
+
+    Parameters
+    ----------
+    probabilities : float32 [B, K]
+        Class probabilities; rows sum to one.
+    weights : float32 [B] or None
+        e in [0, 1], the weight of the global head; None for adapters that do not mix the heads.
+    version : str
+        "<run>/<training>/<round>/<digest>" of the model.
+    adapted : bool
+        False: the guard holds the adapter, and these are the unadapted model's probabilities.
+    position : int
+        Samples predicted before these, since the model was installed or the adapter was reset.
+    """
+
+    probabilities: NDArray[np.float32]
+    weights: NDArray[np.float32] | None
+    version: str
+    adapted: bool
+    position: int
+
+    def split(self, sizes: Sequence[int]) -> list[Prediction]:
+        """Return the predictions for the requests of `sizes` samples that were joined into one batch."""
+        ends = np.cumsum(sizes)
+        parts = []
+        for begin, end in zip(ends - np.asarray(sizes), ends, strict=True):
+            weights = None if self.weights is None else self.weights[begin:end]
+            rows = self.probabilities[begin:end]
+            parts.append(replace(self, probabilities=rows, weights=weights, position=self.position + int(begin)))
+        return parts
 
 
 @dataclass
@@ -22,26 +64,20 @@ class _Request:
     pixels: NDArray[Any]
     future: Future[Prediction] = field(default_factory=Future)
 
-    def answer(self, prediction: Prediction) -> None:
-        self.future.set_result(prediction)
-
-    def refuse(self, error: Exception) -> None:
-        self.future.set_exception(error)
-
 
 class PredictQueue:
-    """One thread that predicts what waits.
+    """A queue of requests and the thread that predicts them.
 
-    Requests that wait are joined into one batch if the adapter's result for a sample does not depend on the batch; for
-    other adapters one request is one batch.
+    Waiting requests are joined into one batch if the adapter's result for a sample does not depend on the batch; for
+    other adapters each request is one batch.
 
     Parameters
     ----------
     agent : Agent
     limit : int
-        Requests that may wait, at least 1.
+        Waiting requests, at most; at least 1.
     batch_limit : int
-        Samples that are joined; a larger request is a batch of its own.
+        Samples of a joined batch, at most; a larger request is a batch by itself.
     """
 
     def __init__(self, agent: Agent, limit: int, batch_limit: int) -> None:
@@ -58,9 +94,9 @@ class PredictQueue:
         return len(self._requests)
 
     def submit(self, pixels: NDArray[Any]) -> Future[Prediction]:
-        """Return the answer to be; its exceptions are those of `Agent.predict`.
+        """Return the future prediction; its exceptions are those of `Agent.predict`.
 
-        A future can be cancelled as long as its request has not begun; the adapter never sees it then.
+        A future can be cancelled until its request begins; the adapter then never sees the request.
 
         Raises
         ------
@@ -70,7 +106,7 @@ class PredictQueue:
         with self._changed:
             if self._closed:
                 raise Busy("busy: closing")
-            if len(self._requests) >= self._limit:  # those that nobody waits for any more leave first
+            if len(self._requests) >= self._limit:  # drop cancelled requests first
                 self._requests = deque(request for request in self._requests if not request.future.cancelled())
             if len(self._requests) >= self._limit:
                 raise Busy(f"busy: {len(self._requests)} requests wait")
@@ -80,7 +116,7 @@ class PredictQueue:
         return request.future
 
     def close(self) -> None:
-        """Answer what was accepted, then stop."""
+        """Predict the accepted requests, then stop."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -91,7 +127,7 @@ class PredictQueue:
             self._predict(batch)
 
     def _next(self) -> list[_Request]:
-        """Wait for requests and return those to be predicted together; none once the queue is closed and empty."""
+        """Wait for requests and return the next batch; an empty one when the queue is closed and empty."""
         with self._changed:
             while True:
                 self._changed.wait_for(lambda: self._requests or self._closed)
@@ -109,14 +145,14 @@ class PredictQueue:
         return self._agent.per == "sample" and samples + _length(request) <= self._batch_limit
 
     def _predict(self, batch: list[_Request]) -> None:
-        """Answer requests that have begun; a bad one fails alone."""
+        """Predict a batch; a bad request fails alone."""
         good = []
         for request in batch:
             try:
                 request.pixels = self._agent.check(request.pixels)
                 good.append(request)
             except Exception as error:
-                request.refuse(error)
+                request.future.set_exception(error)
         if not good:
             return
         try:
@@ -124,16 +160,16 @@ class PredictQueue:
             prediction = self._agent.predict(joined)
         except Exception as error:
             if len(good) == 1:
-                good[0].refuse(error)
-            else:  # whoever is to blame fails alone
+                good[0].future.set_exception(error)
+            else:  # the request that causes the error fails alone
                 half = len(good) // 2
                 self._predict(good[:half])
                 self._predict(good[half:])
             return
         for request, part in zip(good, prediction.split([len(r.pixels) for r in good]), strict=True):
-            request.answer(part)
+            request.future.set_result(part)
 
 
 def _length(request: _Request) -> int:
-    """Return how many samples a request has, as far as it is one."""
+    """Return the number of samples in a request; 1 for a malformed one."""
     return int(np.shape(request.pixels)[0]) if np.ndim(request.pixels) else 1

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from client.agent import agent_pb2 as client_dot_agent_dot_agent__pb2
+from messages import agent_pb2 as messages_dot_agent__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in client/agent/agent_pb2_grpc.py depends on'
+        + ' but the generated code in messages/agent_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,33 +37,33 @@ class PredictorStub(object):
         """
         self.Predict = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Predict',
-                request_serializer=client_dot_agent_dot_agent__pb2.PredictRequest.SerializeToString,
-                response_deserializer=client_dot_agent_dot_agent__pb2.PredictReply.FromString,
+                request_serializer=messages_dot_agent__pb2.PredictRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.PredictReply.FromString,
                 _registered_method=True)
         self.PredictStream = channel.stream_stream(
                 '/fedtta.agent.v1.Predictor/PredictStream',
-                request_serializer=client_dot_agent_dot_agent__pb2.PredictRequest.SerializeToString,
-                response_deserializer=client_dot_agent_dot_agent__pb2.PredictReply.FromString,
+                request_serializer=messages_dot_agent__pb2.PredictRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.PredictReply.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Status',
-                request_serializer=client_dot_agent_dot_agent__pb2.StatusRequest.SerializeToString,
-                response_deserializer=client_dot_agent_dot_agent__pb2.StatusReply.FromString,
+                request_serializer=messages_dot_agent__pb2.StatusRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.StatusReply.FromString,
                 _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Snapshot',
-                request_serializer=client_dot_agent_dot_agent__pb2.SnapshotRequest.SerializeToString,
-                response_deserializer=client_dot_agent_dot_agent__pb2.SnapshotReply.FromString,
+                request_serializer=messages_dot_agent__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.SnapshotReply.FromString,
                 _registered_method=True)
         self.Rollback = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Rollback',
-                request_serializer=client_dot_agent_dot_agent__pb2.RollbackRequest.SerializeToString,
-                response_deserializer=client_dot_agent_dot_agent__pb2.SnapshotReply.FromString,
+                request_serializer=messages_dot_agent__pb2.RollbackRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.SnapshotReply.FromString,
                 _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Reset',
-                request_serializer=client_dot_agent_dot_agent__pb2.ResetRequest.SerializeToString,
-                response_deserializer=client_dot_agent_dot_agent__pb2.SnapshotReply.FromString,
+                request_serializer=messages_dot_agent__pb2.ResetRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.SnapshotReply.FromString,
                 _registered_method=True)
 
 
@@ -73,7 +73,7 @@ class PredictorServicer(object):
 
     def Predict(self, request, context):
         """Adapts to the images in order of arrival and predicts them. A request whose deadline passes, or that is cancelled,
-        while it waits is not adapted to; once it has begun it is, though nobody gets the reply.
+        while it waits is not adapted to; once it has begun it is, although its reply is dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -119,33 +119,33 @@ def add_PredictorServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Predict': grpc.unary_unary_rpc_method_handler(
                     servicer.Predict,
-                    request_deserializer=client_dot_agent_dot_agent__pb2.PredictRequest.FromString,
-                    response_serializer=client_dot_agent_dot_agent__pb2.PredictReply.SerializeToString,
+                    request_deserializer=messages_dot_agent__pb2.PredictRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.PredictReply.SerializeToString,
             ),
             'PredictStream': grpc.stream_stream_rpc_method_handler(
                     servicer.PredictStream,
-                    request_deserializer=client_dot_agent_dot_agent__pb2.PredictRequest.FromString,
-                    response_serializer=client_dot_agent_dot_agent__pb2.PredictReply.SerializeToString,
+                    request_deserializer=messages_dot_agent__pb2.PredictRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.PredictReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=client_dot_agent_dot_agent__pb2.StatusRequest.FromString,
-                    response_serializer=client_dot_agent_dot_agent__pb2.StatusReply.SerializeToString,
+                    request_deserializer=messages_dot_agent__pb2.StatusRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.StatusReply.SerializeToString,
             ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
-                    request_deserializer=client_dot_agent_dot_agent__pb2.SnapshotRequest.FromString,
-                    response_serializer=client_dot_agent_dot_agent__pb2.SnapshotReply.SerializeToString,
+                    request_deserializer=messages_dot_agent__pb2.SnapshotRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.SnapshotReply.SerializeToString,
             ),
             'Rollback': grpc.unary_unary_rpc_method_handler(
                     servicer.Rollback,
-                    request_deserializer=client_dot_agent_dot_agent__pb2.RollbackRequest.FromString,
-                    response_serializer=client_dot_agent_dot_agent__pb2.SnapshotReply.SerializeToString,
+                    request_deserializer=messages_dot_agent__pb2.RollbackRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.SnapshotReply.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
-                    request_deserializer=client_dot_agent_dot_agent__pb2.ResetRequest.FromString,
-                    response_serializer=client_dot_agent_dot_agent__pb2.SnapshotReply.SerializeToString,
+                    request_deserializer=messages_dot_agent__pb2.ResetRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.SnapshotReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,8 +174,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Predict',
-            client_dot_agent_dot_agent__pb2.PredictRequest.SerializeToString,
-            client_dot_agent_dot_agent__pb2.PredictReply.FromString,
+            messages_dot_agent__pb2.PredictRequest.SerializeToString,
+            messages_dot_agent__pb2.PredictReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -201,8 +201,8 @@ class Predictor(object):
             request_iterator,
             target,
             '/fedtta.agent.v1.Predictor/PredictStream',
-            client_dot_agent_dot_agent__pb2.PredictRequest.SerializeToString,
-            client_dot_agent_dot_agent__pb2.PredictReply.FromString,
+            messages_dot_agent__pb2.PredictRequest.SerializeToString,
+            messages_dot_agent__pb2.PredictReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -228,8 +228,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Status',
-            client_dot_agent_dot_agent__pb2.StatusRequest.SerializeToString,
-            client_dot_agent_dot_agent__pb2.StatusReply.FromString,
+            messages_dot_agent__pb2.StatusRequest.SerializeToString,
+            messages_dot_agent__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -255,8 +255,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Snapshot',
-            client_dot_agent_dot_agent__pb2.SnapshotRequest.SerializeToString,
-            client_dot_agent_dot_agent__pb2.SnapshotReply.FromString,
+            messages_dot_agent__pb2.SnapshotRequest.SerializeToString,
+            messages_dot_agent__pb2.SnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -282,8 +282,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Rollback',
-            client_dot_agent_dot_agent__pb2.RollbackRequest.SerializeToString,
-            client_dot_agent_dot_agent__pb2.SnapshotReply.FromString,
+            messages_dot_agent__pb2.RollbackRequest.SerializeToString,
+            messages_dot_agent__pb2.SnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -309,8 +309,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Reset',
-            client_dot_agent_dot_agent__pb2.ResetRequest.SerializeToString,
-            client_dot_agent_dot_agent__pb2.SnapshotReply.FromString,
+            messages_dot_agent__pb2.ResetRequest.SerializeToString,
+            messages_dot_agent__pb2.SnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -323,7 +323,7 @@ class Predictor(object):
 
 
 class RelayStub(object):
-    """For the Flower ClientApp, on a socket of its own: federated work, nothing of the above.
+    """For the Flower ClientApp, on a socket of its own: federated requests, nothing of the above.
     """
 
     def __init__(self, channel):
@@ -334,13 +334,13 @@ class RelayStub(object):
         """
         self.Perform = channel.unary_unary(
                 '/fedtta.agent.v1.Relay/Perform',
-                request_serializer=client_dot_agent_dot_agent__pb2.Work.SerializeToString,
-                response_deserializer=client_dot_agent_dot_agent__pb2.Done.FromString,
+                request_serializer=messages_dot_agent__pb2.Work.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.Done.FromString,
                 _registered_method=True)
 
 
 class RelayServicer(object):
-    """For the Flower ClientApp, on a socket of its own: federated work, nothing of the above.
+    """For the Flower ClientApp, on a socket of its own: federated requests, nothing of the above.
     """
 
     def Perform(self, request, context):
@@ -354,8 +354,8 @@ def add_RelayServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Perform': grpc.unary_unary_rpc_method_handler(
                     servicer.Perform,
-                    request_deserializer=client_dot_agent_dot_agent__pb2.Work.FromString,
-                    response_serializer=client_dot_agent_dot_agent__pb2.Done.SerializeToString,
+                    request_deserializer=messages_dot_agent__pb2.Work.FromString,
+                    response_serializer=messages_dot_agent__pb2.Done.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -366,7 +366,7 @@ def add_RelayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Relay(object):
-    """For the Flower ClientApp, on a socket of its own: federated work, nothing of the above.
+    """For the Flower ClientApp, on a socket of its own: federated requests, nothing of the above.
     """
 
     @staticmethod
@@ -384,8 +384,8 @@ class Relay(object):
             request,
             target,
             '/fedtta.agent.v1.Relay/Perform',
-            client_dot_agent_dot_agent__pb2.Work.SerializeToString,
-            client_dot_agent_dot_agent__pb2.Done.FromString,
+            messages_dot_agent__pb2.Work.SerializeToString,
+            messages_dot_agent__pb2.Done.FromString,
             options,
             channel_credentials,
             insecure,

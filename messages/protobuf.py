@@ -1,0 +1,183 @@
+"""Messages in plain form, and images, as the protobuf messages of the agent's protocol (agent.proto), and back.
+
+Sizes are checked before memory of that size is allocated. Neither Flower nor torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from messages import agent_pb2 as pb
+from messages.arrays import Arrays
+from messages.record import Record
+
+#: Package of the protocol, with its version.
+PROTOCOL = pb.DESCRIPTOR.package
+#: Element types of arrays.
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+)  # fmt: skip
+PIXELS = {pb.Images.UINT8: "uint8", pb.Images.FLOAT32: "float32"}
+DIMENSIONS = 32  # of an array, at most
+
+
+def to_work(record: Record, partition: int | None = None, num_partitions: int | None = None) -> pb.Work:
+    """Return a request as a message.
+
+    Parameters
+    ----------
+    record : Record
+        The request's plain form.
+    partition, num_partitions : int, optional
+        What the SuperNode's node config says; the agent refuses requests to another client.
+
+    Raises
+    ------
+    ValueError
+        A value or an array cannot be sent.
+    """
+    message = pb.Work(
+        phase=record.kind, config_json=_to_json(record), partition_id=partition, num_partitions=num_partitions
+    )
+    _fill(message.records, record)
+    return message
+
+
+def from_work(message: pb.Work) -> Record:
+    """Return a message as a request's plain form; ValueError names what does not fit."""
+    return Record(message.phase, _from_json(message.phase, message.config_json), _arrays(message.records))
+
+
+def to_done(record: Record) -> pb.Done:
+    """Return a reply as a message; ValueError names a value or array that cannot be sent."""
+    message = pb.Done(metrics_json=_to_json(record))
+    _fill(message.records, record)
+    return message
+
+
+def from_done(kind: str, message: pb.Done) -> Record:
+    """Return a message as the plain form of a reply of this kind; ValueError names what does not fit."""
+    return Record(kind, _from_json(kind, message.metrics_json), _arrays(message.records))
+
+
+def to_images(pixels: NDArray[Any]) -> pb.Images:
+    """Return images [B, C, H, W], uint8 or float32, as a message.
+
+    Raises
+    ------
+    ValueError
+        The images have another type.
+    """
+    for kind, name in PIXELS.items():
+        if pixels.dtype == name:
+            return pb.Images(kind=kind, shape=pixels.shape, values=to_bytes(pixels))
+    raise ValueError(f"images of type {pixels.dtype}: allowed are {', '.join(PIXELS.values())}")
+
+
+def from_images(message: pb.Images) -> NDArray[Any]:
+    """Return a message's images [B, C, H, W], writable.
+
+    Raises
+    ------
+    ValueError
+        No type is set, the shape does not have four positive sizes, or the bytes do not fit it.
+    """
+    if message.kind not in PIXELS:
+        raise ValueError(f"images of kind {message.kind}: allowed are UINT8 and FLOAT32")
+    shape = list(message.shape)
+    if len(shape) != 4 or min(shape) < 1:
+        raise ValueError(f"images of shape {shape}: allowed are [B, C, H, W], each 1 or more")
+    return _array("images", PIXELS[message.kind], shape, message.values).copy()
+
+
+def to_record(arrays: Mapping[str, NDArray[Any]]) -> pb.Record:
+    """Return named arrays as a message, in their order.
+
+    Raises
+    ------
+    ValueError
+        The type of an array is not one of `DTYPES`.
+    """
+    record = pb.Record()
+    for name, value in arrays.items():
+        array = np.asarray(value)
+        if array.dtype.name not in DTYPES:
+            raise ValueError(f"array {name!r} of type {array.dtype}: allowed are {', '.join(DTYPES)}")
+        record.arrays.add(name=name, dtype=array.dtype.name, shape=array.shape, values=to_bytes(array))
+    return record
+
+
+def from_record(message: pb.Record) -> Arrays:
+    """Return a message's named arrays, in their order and read-only.
+
+    Raises
+    ------
+    ValueError
+        The type of an array is not one of `DTYPES`, its shape does not fit the bytes, or a name occurs twice.
+    """
+    arrays: Arrays = {}
+    for one in message.arrays:
+        if one.name in arrays:
+            raise ValueError(f"array {one.name!r} occurs twice")
+        arrays[one.name] = _array(f"array {one.name!r}", one.dtype, list(one.shape), one.values)
+        arrays[one.name].flags.writeable = False
+    return arrays
+
+
+def to_bytes(array: NDArray[Any]) -> bytes:
+    """Return an array's values in C order, little-endian."""
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _array(what: str, dtype: str, shape: Sequence[int], values: bytes) -> NDArray[Any]:
+    """Return an array in the memory of `values`, whose size is checked first."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{what} of type {dtype!r}: allowed are {', '.join(DTYPES)}")
+    if len(shape) > DIMENSIONS or min(shape, default=0) < 0:
+        raise ValueError(f"{what} of shape {shape}: allowed are at most {DIMENSIONS} sizes, none negative")
+    kind = np.dtype(dtype)
+    expected = math.prod(shape) * kind.itemsize
+    if len(values) != expected:
+        raise ValueError(f"{what}: {len(values)} bytes, but {dtype} of shape {list(shape)} has {expected}")
+    if dtype == "bool" and values.strip(b"\0\1"):
+        raise ValueError(f"{what}: truth values other than 0 and 1")
+    array = np.frombuffer(values, kind.newbyteorder("<")).reshape(shape)
+    return array.astype(kind, copy=False)  # this machine's byte order
+
+
+def _fill(field: Any, record: Record) -> None:
+    for name, arrays in record.arrays.items():
+        field[name].CopyFrom(to_record(arrays))
+
+
+def _arrays(field: Mapping[str, pb.Record]) -> dict[str, Arrays]:
+    """Return record name → arrays, sorted by name: a protobuf map has no order."""
+    return {name: from_record(field[name]) for name in sorted(field)}
+
+
+def _to_json(record: Record) -> str:
+    try:
+        return json.dumps(record.values, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{record.kind}: a value cannot be sent: {error}") from error
+
+
+def _from_json(kind: str, text: str) -> dict[str, Any]:
+    """Return named values; an empty text has none."""
+    try:
+        values = json.loads(text or "{}", parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{kind}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{kind}: allowed is a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant}: allowed are finite numbers")
