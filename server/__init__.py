@@ -1,1 +1,1 @@
-"""The ServerApp: who is there, the round loop, what is measured, what is written."""
+"""The ServerApp: nodes, the round loop, evaluation, and the files of a run."""

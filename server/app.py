@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,13 +11,15 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
+from messages.flower import GridTransport
+from messages.transport import Transport
 from models import write_atomically
 from server.checkpoints import FOLDER, Checkpoints
 from server.environment import describe
 from server.events import Events, JsonLines, Listener
 from server.progress import TerminalProgress
 from server.report import METRICS_FILE, read_results, write_report, write_table
-from server.resume import alone, cut, earlier_events, find, run_folder_of
+from server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
 from server.run import run
 from settings import Settings, SettingsError, from_config, to_toml
 
@@ -29,11 +31,11 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run what Flower's run config says; results go to the folder `results` of the SuperLink's machine."""
+    """Run with the settings of Flower's run config; results go to the folder `results` of the SuperLink's machine."""
     settings = from_config(context.run_config)
     if settings.engine in ("ray", "vectorised"):
         raise SettingsError(f"engine = {settings.engine!r}: Flower runs these nodes; allowed are auto, flower")
-    serve(grid, settings, run_folder(settings))
+    serve(GridTransport(grid), settings, run_folder(settings))
 
 
 def make_app(
@@ -41,51 +43,68 @@ def make_app(
     folder: Path,
     listeners: Sequence[Listener] = (),
     class_counts: list[list[int]] | None = None,
-    through: Callable[[Grid], Grid] = lambda grid: grid,
+    window: int | None = None,
 ) -> ServerApp:
     """Return a ServerApp over given settings: Flower's direct simulation passes no run config.
 
-    `through` may put a grid in front of Flower's.
+    Parameters
+    ----------
+    settings, folder, listeners, class_counts
+        As in `serve`.
+    window : int, optional
+        Messages under way at once; see `messages.flower.GridTransport`.
     """
     made = ServerApp()
 
     @made.main()
     def _(grid: Grid, context: Context) -> None:
-        serve(through(grid), settings, folder, listeners, class_counts)
+        serve(GridTransport(grid, window), settings, folder, listeners, class_counts)
 
     return made
 
 
 def serve(
-    grid: Grid,
+    transport: Transport,
     settings: Settings,
     folder: Path,
     listeners: Sequence[Listener] = (),
     class_counts: list[list[int]] | None = None,
 ) -> None:
-    """Run with progress and write the run folder; a run that fails leaves what it has, and says so.
+    """Run with progress and write the run folder; a run that fails leaves its results so far, and the reason.
+
+    Parameters
+    ----------
+    transport : Transport
+        Runs the clients.
+    settings : Settings
+    folder : Path
+        The run folder.
+    listeners : sequence of callable
+        Get every event, after the metrics file.
+    class_counts : list [N][K], optional
+        See `run`.
 
     Raises
     ------
     SettingsError, RunError
-        As `run`, and as `resume.find` before anything is changed.
+        As `run`, and as `resume.find_checkpoint` before any file is changed.
     RunError
         Another process is writing this folder.
     """
     if settings.resume and folder.resolve() != run_folder_of(settings.resume).resolve():
-        raise SettingsError(f"resume = {settings.resume!r}: a run goes on in its own folder, not in {folder}")
+        raise SettingsError(f"resume = {settings.resume!r}: a run is resumed in its own folder, not in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder):
+    with locked(folder):
         progress = TerminalProgress(Console(stderr=True))
         events = Events(JsonLines(folder / METRICS_FILE), progress, *listeners)
         if settings.resume:
-            checkpoints = _go_on(settings, events, progress)
+            checkpoints = _resume(settings, events, progress)
         else:
             write_atomically(folder / "settings.toml", to_toml(settings).encode())
             checkpoints = Checkpoints(folder, settings)
         try:
             with progress:
-                run(grid, settings, folder, events, class_counts, checkpoints)
+                run(transport, settings, folder, events, class_counts, checkpoints)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             events("end", seconds=checkpoints.seconds(), status=f"failed: {text}")
@@ -95,28 +114,28 @@ def serve(
             write_table(read_results(folder / METRICS_FILE), folder / "table.csv")
 
 
-def _go_on(settings: Settings, events: Events, progress: Listener) -> Checkpoints:
-    """Bring the run folder back to a checkpoint and say so; progress is told what was done before."""
-    found = find(settings)
-    tail = cut(found)
+def _resume(settings: Settings, events: Events, progress: Listener) -> Checkpoints:
+    """Roll the run folder back to a checkpoint and report it; progress gets the events before it."""
+    found = find_checkpoint(settings)
+    tail = roll_back(found)
     earlier = earlier_events(found.folder)
     steps = sum(event["event"] in STEPS for event in earlier)
     for event in earlier:
         if event["event"] in ("run", "clients", "plan"):
             progress({**event, "steps": event["steps"] - steps} if event["event"] == "plan" else event)
-    place, name = found.checkpoint.place, f"{FOLDER}/{found.path.name}"
+    position, name = found.checkpoint.position, f"{FOLDER}/{found.path.name}"
     about = {key: value for key, value in describe(settings).items() if key != "settings"}
-    events("resumed", **about, checkpoint=name, **asdict(place), cut=tail)
+    events("resumed", **about, checkpoint=name, **asdict(position), cut=tail)
     for path, reason in found.damaged.items():
         events("note", text=f"a checkpoint was not used: {FOLDER}/{path.name}: {reason.removeprefix(f'{path}: ')}")
-    events("note", text=f"resumed after {place} ({name})" + (f"; what came later is in {tail}" if tail else ""))
+    events("note", text=f"resumed after {position} ({name})" + (f"; later events are in {tail}" if tail else ""))
     return Checkpoints(found.folder, settings, found.checkpoint, found.kept)
 
 
 def run_folder(settings: Settings) -> Path:
     """Return the run's folder: `results/<run-name>`, or data set, seed and time where no name is set.
 
-    A run that is resumed goes on in its own folder.
+    A resumed run continues in its own folder.
 
     Raises
     ------
@@ -129,6 +148,6 @@ def run_folder(settings: Settings) -> Path:
         return run_folder_of(settings.resume)
     name = settings.run_name or f"{settings.dataset}-{settings.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(settings.results).expanduser() / name
-    if (folder / "metrics.jsonl").exists():
+    if (folder / METRICS_FILE).exists():
         raise FileExistsError(f"{folder} already holds a run; choose another run-name")
     return folder

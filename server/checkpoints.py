@@ -1,6 +1,6 @@
-"""Checkpoints: where a run stands after a round, in one checksummed file each, of which the last few are kept.
+"""Checkpoints: the position of a run after a round, in one checksummed file each, of which the last few are kept.
 
-All randomness comes from (seed, purpose, round, partition), so the settings and the round are its whole state.
+All randomness comes from (seed, purpose, round, partition), so settings and round are its whole state.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from numpy.typing import NDArray
-
+from messages.arrays import Arrays
 from models import load_arrays, save_arrays
 from server.events import Event
+from server.nodes import FederationInfo
 from server.report import METRICS_FILE
-from server.world import World
 from settings import Settings
 
 SCHEMA = 1
 FOLDER = "checkpoints"
-#: Records of the round loop that is going on; the next loop starts without them.
+#: Records of the round loop that is running; the next loop starts without them.
 STRATEGY = "strategy"
+#: Stages in which clients tag their private state with the round.
+TAGGED = ("training", "statistics", "cell")
 
 #: record → name → array.
-Records = dict[str, dict[str, NDArray[Any]]]
+Records = dict[str, Arrays]
 Stage = Literal["begun", "training", "statistics", "rates", "cell", "finished"]
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """How far a run has come.
 
     Parameters
@@ -45,8 +46,7 @@ class Place:
     part : str
         The variant of rates, or the cell of test-time rounds.
     round : int
-        The last round of the stage. In the stages "training", "statistics" and "cell" clients tag their private state
-        with it.
+        The last round of the stage. In the stages `TAGGED` clients tag their private state with it.
     """
 
     training: str = ""
@@ -55,7 +55,7 @@ class Place:
     round: int = 0
 
     def __str__(self) -> str:
-        """Return words for people."""
+        """Return the position in words."""
         words = {"begun": "the start", "finished": f"all of {self.training}", "statistics": "the statistics"}
         what = words.get(self.stage, f"round {self.round}" + (f" of {self.stage} {self.part}" if self.part else ""))
         return what if self.stage in ("begun", "finished") else f"{what} of {self.training}"
@@ -63,32 +63,32 @@ class Place:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on.
+    """All that a run needs to continue.
 
     Parameters
     ----------
-    place : Place
+    position : Position
     run : str
         Identity of the run, which clients' private state belongs to.
     settings : mapping
         All of them, flat.
     world : mapping
-        What the clients said of their data.
+        Fields of the run's `FederationInfo`.
     finished : tuple of str
-        Trainings that are done, with their evaluation.
+        Trainings that are complete, with their evaluation.
     replied : mapping
-        Training or cell → partition → the last round with a reply of it.
+        Training or cell → partition → the last round in which it replied.
     seconds : float
-        How long the run took so far, without pauses.
+        Running time so far, without pauses.
     offset : int
         Bytes of metrics.jsonl so far.
     records : mapping
-        Of the training that is going on: "arrays", "statistics", "rates.<variant>", "strategy.*".
+        Of the current training: "arrays", "statistics", "rates.<variant>", "strategy.*".
     notes : mapping
-        JSON values that belong to the place.
+        JSON values that belong to the position.
     """
 
-    place: Place
+    position: Position
     run: str
     settings: Mapping[str, Any]
     world: Mapping[str, Any] = field(default_factory=dict)
@@ -101,16 +101,16 @@ class Checkpoint:
 
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint, whole or not at all. Values that are not finite are kept: the run decides what they mean."""
-    told = {part.name: getattr(checkpoint, part.name) for part in fields(checkpoint)}
-    told["place"], told["schema"] = asdict(checkpoint.place), SCHEMA
-    told["records"] = {key: list(named) for key, named in checkpoint.records.items()}
+    """Write a checkpoint atomically. Values that are not finite are kept: the run decides what they mean."""
+    content = {part.name: getattr(checkpoint, part.name) for part in fields(checkpoint)}
+    content["place"], content["schema"] = asdict(content.pop("position")), SCHEMA
+    content["records"] = {key: list(named) for key, named in checkpoint.records.items()}
     arrays = {f"{key}/{name}": value for key, named in checkpoint.records.items() for name, value in named.items()}
-    save_arrays(path, arrays, {"checkpoint": json.dumps(told, allow_nan=False)}, finite=False)
+    save_arrays(path, arrays, {"checkpoint": json.dumps(content, allow_nan=False)}, finite=False)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read what `write_checkpoint` wrote.
+    """Read a file of `write_checkpoint`.
 
     Raises
     ------
@@ -122,14 +122,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
     arrays, notes = load_arrays(path, finite=False)
     if "checkpoint" not in notes:
         raise ValueError(f"{path}: no checkpoint")
-    told = json.loads(notes["checkpoint"])  # whole, or its checksum would not fit
-    if (schema := told.pop("schema", None)) != SCHEMA:
+    content = json.loads(notes["checkpoint"])  # complete, or its checksum would not fit
+    if (schema := content.pop("schema", None)) != SCHEMA:
         raise ValueError(f"{path}: a checkpoint of schema {schema!r}; this version reads {SCHEMA}")
-    replied = {key: {int(who): last for who, last in rounds.items()} for key, rounds in told.pop("replied").items()}
-    # names in the order in which they were written, which some strategies count on
-    records = {key: {name: arrays[f"{key}/{name}"] for name in names} for key, names in told.pop("records").items()}
-    place, finished = Place(**told.pop("place")), tuple(told.pop("finished"))
-    return Checkpoint(place=place, finished=finished, replied=replied, records=records, **told)
+    replied = {
+        key: {int(partition): last for partition, last in rounds.items()}
+        for key, rounds in content.pop("replied").items()
+    }
+    # names in the order in which they were written, which some strategies rely on
+    records = {key: {name: arrays[f"{key}/{name}"] for name in names} for key, names in content.pop("records").items()}
+    position, finished = Position(**content.pop("place")), tuple(content.pop("finished"))
+    return Checkpoint(position=position, finished=finished, replied=replied, records=records, **content)
 
 
 def checkpoint_files(folder: Path) -> dict[int, Path]:
@@ -140,14 +143,14 @@ def checkpoint_files(folder: Path) -> dict[int, Path]:
 
 
 def memory_key(method: str, collaboration: str) -> str:
-    """Return what a cell's memory is called on the clients; a plain file name."""
+    """Return the key of a cell's private state on the clients; a plain file name."""
     return re.sub(r"[^\w.-]", "_", f"{method}@{collaboration}")
 
 
 class Checkpoints:
-    """Writes a run's checkpoints and says where it goes on; also a listener on the run's events.
+    """Writes a run's checkpoints and knows what a resumed run has already done.
 
-    It has to hear an event after the file that events are written to.
+    It is also a listener on the run's events, to be called after the file that events are written to.
 
     Parameters
     ----------
@@ -155,9 +158,9 @@ class Checkpoints:
         The run folder.
     settings : Settings
     resumed : Checkpoint, optional
-        What the run goes on from.
+        Where the run continues.
     kept : mapping, optional
-        counter → place of good checkpoints that are in the folder already.
+        counter → position of usable checkpoints that are in the folder already.
     """
 
     def __init__(
@@ -165,14 +168,14 @@ class Checkpoints:
         folder: Path,
         settings: Settings,
         resumed: Checkpoint | None = None,
-        kept: Mapping[int, Place] | None = None,
+        kept: Mapping[int, Position] | None = None,
     ) -> None:
         self.folder, self.settings, self.resumed = folder, settings, resumed
         self.run = uuid.uuid4().hex[:12] if resumed is None else resumed.run
         self.finished = () if resumed is None else resumed.finished
         self.replied = {} if resumed is None else {key: dict(last) for key, last in resumed.replied.items()}
-        self.world: dict[str, Any] = {}
-        self.place = Place()
+        self.info: dict[str, Any] = {}
+        self.position = Position()
         self.records: Records = {}
         self.notes: Mapping[str, Any] = {}
         self._kept = dict(kept or {})
@@ -180,7 +183,7 @@ class Checkpoints:
         self._start = time.perf_counter() - (0.0 if resumed is None else resumed.seconds)
 
     def __call__(self, event: Event) -> None:
-        """Note who has replied, and so has private state, in which round."""
+        """Note which clients have replied, and so have private state, in which round."""
         kind = event["event"]
         if kind in ("round", "statistics"):
             key = str(event["training"])
@@ -191,48 +194,49 @@ class Checkpoints:
         self.replied.setdefault(key, {}).update(dict.fromkeys(event["replied"], event["round"]))
 
     def seconds(self) -> float:
-        """Return how long the run took so far, without pauses."""
+        """Return the run's time so far, without pauses."""
         return time.perf_counter() - self._start
 
-    def begin(self, world: World) -> None:
-        """Note what the clients are; a new run can be resumed from here on."""
-        self.world = asdict(world)
+    def begin(self, info: FederationInfo) -> None:
+        """Note what the clients' data are like; a new run can be resumed from here on."""
+        self.info = asdict(info)
         if self.resumed is None:
-            self.save(Place(), {})
+            self.save(Position(), {})
 
     def open(self, training: str) -> None:
-        """Start a training, or go on with it: `place`, `records` and `notes` are then those of the checkpoint."""
-        self.place, self.records, self.notes = Place(training, "training"), {}, {}
-        if self.resumed is not None and self.resumed.place.training == training:
-            self.place, self.records, self.notes = self.resumed.place, dict(self.resumed.records), self.resumed.notes
+        """Start or continue a training: `position`, `records` and `notes` become those of the checkpoint, if any."""
+        self.position, self.records, self.notes = Position(training, "training"), {}, {}
+        if self.resumed is not None and self.resumed.position.training == training:
+            self.position, self.notes = self.resumed.position, self.resumed.notes
+            self.records = dict(self.resumed.records)
 
     def finish(self, training: str) -> None:
-        """Note that a training is done, with its evaluation."""
+        """Note that a training is complete, with its evaluation."""
         self.finished = (*self.finished, training)
         self.records = {}
-        self.save(Place(training, "finished"), {})
+        self.save(Position(training, "finished"), {})
 
     def done(self, stage: Stage, part: str = "") -> int:
-        """Return how many rounds of a stage the run had behind it when it was resumed; 0 if it is not in that stage."""
-        return self.place.round if (self.place.stage, self.place.part) == (stage, part) else 0
+        """Return how many rounds of a stage were complete when the run was resumed; 0 if it is in another stage."""
+        return self.position.round if (self.position.stage, self.position.part) == (stage, part) else 0
 
     def trained(self, last: int) -> int:
-        """Return how many of `last` training rounds the run had behind it when it was resumed."""
-        return self.place.round if self.place.stage == "training" else last
+        """Return how many of `last` training rounds were complete when the run was resumed."""
+        return self.position.round if self.position.stage == "training" else last
 
-    def keep(self, record: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Put a record of the training that is going on into all its later checkpoints."""
+    def keep(self, record: str, arrays: Arrays) -> None:
+        """Put a record of the current training into all its later checkpoints."""
         self.records[record] = dict(arrays)
 
     def due(self, round: int, last: int) -> bool:
-        """Tell whether a checkpoint is written after this round, the `last` one included."""
+        """Return whether a checkpoint is written after this round, `last` included."""
         every = self.settings.checkpoint_every
         return every > 0 and (round % every == 0 or round == last)
 
-    def save(self, place: Place, records: Records, notes: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint with these records beside those of earlier stages, unless none are wanted."""
+    def save(self, position: Position, records: Records, notes: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint with these records beside those of earlier stages, unless checkpoints are turned off."""
         earlier = {key: value for key, value in self.records.items() if not key.startswith(STRATEGY)}
-        self.place, self.records, self.notes = place, {**earlier, **records}, notes or {}
+        self.position, self.records, self.notes = position, {**earlier, **records}, notes or {}
         if not self.settings.checkpoint_every:
             return
         metrics = self.folder / METRICS_FILE
@@ -240,10 +244,10 @@ class Checkpoints:
         write_checkpoint(
             self.folder / FOLDER / f"{self._counter:06d}.safetensors",
             Checkpoint(
-                place,
+                position,
                 self.run,
                 self.settings.flat(),
-                self.world,
+                self.info,
                 self.finished,
                 self.replied,
                 self.seconds(),
@@ -252,13 +256,13 @@ class Checkpoints:
                 self.notes,
             ),
         )
-        self._kept[self._counter] = place
+        self._kept[self._counter] = position
         self._kept = dict(list(self._kept.items())[-self.settings.checkpoints_kept :])
         for counter, path in checkpoint_files(self.folder).items():
             if counter not in self._kept:
                 path.unlink()
 
     def rounds(self, key: str) -> list[int]:
-        """Return the rounds that the server could go back to in a training, or in a cell by its `memory_key`."""
-        tagged = [place for place in self._kept.values() if place.stage in ("training", "statistics", "cell")]
-        return sorted({place.round for place in tagged if (place.part or place.training) == key})
+        """Return the rounds that the server could resume from, in a training, or in a cell by its `memory_key`."""
+        tagged = [one for one in self._kept.values() if one.stage in TAGGED]
+        return sorted({one.round for one in tagged if (one.part or one.training) == key})

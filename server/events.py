@@ -1,4 +1,4 @@
-"""What happens in a run, as one stream of events that files, progress and tests listen to."""
+"""Events of a run, which files, progress and tests listen to, and the errors that end a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,38 @@ from typing import Any
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
+#: Events that only progress listens to.
+TRANSIENT = ("phase", "answered")
+
+
+class RunError(RuntimeError):
+    """A run cannot continue."""
+
+
+class NodesMissing(RunError):
+    """Nodes that a run needs are not connected, or cannot be identified."""
+
+
+class QuorumMissed(RunError):
+    """A round brought fewer usable replies than it needs, also when it was repeated, or could not be repeated."""
+
+
+class NoReplies(QuorumMissed):
+    """A round brought no usable reply at all."""
+
+
+class Leak(RunError):
+    """A test stream holds a sample that was trained on."""
+
 
 class Events:
-    """Sends every event to all listeners, in order."""
+    """Sends every event to all listeners, in order.
+
+    Parameters
+    ----------
+    *listeners : callable
+        Each is called with the event, a dict of JSON values.
+    """
 
     def __init__(self, *listeners: Listener) -> None:
         self.listeners = list(listeners)
@@ -27,15 +56,26 @@ class Events:
 
 
 class JsonLines:
-    """A listener that appends each event to a file as one JSON line, synced, so that a killed run keeps it."""
+    """A listener that appends each event to a file as one JSON line, synced, so that a killed run keeps it.
+
+    Parameters
+    ----------
+    path : Path
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __call__(self, event: Event) -> None:
-        """Append one line; NaN and infinity are refused by json, not written."""
-        if event["event"] in ("phase", "answered"):
-            return  # progress only
+        """Append one line.
+
+        Raises
+        ------
+        ValueError
+            A number is not finite.
+        """
+        if event["event"] in TRANSIENT:
+            return
         line = json.dumps(event, allow_nan=False)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")

@@ -1,4 +1,4 @@
-"""The table of methods: a federated training and an adapter, by name, and what each needs.
+"""The table of methods, each a federated training and an adapter, and the plan of a run that follows from its settings.
 
 A row of a run is a name from the table with options, e.g. `fedthe[beta=1;training=cross_entropy]` or
 `tent[base=personalised]`; `all` stands for every method that fits the network and the clients.
@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import cast, get_args
 
+from messages.requests import AdapterRow, Base, Variant
 from models.registry import MODELS
-from server.trainings import BATCHNORM, TRAININGS, Recipe
+from server.aggregation import PLAIN, check_aggregation
+from server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
 from settings import Settings, SettingsError, assignments
 from tta.registry import ADAPTERS, parse_options
 
-Base = Literal["global", "personalised"]
+Options = dict[str, bool | int | float | str | None]
 #: In place of methods by name: all of them.
 ALL = "all"
 
@@ -34,8 +36,8 @@ class Method:
     summary : str
         One line for people.
     base : "global" or "personalised"
-        The network that the adapter gets: as the training left it, or after the training's own personalisation
-        (fine-tuning, Ditto's and APFL's own models, FedICON's own classifier).
+        The network that the adapter gets: as the training left it, or after the local algorithm has personalized it
+        (fine-tuning, the personal models of Ditto and APFL, FedICON's personal classifier).
     """
 
     training: str
@@ -55,14 +57,14 @@ METHODS: dict[str, Method] = {
     "fedicon_us": Method("fedicon_us", "fedicon", "the same, trained without labels", "personalised"),
     "atp": Method("cross_entropy", "atp", "every module by its learned rate"),
     "bbn": Method("cross_entropy", "bbn", "class-balanced BatchNorm and self-distillation"),
-    # federated and personalised training
-    "local": Method("local", "none", "every client for itself"),
+    # federated and personalized training
+    "local": Method("local", "none", "local training without a federation"),
     "fedavg_ft": Method("cross_entropy", "none", "FedAvg, then fine-tuning", "personalised"),
     "fedavg_views": Method("fedavg_views", "none", "FedAvg with FedICON's augmentations"),
-    "fedprox": Method("fedprox", "none", "a pull towards the received model"),
+    "fedprox": Method("fedprox", "none", "a proximal term towards the received model"),
     "fedavgm": Method("fedavgm", "none", "momentum on the server"),
-    "qffl": Method("qffl", "none", "clients with a large loss count more"),
-    "gma": Method("gma", "none", "values that clients agree on move more"),
+    "qffl": Method("qffl", "none", "clients with a large loss get more weight"),
+    "gma": Method("gma", "none", "larger steps where clients agree"),
     "fedper": Method("fedper", "none", "the head stays on the client"),
     "fedrep": Method("fedrep", "none", "head first, then encoder; the head stays on the client"),
     "fedbn": Method("fedbn", "none", "BatchNorm stays on the client"),
@@ -73,26 +75,28 @@ METHODS: dict[str, Method] = {
     "personal_balanced": Method("balanced_heads", "personal", "a personal head by balanced softmax"),
     # test-time adaptation
     "bn_adapt": Method("cross_entropy", "bn_adapt", "BatchNorm statistics of the batch"),
-    "tent": Method("cross_entropy", "tent", "entropy minimisation through BatchNorm"),
+    "tent": Method("cross_entropy", "tent", "entropy minimization through BatchNorm"),
     "eata": Method("cross_entropy", "eata", "Tent on reliable and new samples, without forgetting"),
     "cotta": Method("cross_entropy", "cotta", "averaged teacher and stochastic restoration"),
     "rotta": Method("cross_entropy", "rotta", "robust BatchNorm and a class-balanced memory"),
     "roid": Method("cross_entropy", "roid", "weight ensembling and diversity weighting"),
     "memo": Method("cross_entropy", "memo", "marginal entropy over augmented views"),
-    "ttt": Method("rotation", "ttt", "telling rotations apart"),
+    "ttt": Method("rotation", "ttt", "rotation prediction"),
     "t3a": Method("cross_entropy", "t3a", "class prototypes of confident features"),
-    "shot": Method("cross_entropy", "shot", "information maximisation and pseudo-labels"),
-    "surgical": Method("cross_entropy", "surgical", "entropy minimisation in one block"),
-    "em": Method("cross_entropy", "em", "label prior by expectation maximisation"),
+    "shot": Method("cross_entropy", "shot", "information maximization and pseudo-labels"),
+    "surgical": Method("cross_entropy", "surgical", "entropy minimization in one block"),
+    "em": Method("cross_entropy", "em", "label prior by expectation maximization"),
     "bbse": Method("cross_entropy", "bbse", "label prior by the confusion matrix"),
     "tsa": Method("cross_entropy", "tsa", "the heads' mixture on which two views agree"),
 }
 
 
-#: Needs of an adapter that only a client with training of its own can meet.
+#: Needs of an adapter that only a client that trains on labels of its own can meet.
 PERSONALISED = frozenset({"personal_head", "residual_head", "descriptor", "dle", "entropy", "datastore"})
 #: Needs that a statistics round meets.
 STATISTICS = frozenset({"personal_head", "descriptor", "dle", "entropy", "label_prior", "confusion", "block_scores"})
+#: Needs that only a training with such a head meets.
+HEADS = ("rotation_head", "residual_head")
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,14 @@ class MethodRow:
     label: str
     method: Method
     training: str
-    options: dict[str, object] = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
     base: Base = "global"
     named: bool = True
+
+    @property
+    def recipe(self) -> TrainingRecipe:
+        """Return its federated training."""
+        return TRAININGS[self.training]
 
     @property
     def needs(self) -> frozenset[str]:
@@ -113,15 +122,17 @@ class MethodRow:
 
     @property
     def collaborates(self) -> bool:
-        """Tell whether it can take part in test-time rounds, which start from one network that nobody trains."""
-        untrained = self.base == "global" and self.training == "cross_entropy"
-        return untrained and ADAPTERS[self.method.adapter].collaborates
+        """Whether it can take part in test-time rounds, in which all clients start from one network."""
+        return self.base == "global" and self.recipe.plain and ADAPTERS[self.method.adapter].collaborates
 
     @property
     def personal(self) -> bool:
-        """Tell whether it needs what a client learned from labels of its own."""
-        private = any(phase.partial for phase in TRAININGS[self.training].phases)
-        return bool(self.needs & PERSONALISED) or self.base == "personalised" or private
+        """Whether it needs what a client learned from labels of its own."""
+        return bool(self.needs & PERSONALISED) or self.base == "personalised" or self.recipe.partial
+
+    def as_requested(self) -> AdapterRow:
+        """Return the row as a request carries it."""
+        return AdapterRow(self.label, self.method.adapter, self.options, self.base)
 
 
 @dataclass(frozen=True)
@@ -132,8 +143,8 @@ class Training:
     rows: tuple[MethodRow, ...]
 
     @property
-    def recipe(self) -> Recipe:
-        """Return how it goes."""
+    def recipe(self) -> TrainingRecipe:
+        """Return its entry in the table."""
         return TRAININGS[self.name]
 
     @property
@@ -142,10 +153,10 @@ class Training:
         return frozenset().union(*(row.needs for row in self.rows))
 
     @property
-    def variants(self) -> list[str]:
+    def variants(self) -> list[Variant]:
         """Return which rates its rows need: "all", or only "params" or "stats" (ATP, Table 4)."""
         rows = [row for row in self.rows if "rates" in row.needs]
-        return list(dict.fromkeys(str(row.options.get("adapt", "all")) for row in rows))
+        return list(dict.fromkeys(cast(Variant, row.options.get("adapt", "all")) for row in rows))
 
 
 def parse_rows(text: str) -> list[MethodRow]:
@@ -178,7 +189,7 @@ def _parse_row(part: str, named: bool) -> MethodRow:
         typed = parse_options(method.adapter, {name: str(value) for name, value in options.items()})
     except ValueError as error:
         raise SettingsError(f"methods: {label}: {error}") from error
-    return MethodRow(label, method, training, typed, "global" if base == "global" else "personalised", named)
+    return MethodRow(label, method, training, cast(Options, typed), cast(Base, base), named)
 
 
 def _choice(label: str, option: str, value: str, allowed: Sequence[str]) -> str:
@@ -193,13 +204,15 @@ def plan(settings: Settings, roles: Sequence[str] = ()) -> list[Training]:
     Parameters
     ----------
     roles : sequence of str
-        What the clients that are there can do, once that is known; see `check_roles`.
+        Roles of the clients, once they are known; see `check_roles`.
 
     Raises
     ------
     SettingsError
-        As `parse_rows`, or a method that was asked for by name does not fit; the message says what would.
+        As `parse_rows` and `check_aggregation`, or a method that was asked for by name does not fit; the message says
+        what would.
     """
+    check_aggregation(settings)
     rows, _ = choose(settings, roles)
     names = dict.fromkeys(row.training for row in rows)
     trainings = [Training(name, tuple(row for row in rows if row.training == name)) for name in names]
@@ -211,18 +224,18 @@ def plan(settings: Settings, roles: Sequence[str] = ()) -> list[Training]:
 def choose(settings: Settings, roles: Sequence[str] = ()) -> tuple[list[MethodRow], dict[str, list[str]]]:
     """Return the rows of a run, and those of `all` that do not fit: reason → labels.
 
-    Raises as `plan`, roles apart.
+    Raises as `plan`, apart from aggregation and roles.
     """
     if settings.model not in MODELS:
         raise SettingsError(f"model = {settings.model!r}: allowed are {', '.join(MODELS)}")
     rows: list[MethodRow] = []
     left_out: dict[str, list[str]] = {}
     for row in parse_rows(settings.methods):
-        _check_training(row)
+        _check_heads(row)
         reason = _misfit(row, settings)
         if row.named and reason:
             raise SettingsError(f"methods: {row.label} {reason}")
-        if not row.named:  # what named rows are refused for elsewhere
+        if not row.named:  # named rows are refused for these reasons elsewhere
             reason = reason or _misfit_of_run(row, settings, roles or _expected_roles(settings))
         if reason:
             left_out.setdefault(reason, []).append(row.label)
@@ -232,12 +245,12 @@ def choose(settings: Settings, roles: Sequence[str] = ()) -> tuple[list[MethodRo
 
 
 def _expected_roles(settings: Settings) -> list[str]:
-    """Return the roles that the settings give to clients; none where each trains and tests."""
+    """Return the roles that the settings give to clients; none where all train and test."""
     return ["source", "target"] if settings.target_fraction or settings.target_domain else []
 
 
 def check_roles(trainings: Sequence[Training], roles: Sequence[str]) -> None:
-    """Refuse what the clients that are there cannot do.
+    """Refuse what clients with these roles cannot do.
 
     Raises
     ------
@@ -253,21 +266,19 @@ def check_roles(trainings: Sequence[Training], roles: Sequence[str]) -> None:
 
 
 def _misfit(row: MethodRow, settings: Settings) -> str:
-    """Say why a row does not fit the network or the aggregation, and what would; empty if it does."""
-    recipe = TRAININGS[row.training]
-    kept = [phase for phase in recipe.phases if phase.partial]
-    own = recipe.changes.get("aggregation", settings.aggregation)
+    """Return why a row does not fit the network or the aggregation, and what would; empty if it fits."""
+    own = row.recipe.changes.get("aggregation", settings.aggregation)
     options = assignments(settings.model_options, "model-options")
     if MODELS[settings.model].normalisation_with(options) != "batch":
         lacking = f"BatchNorm{{}}, which {settings.model} lacks; fitting: {', '.join(_with_batchnorm())}"
         if "batchnorm" in ADAPTERS[row.method.adapter].needs:
             return f"adapts {lacking.format('')}"
-        if any(phase.kept == BATCHNORM for phase in kept):
+        if any(stage.local == BATCHNORM for stage in row.recipe.stages):
             return f"keeps {lacking.format(' on the clients')}"
-    if settings.aggregation not in ("fedavg", own):
-        return f"is joined by {own}: aggregation = {settings.aggregation!r}; allowed are fedavg, {own}"
-    if kept and settings.aggregation != "fedavg":
-        return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is fedavg"
+    if settings.aggregation not in (PLAIN, own):
+        return f"is aggregated by {own}: aggregation = {settings.aggregation!r}; allowed are {PLAIN}, {own}"
+    if row.recipe.partial and settings.aggregation != PLAIN:
+        return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is {PLAIN}"
     return ""
 
 
@@ -279,22 +290,40 @@ def _with_batchnorm() -> list[str]:
 
 
 def _misfit_of_run(row: MethodRow, settings: Settings, roles: Sequence[str]) -> str:
-    """Say why a row is nothing for these clients or this kind of run; empty if it is."""
+    """Return why a row does not fit these clients or this kind of run; empty if it fits."""
     if settings.collaborations:
         return "" if row.collaborates else "cannot take part in test-time rounds"
     if "target" in roles and row.personal:
         return "needs clients that train, and target clients do not"
-    if settings.init and TRAININGS[row.training].rotation_head:
+    if settings.init and "rotation_head" in row.recipe.heads:
         return f"needs a rotation head, which the network of init = {settings.init!r} need not have; ask for it by name"
     return ""
 
 
-def _check_training(row: MethodRow) -> None:
-    """Refuse an adapter on a training that does not make what it needs."""
-    recipe = TRAININGS[row.training]
-    for need, trained in (("rotation_head", "rotation"), ("residual_head", "fedrod")):
-        if need in row.needs and row.training != trained:
-            raise SettingsError(f"methods: {row.label}: training = {row.training!r}; allowed: {trained}")
-    if "personal_head" in row.needs and not recipe.makes_personal_head:
-        fitting = ", ".join(name for name, other in TRAININGS.items() if other.makes_personal_head)
+def _check_heads(row: MethodRow) -> None:
+    """Refuse an adapter on a training without the head that it needs."""
+    for head in HEADS:
+        if head in row.needs and head not in row.recipe.heads:
+            fitting = ", ".join(name for name, recipe in TRAININGS.items() if head in recipe.heads)
+            raise SettingsError(f"methods: {row.label}: training = {row.training!r}; allowed: {fitting}")
+    if "personal_head" in row.needs and not row.recipe.personal_head:
+        fitting = ", ".join(name for name, recipe in TRAININGS.items() if recipe.personal_head)
         raise SettingsError(f"methods: {row.label}: training = {row.training!r}; with a personal head are: {fitting}")
+
+
+def left_out_notes(settings: Settings, roles: Sequence[str]) -> list[str]:
+    """Return which methods `all` does not stand for in this run, and what they would need: one text a reason."""
+    _, left_out = choose(settings, roles)
+    return [
+        f"methods = all leaves out {', '.join(labels)}: {'each' if len(labels) > 1 else 'it'} {reason}"
+        for reason, labels in left_out.items()
+    ]
+
+
+def tuning_note(settings: Settings, trainings: Sequence[Training]) -> str:
+    """Return which rows are measured on fewer samples than the others; empty when none is."""
+    rows = [row for training in trainings for row in training.rows]
+    tuning = [row.label for row in rows if "gradients" in ADAPTERS[row.method.adapter].needs]
+    if not (settings.tune_samples and tuning):
+        return ""
+    return f"{', '.join(tuning)}: measured on the first {settings.tune_samples} samples of each stream and client"

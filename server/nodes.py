@@ -1,213 +1,295 @@
-"""Who is there: nodes known by their partition, and collecting their replies."""
+"""The nodes of a run: which one holds which partition, what the clients' data are like, and who is asked in a round.
+
+A node that was restarted without a key of its own has another id. When a node is missing and an unknown one is
+connected, the unknown node is asked to identify itself, once; if it holds the missing node's data it replaces it.
+"""
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp import Grid
 
-from messages.held import hold
-from server.errors import NodesMissing
-from server.events import Events
+from messages.replies import Identity
+from messages.requests import Identify
+from messages.transport import Addressed, Answer, Transport
+from server.events import Events, NodesMissing, RunError
 
-POLL = 0.05  # seconds between two looks for replies, at least
-IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the work
-REST = 1.0  # seconds at most: a look may be slow because the machine is busy, or because it brings large models
-IDENTIFY = "query.identify"
-#: Flower's codes for a message or a reply that has expired: its time to live is the deadline.
-EXPIRED = (3, 4)
+#: Fields of `Identity` that all clients must agree on.
+COMMON = (
+    "num_partitions", "classes", "channels", "mean", "std", "shifts", "note", "corruptions", "stream_rounds",
+)  # fmt: skip
+#: What a client that comes back must report unchanged beside them.
+OWN = ("sizes", "role")
+POLL = 0.2  # seconds between two looks at the connected nodes
+UNIDENTIFIED = -1  # the partition of a node that has not reported one
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What came back from one node: a reply, or None and the reason why not; `kind` is then "failed" or "late"."""
+class FederationInfo:
+    """What the server knows of the clients' data: sizes and kinds, no label counts.
 
-    partition: int
-    node_id: int
-    reply: Message | None
-    reason: str = ""
-    kind: str = ""
-
-
-class CohortGrid(Grid):
-    """A view of a grid that shows only the nodes of a cohort.
-
-    Flower's strategies sample from the grid with the global random generator; given this view and a fraction of one,
-    they take exactly the cohort that we sampled by partition.
+    Parameters
+    ----------
+    classes : list of str
+    channels : int
+    mean, std : list of float
+        Normalization of the images, per channel.
+    shifts : list of str
+        Test distributions that the settings stand for.
+    note : str
+        See `messages.replies.Identity`.
+    sizes : list of [int, int, int]
+        Samples for training, validation and test, by partition.
+    roles : list of str
+        "both", "source" or "target", by partition.
+    corruptions : list of str
+        Of the test-time streams; empty without collaborations.
+    stream_rounds : int
+        Length of these streams; 0 without collaborations.
     """
 
-    def __init__(self, grid: Grid, node_ids: Sequence[int]) -> None:
-        self._grid = grid
-        self._node_ids = list(node_ids)
+    classes: list[str]
+    channels: int
+    mean: list[float]
+    std: list[float]
+    shifts: list[str]
+    note: str
+    sizes: list[list[int]]
+    roles: list[str] = field(default_factory=list)
+    corruptions: list[str] = field(default_factory=list)
+    stream_rounds: int = 0
 
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the cohort."""
-        return list(self._node_ids)
+    @classmethod
+    def agree(cls, identities: Mapping[int, Identity]) -> Self:
+        """Return what the clients report, by partition.
 
-    def set_run(self, run: Any) -> None:
-        """Pass on to the grid."""
-        self._grid.set_run(run)
+        Raises
+        ------
+        RunError
+            They disagree; the message names the first client that differs, and the field.
+        """
+        first = identities[min(identities)]
+        for partition, identity in sorted(identities.items()):
+            for name in COMMON:
+                if getattr(identity, name) != getattr(first, name):
+                    value, other = getattr(identity, name), getattr(first, name)
+                    raise RunError(f"client {partition}: {_key(name)} = {value!r}, others have {other!r}")
+        common = {name: getattr(first, name) for name in COMMON if name != "num_partitions"}
+        ordered = [identity for _, identity in sorted(identities.items())]
+        return cls(sizes=[list(one.sizes) for one in ordered], roles=[one.role for one in ordered], **common)
+
+
+def difference(before: Identity, now: Identity) -> str:
+    """Return in what a client that came back differs from its first identity; empty when in nothing that matters."""
+    for name in (*COMMON, *OWN):
+        if getattr(now, name) != getattr(before, name):
+            return f"{_key(name)} = {getattr(now, name)!r}, at first it was {getattr(before, name)!r}"
+    return ""
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+@dataclass
+class Nodes:
+    """The nodes of a run by partition, and a clock.
+
+    Parameters
+    ----------
+    transport : Transport
+    by_partition : dict
+        partition → node id; updated in place when a client comes back as another node.
+    identities : mapping
+        partition → the client's identity at the start. A client that is not in it cannot come back as another node.
+    clock, sleep : callable
+        Seconds, and waiting for some.
+
+    Attributes
+    ----------
+    unknown : dict
+        node id → identity of a connected node that is not in `by_partition`; None for one that did not identify itself.
+    """
+
+    transport: Transport
+    by_partition: dict[int, int]
+    identities: Mapping[int, Identity] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    unknown: dict[int, Identity | None] = field(default_factory=dict)
 
     @property
-    def run(self) -> Any:
-        """Return the grid's run."""
-        return self._grid.run
+    def partitions(self) -> dict[int, int]:
+        """Return node id → partition."""
+        return {node: partition for partition, node in self.by_partition.items()}
 
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Pass on to the grid."""
-        return self._grid.create_message(*args, **kwargs)
+    def missing(self) -> list[int]:
+        """Return the partitions whose nodes are not connected."""
+        connected = set(self.transport.nodes())
+        return [partition for partition, node in sorted(self.by_partition.items()) if node not in connected]
 
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Pass on to the grid."""
-        return self._grid.push_messages(messages)
+    def wait_for(self, partitions: Sequence[int], number: int, timeout: float, look: Callable[[], None]) -> int:
+        """Wait at most `timeout` seconds until `number` of the partitions' nodes are connected; return how many are.
 
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Pass on to the grid."""
-        return self._grid.pull_messages(message_ids)
+        `look` is called before each count, to let nodes rejoin.
+        """
+        end = self.clock() + timeout
+        while True:
+            look()
+            found = len(set(partitions) - set(self.missing()))
+            if found >= number or self.clock() >= end:
+                return found
+            self.sleep(POLL)
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Pass on to the grid."""
-        return self._grid.send_and_receive(messages, timeout=timeout)
+    def rejoin(self, request: Identify, timeout: float, events: Events, about: Mapping[str, Any]) -> dict[int, int]:
+        """Let connected nodes that hold a missing node's partition replace it.
+
+        Parameters
+        ----------
+        request : Identify
+            Sent to the nodes that have not been asked before.
+        timeout : float
+            Seconds to wait for the replies.
+        about : mapping
+            What the events tell beside the node: training, round.
+
+        Returns
+        -------
+        dict
+            partition → id of the node that was replaced.
+        """
+        missing = set(self.missing())
+        others = sorted(set(self.transport.nodes()) - set(self.by_partition.values()))
+        if not missing or not others:
+            return {}
+        self._identify([node for node in others if node not in self.unknown], request, timeout, events, about)
+        replaced: dict[int, int] = {}
+        for node in others:
+            identity = self.unknown[node]
+            if identity is None or identity.partition_id not in missing or self._refusal(identity):
+                continue
+            partition = identity.partition_id
+            missing.remove(partition)
+            del self.unknown[node]
+            replaced[partition], self.by_partition[partition] = self.by_partition[partition], node
+            events("rejoined", **about, partition=partition, node_id=node, old_node_id=replaced[partition])
+        return replaced
+
+    def _identify(
+        self, nodes: Sequence[int], request: Identify, timeout: float, events: Events, about: Mapping[str, Any]
+    ) -> None:
+        """Ask unknown nodes for their identity; one that cannot replace any node is reported as an event."""
+        addressed = [Addressed(node, request) for node in nodes]
+        for answer in gather(self.transport, addressed, {}, timeout, events, "identify"):
+            identity = answer.reply if isinstance(answer.reply, Identity) else None
+            self.unknown[answer.node] = identity
+            kind, reason = answer.kind or "refused", answer.reason
+            if identity is not None:
+                reason = self._refusal(identity) or self._taken(identity)
+            if reason:
+                partition = None if identity is None else identity.partition_id
+                events(kind, **about, phase="identify", partition=partition, node_id=answer.node, reason=reason)
+
+    def _taken(self, identity: Identity) -> str:
+        """Return which connected node already holds an unknown node's partition; empty when none does."""
+        holder = self.by_partition[identity.partition_id]
+        return f"node {holder} holds this partition and is connected" if holder in self.transport.nodes() else ""
+
+    def _refusal(self, identity: Identity) -> str:
+        """Return why a node cannot replace another, whichever is missing; empty if it can."""
+        partition = identity.partition_id
+        if partition not in self.by_partition or partition not in self.identities:
+            return f"partition-id = {partition!r}: allowed are {', '.join(map(str, sorted(self.identities)))}"
+        return difference(self.identities[partition], identity)
 
 
-def wait_for_nodes(grid: Grid, expected: int, timeout: float, poll: float = 0.2) -> list[int]:
-    """Wait until `expected` nodes are there: a ServerApp starts before all nodes are registered.
+def wait_for_nodes(transport: Transport, expected: int, timeout: float) -> list[int]:
+    """Wait until `expected` nodes are connected: a ServerApp starts before all nodes are registered.
 
     Raises
     ------
     NodesMissing
-        Fewer are there after `timeout` seconds.
+        Fewer are connected after `timeout` seconds.
     """
     end = time.monotonic() + timeout
-    while len(nodes := list(grid.get_node_ids())) < expected:
+    while len(nodes := transport.nodes()) < expected:
         if time.monotonic() > end:
-            raise NodesMissing(f"{len(nodes)} of {expected} nodes are there after {timeout:g} s")
-        time.sleep(poll)
+            raise NodesMissing(f"{len(nodes)} of {expected} nodes are connected after {timeout:g} s")
+        time.sleep(min(POLL, timeout))
     return nodes
 
 
 def identify(
-    grid: Grid, node_ids: Sequence[int], config: ConfigRecord, timeout: float, events: Events
-) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
-    """Ask the nodes which partition they hold.
+    transport: Transport, nodes: Sequence[int], request: Identify, timeout: float, events: Events
+) -> tuple[dict[int, int], dict[int, Identity]]:
+    """Ask nodes which partition they hold.
 
     Returns
     -------
-    nodes, identities
-        partition → node id, and partition → what the node said of itself.
+    by_partition, identities
+        partition → node id, and partition → identity.
 
     Raises
     ------
     NodesMissing
-        A node did not answer or failed, or two hold the same partition; all are named.
+        A node did not reply or failed, or two hold the same partition; all are named.
     """
-    content = RecordDict({"config": config})
-    messages = [Message(content, dst_node_id=node, message_type=IDENTIFY) for node in node_ids]
-    answers = gather(grid, messages, dict.fromkeys(node_ids, -1), timeout, events, "identify")
-    nodes: dict[int, int] = {}
-    identities: dict[int, dict[str, Any]] = {}
-    identity: dict[str, Any]
-    problems = []
+    by_partition: dict[int, int] = {}
+    identities: dict[int, Identity] = {}
+    doubled: list[str] = []
     failures: dict[int, str] = {}
-    for answer in answers:
-        if answer.reply is None:
-            failures[answer.node_id] = answer.reason
-            continue
-        identity = dict(answer.reply.content.config_records["identity"])
-        partition = int(identity["partition-id"])
-        if partition in nodes:
-            problems.append(f"nodes {nodes[partition]} and {answer.node_id} both hold partition {partition}")
-            continue
-        nodes[partition], identities[partition] = answer.node_id, identity
-    problems = grouped("node", failures) + problems
-    if problems:
+    for answer in gather(transport, [Addressed(node, request) for node in nodes], {}, timeout, events, "identify"):
+        identity = answer.reply
+        if not isinstance(identity, Identity):
+            failures[answer.node] = answer.reason
+        elif (partition := identity.partition_id) in by_partition:
+            doubled.append(f"nodes {by_partition[partition]} and {answer.node} both hold partition {partition}")
+        else:
+            by_partition[partition], identities[partition] = answer.node, identity
+    if problems := grouped("node", failures) + doubled:
         raise NodesMissing("; ".join(problems))
-    return nodes, identities
+    return by_partition, identities
 
 
 def gather(
-    grid: Grid,
-    messages: Iterable[Message],
+    transport: Transport,
+    requests: Sequence[Addressed],
     partitions: Mapping[int, int],
-    deadline: float,
+    timeout: float,
     events: Events,
     phase: str,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> list[Answer]:
-    """Send messages and collect the replies until all are there or `deadline` seconds have passed.
-
-    A message lives no longer than the deadline, so that nobody who comes back later works on it. Clocks must agree to
-    well within it. One to a node that the grid does not have is not sent.
+    """Return the answers to requests, sorted by partition: sums must not depend on the order of arrival.
 
     Parameters
     ----------
     partitions : mapping
-        node id → partition.
+        node id → partition; nodes that are not in it come first, by id.
     phase : str
-        What the progress calls it.
-    clock, sleep : callable
-
-    Returns
-    -------
-    list of Answer
-        One for each message, sorted by partition: floating-point sums must not depend on the order of arrival. An error
-        that the SuperLink makes carries the SuperLink's id; the node is found by the message it answers.
+        Name for progress.
     """
-    waiting: dict[str, int] = {}
+    events("phase", name=phase, total=len(requests))
     answers: list[Answer] = []
-    there = set(grid.get_node_ids())
-    for message in messages:
-        node = message.metadata.dst_node_id
-        message.metadata.ttl = deadline
-        ids = [sent for sent in grid.push_messages([message]) if sent] if node in there else []
-        waiting.update(dict.fromkeys(ids, node))
-        if not ids:
-            reason = "the message was not accepted for sending" if node in there else "the node is not there"
-            answers.append(Answer(partitions[node], node, None, reason, "failed"))
-    events("phase", name=phase, total=len(waiting) + len(answers))
-    end = clock() + deadline
-    while waiting:
-        began = time.perf_counter()
-        for reply in grid.pull_messages(list(waiting)):
-            node = waiting.pop(reply.metadata.reply_to_message_id)
-            if reply.has_error():
-                reason = f"error {reply.error.code}: {_last_line(reply.error.reason)}"
-                kind = "late" if reply.error.code in EXPIRED else "failed"
-                answers.append(Answer(partitions[node], node, None, reason, kind))
-            else:
-                hold(reply.content)
-                answers.append(Answer(partitions[node], node, reply))
-            events("answered", phase=phase, partition=partitions[node])
-        if not waiting or clock() >= end:
-            break
-        if not getattr(grid, "blocking", False):  # one that takes its time in `pull_messages`
-            sleep(min(max(POLL, min(REST, IDLE * (time.perf_counter() - began))), max(0.0, end - clock())))
-    late = f"no reply within {deadline:g} s"
-    answers += [Answer(partitions[node], node, None, late, "late") for node in waiting.values()]
-    return sorted(answers, key=lambda answer: (answer.partition, answer.node_id))
+    for answer in transport.exchange(requests, timeout):
+        answers.append(answer)
+        if answer.kind != "late":
+            events("answered", phase=phase, partition=partitions.get(answer.node, UNIDENTIFIED))
+    return sorted(answers, key=lambda answer: (partitions.get(answer.node, UNIDENTIFIED), answer.node))
 
 
 def grouped(kind: str, reasons: Mapping[int, str]) -> list[str]:
-    """Return one line for each different reason, naming all who gave it."""
+    """Return one line for each different reason, with the numbers of all that have it."""
     by_reason: dict[str, list[int]] = {}
-    for who, reason in reasons.items():
-        by_reason.setdefault(reason, []).append(who)
+    for number, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(number)
     return [
-        f"{kind}{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {reason}" for reason, who in by_reason.items()
+        f"{kind}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}: {reason}"
+        for reason, numbers in by_reason.items()
     ]
-
-
-def _last_line(reason: str | None) -> str:
-    """Return the last line of an error's text, which Ray fills with a coloured traceback."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", reason or "").splitlines() if line.strip()]
-    return lines[-1].removesuffix("'>") if lines else "no reason given"
 
 
 def cohort_size(clients: int, fraction: float) -> int:

@@ -1,38 +1,37 @@
-"""The rounds that learn adaptation rates: only D numbers travel (ATP: Bao et al. 2023, section 4.1)."""
+"""Federated learning of adaptation rates: only D numbers travel (ATP: Bao et al., NeurIPS 2023, section 4.1)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord
-from numpy.typing import NDArray
 
+from messages.arrays import Arrays
+from messages.flower import read_arrays, strategy_reply
+from messages.replies import RefinedRates
+from messages.requests import RefineRates, Variant
 from models import load_arrays, save_arrays
-from server.checkpoints import Checkpoints, Place
-from server.events import Events
-from server.protection import joining_rule
-from server.rounds import Federation, metrics_of, to_numpy, to_record
-from server.validation import Expected
+from server.aggregation import joining_rule
+from server.checkpoints import Checkpoints, Position
+from server.rounds import Federation, Outcome, Round
+from server.validation import RatesCheck
 from settings import SettingsError
 from strategies import ATPRates
-from strategies.broadcast import Broadcast, array_bytes
+from strategies.broadcast import Broadcast
 
-#: Metrics that the server counts with.
-NUMBERS = ("loss", "correct", "seconds", "context-bytes")
-SHARES = (("correct", "num-examples"),)
-
+#: Module → rate.
 Rates = dict[str, float]
 
 
 def learn_rates(
-    federation: Federation, network: Broadcast, training: str, variant: str, checkpoints: Checkpoints
+    federation: Federation, network: Broadcast, training: str, variant: Variant, checkpoints: Checkpoints
 ) -> Rates:
     """Run all rounds of one variant and return the rates, in the network's order of definition.
 
-    It goes on after the last round that `checkpoints` know of, and does nothing for a variant that is done.
+    Learning continues after the last round that `checkpoints` hold; a variant that is complete is not repeated.
 
     Parameters
     ----------
@@ -44,29 +43,29 @@ def learn_rates(
 
     Raises
     ------
-    NoReplies
-        A round brought no usable reply.
+    NoReplies, QuorumMissed
+        As `Round.ask`.
     SettingsError
         The file `rates-init` does not fit the network.
     """
     settings, record = federation.settings, f"rates.{variant}"
-    known, done = checkpoints.records.get(record), checkpoints.done("rates", variant)
-    if known is not None and not done:
-        return to_rates(known)
+    saved, done = checkpoints.records.get(record), checkpoints.done("rates", variant)
+    if saved is not None and not done:
+        return to_rates(saved)
     rule = joining_rule(settings)
     strategy = ATPRates(network, cohort=settings.rates_clients, seed=settings.seed, rule=rule)
     sizes = {name: int(np.prod(array.shape)) for name, array in network.arrays.items()}
-    rates = to_rates(known) if known else initial_rates(settings.rates_init, list(sizes), variant)
+    rates = to_rates(saved) if saved else initial_rates(settings.rates_init, list(sizes), variant)
     for round in range(done + 1, settings.rates_rounds + 1):
         rates = _round(federation, strategy, rates, training, variant, round)
         if checkpoints.due(round, settings.rates_rounds):
-            checkpoints.save(Place(training, "rates", variant, round), {record: to_numpy(as_record(rates))})
+            checkpoints.save(Position(training, "rates", variant, round), {record: rate_arrays(rates)})
     federation.events("rates", training=training, variant=variant, rates=rates, sizes=sizes)
     return rates
 
 
 def initial_rates(path: str, names: list[str], variant: str) -> Rates:
-    """Return zeros, or what a file `rates*.safetensors` of an earlier run holds.
+    """Return zeros, or the rates in a file `rates*.safetensors` of an earlier run.
 
     Raises
     ------
@@ -89,56 +88,62 @@ def initial_rates(path: str, names: list[str], variant: str) -> Rates:
     return {name: float(arrays[name]) for name in names}
 
 
-def save_rates(path: Any, rates: Mapping[str, float], training: str, variant: str) -> None:
+def save_rates(path: Path, rates: Mapping[str, float], training: str, variant: str) -> None:
     """Write learned rates, one number a module."""
     arrays = {name: np.float64(value) for name, value in rates.items()}
     save_arrays(path, arrays, {"training": training, "variant": variant})
 
 
-def to_rates(arrays: Mapping[str, NDArray[Any]]) -> Rates:
+def to_rates(arrays: Arrays) -> Rates:
     """Return rates from arrays of one number each."""
     return {name: float(value) for name, value in arrays.items()}
 
 
-def as_record(rates: Mapping[str, float]) -> ArrayRecord:
+def rate_arrays(rates: Mapping[str, float]) -> Arrays:
     """Return rates as they travel: one float64 number a module."""
-    return to_record({name: np.asarray(value, np.float64) for name, value in rates.items()})
+    return {name: np.asarray(value, np.float64) for name, value in rates.items()}
 
 
-def _round(federation: Federation, strategy: ATPRates, rates: Rates, training: str, variant: str, round: int) -> Rates:
-    """Run one round; the strategy samples the cohort and sends the network to those who lack it."""
+def _round(
+    federation: Federation, strategy: ATPRates, rates: Rates, training: str, variant: Variant, round: int
+) -> Rates:
+    """Run one round; the strategy samples the cohort and sends the network to clients that lack it."""
     start = time.perf_counter()
     phase = f"rates {training}" + ("" if variant == "all" else f" ({variant})")
-    record = as_record(rates)
-    config = federation.config(training, variant=variant)
-    expected = Expected.like("rates", to_numpy(record), numbers=NUMBERS, shares=SHARES)
-    messages, replies = federation.ask(strategy, round, record, config, federation.sources, expected, training, phase)
-    mean, _ = strategy.aggregate_train(round, [reply for _, reply in replies])
-    assert mean is not None, "collect returns at least one reply"
-    report(
-        federation.events,
-        [metrics_of(reply) for _, reply in replies],
+    sent = rate_arrays(rates)
+    template = RefineRates(**federation.common(training), round=round, variant=variant, network="")
+    outcome = Round(federation, RatesCheck(sent), training, round, phase, strategy).ask(
+        lambda: federation.configured(strategy, round, sent, template, federation.sources)
+    )
+    messages = [
+        strategy_reply(one.node, {"rates": one.reply.rates}, {"num-examples": one.reply.num_examples})
+        for one in outcome.replies
+    ]
+    mean, _ = strategy.aggregate_train(round, messages)
+    assert mean is not None, "a round has at least one usable reply"
+    federation.events(
+        "rates_round",
         training=training,
         variant=variant,
         round=round,
-        sampled=federation.partitions_of(messages),
-        replied=[partition for partition, _ in replies],
+        sampled=outcome.asked,
+        replied=outcome.replied,
         wall_seconds=time.perf_counter() - start,
-        bytes_down=strategy.sent_bytes,
-        bytes_up=sum(array_bytes(reply.content.array_records["rates"]) for _, reply in replies),
+        bytes_down=outcome.bytes_down,
+        bytes_up=outcome.bytes_up,
+        **_summary(outcome),
     )
-    means = to_rates(to_numpy(mean))
+    means = to_rates(read_arrays(mean))
     return {name: means[name] for name in rates}
 
 
-def report(events: Events, metrics: list[dict[str, Any]], **known: Any) -> None:
-    """Send the event of a round: mean loss and accuracy over the cohort's samples, and what travelled."""
-    samples = np.array([m["num-examples"] for m in metrics], np.float64)
-    losses = np.array([m["loss"] for m in metrics], np.float64)
-    events(
-        "rates_round",
-        **known,
-        loss=float((losses * samples).sum() / samples.sum()),
-        accuracy=float(sum(m["correct"] for m in metrics) / samples.sum()),
-        context_bytes=int(sum(m["context-bytes"] for m in metrics)),
-    )
+def _summary(outcome: Outcome) -> dict[str, Any]:
+    """Return mean loss and accuracy over the cohort's samples, and the bytes of Flower's contexts."""
+    replies: list[RefinedRates] = [one.reply for one in outcome.replies]
+    samples = np.array([reply.num_examples for reply in replies], np.float64)
+    losses = np.array([reply.loss for reply in replies], np.float64)
+    return {
+        "loss": float((losses * samples).sum() / samples.sum()),
+        "accuracy": float(sum(reply.correct for reply in replies) / samples.sum()),
+        "context_bytes": sum(reply.context_bytes for reply in replies),
+    }

@@ -1,4 +1,4 @@
-"""Going on with a run that was cut: which checkpoint, whether it fits, and the run folder brought back to it."""
+"""Resume a run that was interrupted: choose a checkpoint, check that it fits, and roll the run folder back to it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,21 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from messages.replies import Identity
 from models import write_atomically
-from server.checkpoints import FOLDER, Checkpoint, Place, checkpoint_files, read_checkpoint
-from server.errors import RunError
-from server.events import Event
+from server.checkpoints import FOLDER, TAGGED, Checkpoint, Position, checkpoint_files, read_checkpoint
+from server.events import Event, RunError
+from server.nodes import FederationInfo
 from server.report import METRICS_FILE
-from server.world import World
-from settings import Settings, SettingsError
+from settings import Settings, SettingsError, keys_in
 
-#: Settings that a resumed run may change: places, pace, and what is kept of it.
-FREE = (
-    "resume", "results", "run-name", "state-dir", "data-dir", "download", "device", "engine", "workers",
-    "stacked-clients", "num-gpus", "checkpoint-every", "checkpoints-kept", "node-timeout", "round-timeout",
-    "min-replies",
-)  # fmt: skip
+#: Settings that a resumed run may change: they decide where and how it runs, not what results.
+FREE = keys_in("source", "storage", "execution", "availability")
 
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run continues from.
 
     Parameters
     ----------
@@ -37,17 +33,17 @@ class Found:
         The run folder and the checkpoint's file.
     checkpoint : Checkpoint
     kept : mapping
-        counter → place of the good checkpoints up to this one.
+        counter → position of the usable checkpoints up to this one.
     damaged : mapping
         File → why it cannot be used; newer than this one.
     later : list of Path
-        Good ones that are given up.
+        Usable ones that are given up.
     """
 
     folder: Path
     path: Path
     checkpoint: Checkpoint
-    kept: Mapping[int, Place]
+    kept: Mapping[int, Position]
     damaged: Mapping[Path, str] = field(default_factory=dict)
     later: list[Path] = field(default_factory=list)
 
@@ -67,8 +63,8 @@ def run_folder_of(resume: str) -> Path:
     return folder
 
 
-def find(settings: Settings) -> Found:
-    """Choose the checkpoint that `resume` names, or the newest good one of its folder; nothing is changed.
+def find_checkpoint(settings: Settings) -> Found:
+    """Choose the checkpoint that `resume` names, or the newest usable one of its folder; no file is changed.
 
     Raises
     ------
@@ -80,7 +76,7 @@ def find(settings: Settings) -> Found:
     folder = run_folder_of(settings.resume)
     metrics = (folder / METRICS_FILE).read_bytes()
     if any(event["event"] == "end" and event["status"] == "completed" for event in _events(metrics)):
-        raise SettingsError(f"resume = {settings.resume!r}: this run is complete; there is nothing to go on with")
+        raise SettingsError(f"resume = {settings.resume!r}: this run is complete; there is nothing to resume")
     files = checkpoint_files(folder)
     named = Path(settings.resume).expanduser()
     wanted = [counter for counter, path in files.items() if named.is_dir() or path.name == named.name]
@@ -93,7 +89,7 @@ def find(settings: Settings) -> Found:
             bad[path] = str(error)
     usable = [counter for counter in wanted if counter in good]
     if not usable:
-        reasons = "; ".join(bad[files[counter]] for counter in wanted) or "there is none; start the run anew"
+        reasons = "; ".join(bad[files[counter]] for counter in wanted) or "there is none; start a new run"
         raise RunError(f"resume = {settings.resume!r}: no checkpoint can be used: {reasons}")
     chosen = usable[-1]
     _require_same(good[chosen].settings, settings)
@@ -101,17 +97,17 @@ def find(settings: Settings) -> Found:
         folder,
         files[chosen],
         good[chosen],
-        {counter: one.place for counter, one in good.items() if counter <= chosen},
+        {counter: one.position for counter, one in good.items() if counter <= chosen},
         {path: reason for path, reason in bad.items() if path > files[chosen]},
         [files[counter] for counter in good if counter > chosen],
     )
 
 
-def cut(found: Found) -> str:
-    """Bring the run folder back to the checkpoint, and return the name of the file with the events that came later.
+def roll_back(found: Found) -> str:
+    """Roll the run folder back to the checkpoint, and return the name of the file with the events that came later.
 
-    Nothing is lost: those events stay in `metrics-<n>.cut.jsonl` ("" where there are none), later checkpoints as
-    `<counter>.cut`, damaged ones as `<counter>.damaged`. Cut off half-way, it can be done again.
+    No data are lost: those events are kept in `metrics-<n>.cut.jsonl` ("" where there are none), later checkpoints as
+    `<counter>.cut`, damaged ones as `<counter>.damaged`. If it is interrupted, it can be repeated.
     """
     metrics, name = found.folder / METRICS_FILE, ""
     tail = metrics.read_bytes()[found.checkpoint.offset :]
@@ -131,51 +127,44 @@ def cut(found: Found) -> str:
 
 
 def earlier_events(folder: Path, offset: int | None = None) -> list[Event]:
-    """Return the events that a run folder holds, or those in the first `offset` bytes of its metrics file."""
+    """Return the events of a run folder, or those in the first `offset` bytes of its metrics file."""
     return _events((folder / METRICS_FILE).read_bytes()[:offset])
 
 
-def require_fit(checkpoint: Checkpoint, world: World, identities: Mapping[int, Mapping[str, Any]]) -> None:
-    """Refuse to go on with other data, or without the private state that the checkpoint goes with.
-
-    Parameters
-    ----------
-    identities : mapping
-        partition → what the client said of itself, with `kept-keys` and `kept-tags`.
+def require_fit(checkpoint: Checkpoint, info: FederationInfo, identities: Mapping[int, Identity]) -> None:
+    """Check that the clients have the data, and the private state, that the checkpoint belongs to.
 
     Raises
     ------
     RunError
-        Clients have other data now, or no longer have what they kept; both are named.
+        Clients have other data now, or have lost private state; both are named.
     """
-    now = json.loads(json.dumps(asdict(world)))
+    now = json.loads(json.dumps(asdict(info)))
     for name, before in checkpoint.world.items():
         if name != "note" and now.get(name) != before:
             raise RunError(f"resume: the clients now have {name} = {now.get(name)!r}, in the run it is {before!r}")
-    place = checkpoint.place
-    if place.stage in ("begun", "finished"):
-        return  # what comes next starts from nothing
-    key = place.part if place.stage == "cell" else place.training
-    newest = place.round if place.stage in ("training", "statistics", "cell") else None
+    position = checkpoint.position
+    if position.stage in ("begun", "finished"):
+        return  # the next training starts from the beginning
+    key = position.part if position.stage == "cell" else position.training
+    newest = position.round if position.stage in TAGGED else None
     lost = []
     for partition, last in sorted(checkpoint.replied.get(key, {}).items()):
-        told = identities[partition]
-        pairs = zip(told["kept-keys"], told["kept-tags"], strict=True)
-        tags = [tag for name, tag in pairs if name == key and (newest is None or tag <= newest)]
+        tags = [tag for tag in identities[partition].saved.get(key, []) if newest is None or tag <= newest]
         if max(tags, default=-1) < last:
             lost.append(partition)
     if lost:
         raise RunError(
             f"resume: {'clients' if len(lost) > 1 else 'client'} {', '.join(map(str, lost))} no longer "
-            f"{'have' if len(lost) > 1 else 'has'} the private state of {key} at {place}. Without state-dir it ends "
-            "with the run (in a simulation, in Flower's context): set state-dir and start the run anew, or bring the "
-            "clients' folders back"
+            f"{'have' if len(lost) > 1 else 'has'} the private state of {key} at {position}. Without state-dir it is "
+            "deleted with the run (in a simulation, with Flower's context): set state-dir and start a new run, or "
+            "restore the clients' folders"
         )
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Hold a run folder for this process.
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a run folder for this process.
 
     Raises
     ------
@@ -195,7 +184,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _events(content: bytes) -> list[Event]:
-    """Return the events of whole lines; a killed run may have left half a line at the end."""
+    """Return the events of complete lines; a killed run may have left half a line at the end."""
     return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines() if line.strip()]
 
 
@@ -203,7 +192,9 @@ def _fitting(path: Path, metrics: bytes) -> Checkpoint:
     """Read a checkpoint; ValueError when it is damaged or its events are not all in the metrics file."""
     checkpoint = read_checkpoint(path)
     if checkpoint.offset > len(metrics) or not metrics[: checkpoint.offset].endswith(b"\n"):
-        raise ValueError(f"{path}: {METRICS_FILE} has {len(metrics)} bytes and not its first {checkpoint.offset}")
+        raise ValueError(
+            f"{path}: {METRICS_FILE} has {len(metrics)} bytes, the checkpoint was written after {checkpoint.offset}"
+        )
     return checkpoint
 
 

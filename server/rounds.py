@@ -1,4 +1,4 @@
-"""The round loop: strategies configure and aggregate, everything around it is here.
+"""One round of requests and replies, repeated once if need be, and the training loop.
 
 Flower's `Strategy.start` always begins at round 1 and has no statistics round and no per-node result; this loop calls
 the same `configure_train` and `aggregate_train`, so Flower's strategies run in it unchanged.
@@ -7,254 +7,346 @@ the same `configure_train` and `aggregate_train`, so Flower's strategies run in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from numpy.typing import NDArray
 
-from messages.held import held_record
-from messages.layout import as_held
-from server.attempts import Question, Replies
-from server.checkpoints import Checkpoints, Place
-from server.errors import NoReplies
-from server.events import Events
-from server.membership import Identity, Members
+from messages.arrays import Arrays, array_bytes, channels_last
+from messages.flower import NodesView, held_record, read_arrays, requests_of, strategy_config, strategy_reply
+from messages.replies import Reply, Trained
+from messages.requests import Identify, Request, Train, TrainingTask
+from messages.transport import Addressed, Answer
+from server.aggregation import client_metrics, load_strategy_records, most_examples, needed_replies, strategy_records
+from server.checkpoints import Checkpoints, Position
+from server.events import Events, NoReplies, QuorumMissed
 from server.methods import Training
-from server.nodes import CohortGrid, sample
-from server.strategy_state import load_strategy_records, strategy_records
-from server.trainings import Phase
-from server.validation import Expectation, Expected
-from settings import Settings
-from strategies.broadcast import array_bytes
-from strategies.partial import shared_names
+from server.nodes import Nodes, gather, grouped, sample
+from server.trainings import TrainingStage
+from server.validation import Check, TrainCheck
+from settings import Settings, to_json
+from strategies import Collaborative
 
-Arrays = Mapping[str, NDArray[Any]]
-#: What `summarise` counts with, and of what the second is a share.
-NUMBERS = ("train-loss", "seconds", "validation-total", "validation-correct")
-SHARES = (("validation-correct", "validation-total"),)
-PERSONAL = "personal-validation-correct"
+
+@dataclass(frozen=True)
+class Replied:
+    """A usable reply, with its partition and node."""
+
+    partition: int
+    node: int
+    reply: Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last attempt of a round.
+
+    Parameters
+    ----------
+    asked : list of int
+        Partitions, sorted.
+    requests : list of Request
+    replies : list of Replied
+        Usable ones, by partition.
+    """
+
+    asked: list[int]
+    requests: list[Request]
+    replies: list[Replied]
+
+    @property
+    def replied(self) -> list[int]:
+        """Return the partitions of the usable replies."""
+        return [one.partition for one in self.replies]
+
+    @property
+    def bytes_down(self) -> int:
+        """Return the bytes of all arrays in the requests."""
+        return sum(message_bytes(request) for request in self.requests)
+
+    @property
+    def bytes_up(self) -> int:
+        """Return the bytes of all arrays in the usable replies."""
+        return sum(message_bytes(one.reply) for one in self.replies)
 
 
 @dataclass(frozen=True)
 class Federation:
-    """The nodes of a run and how to reach them.
+    """The clients of a run and how to ask them.
 
     Parameters
     ----------
-    grid : Grid
-    nodes : dict
-        partition → node id; changed in place when a client comes back as another node.
+    nodes : Nodes
     settings : Settings
     run : str
         Identity of the run, for clients' private state.
     events : Events
     roles : mapping
-        partition → "both", "source" or "target"; "both" where nothing is said.
-    back_to : callable
-        Training or cell → the rounds that its checkpoints could take the server back to, for clients' private state.
-    identities, strangers, clock, sleep
-        See `Members`. What clients said of their sizes bounds the examples that they may claim later.
+        partition → "both", "source" or "target"; "both" where nothing is given.
+    checkpoint_rounds : callable
+        Training or cell → the rounds that the server could resume from; clients keep private state of these.
     """
 
-    grid: Grid
-    nodes: dict[int, int]
+    nodes: Nodes
     settings: Settings
     run: str
     events: Events
     roles: Mapping[int, str] = field(default_factory=dict)
-    back_to: Callable[[str], list[int]] = lambda _: []
-    identities: Mapping[int, Identity] = field(default_factory=dict)
-    strangers: dict[int, Identity] = field(default_factory=dict)
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-    @property
-    def members(self) -> Members:
-        """Return who is there, and who comes back."""
-        return Members(self.grid, self.nodes, self.identities, self.strangers, self.clock, self.sleep)
+    checkpoint_rounds: Callable[[str], list[int]] = lambda _: []
 
     @property
     def sources(self) -> list[int]:
         """Partitions that train."""
-        return [partition for partition in sorted(self.nodes) if self.roles.get(partition) != "target"]
+        return [one for one in sorted(self.nodes.by_partition) if self.roles.get(one) != "target"]
 
     @property
     def testers(self) -> list[int]:
         """Partitions that test."""
-        return [partition for partition in sorted(self.nodes) if self.roles.get(partition) != "source"]
+        return [one for one in sorted(self.nodes.by_partition) if self.roles.get(one) != "source"]
 
-    def partitions_of(self, messages: Iterable[Message]) -> list[int]:
-        """Return the partitions that messages are for, sorted."""
-        partitions = {node: partition for partition, node in self.nodes.items()}
-        return sorted(partitions[message.metadata.dst_node_id] for message in messages)
+    def common(self, key: str) -> dict[str, Any]:
+        """Return the fields that every request has; `key` is the training or the cell."""
+        return {
+            "settings": to_json(self.settings),
+            "run": self.run,
+            "checkpoint_rounds": self.checkpoint_rounds(key),
+        }
 
-    def config(self, training: str = "", phase: Phase | None = None, **values: Any) -> ConfigRecord:
-        """Return the config of a message: all settings, and what this message is about."""
-        phase = phase or Phase()
-        envelope = {"run": self.run, "training": training, "rule": phase.rule, "objective": phase.objective, **values}
-        back = self.back_to(str(values.get("cell", training)))
-        return ConfigRecord({**self.settings.flat(), **envelope, "checkpoint-rounds": back})
+    def addressed(self, partitions: Sequence[int], request: Request) -> list[Addressed]:
+        """Address one request to the nodes that hold these partitions at the moment."""
+        return [Addressed(self.nodes.by_partition[partition], request) for partition in partitions]
 
-    def view(self, partitions: Sequence[int]) -> CohortGrid:
-        """Return the grid as if only these partitions were there."""
-        return CohortGrid(self.grid, [self.nodes[partition] for partition in partitions])
+    def configured(
+        self, strategy: Strategy, round: int, arrays: Arrays, template: Request, partitions: Sequence[int]
+    ) -> list[Addressed]:
+        """Let a strategy configure a round for the nodes that hold these partitions at the moment.
 
-    def collect(
-        self, messages: Iterable[Message], expected: Expectation, training: str, round: int, phase: str
-    ) -> Replies:
-        """Send messages and return the good replies; a round that is done again sends the same contents.
-
-        Raises as `ask`.
+        Parameters
+        ----------
+        arrays : dict
+            The `arrays` of `Strategy.configure_train`.
+        template : Request
+            Without arrays; the strategy fills in what it decides.
         """
-        partitions = {node: partition for partition, node in self.nodes.items()}
-        contents = [(partitions[m.metadata.dst_node_id], m.content, m.metadata.message_type) for m in messages]
+        config = strategy_config(template, self.settings.flat())  # strategies write into it
+        view = NodesView([self.nodes.by_partition[partition] for partition in partitions])
+        return requests_of(strategy.configure_train(round, held_record(arrays), config, view))
 
-        def addressed() -> list[Message]:
-            return [Message(content, dst_node_id=self.nodes[p], message_type=kind) for p, content, kind in contents]
 
-        return Question(self, expected, training, round, phase).ask(addressed)[1]
+@dataclass(frozen=True)
+class Round:
+    """One round of requests of one kind.
 
-    def ask(
-        self,
-        strategy: Strategy,
-        round: int,
-        arrays: ArrayRecord,
-        config: ConfigRecord,
-        partitions: Sequence[int],
-        expected: Expectation,
-        training: str,
-        phase: str,
-    ) -> tuple[list[Message], Replies]:
-        """Let a strategy configure a round for some partitions, and return its messages and the good replies.
+    Parameters
+    ----------
+    federation : Federation
+    check : Check
+        What the replies are validated against.
+    training : str
+    number : int
+    phase : str
+        Name of the round in messages to users.
+    strategy : Strategy, optional
+        A collaborative one keeps its clients' arrays by node id and is told of nodes that were replaced. Others send a
+        node that they do not know all that it needs.
+    """
 
-        Failed, late and refused nodes are reported as events and left out. A round with too few good replies is done
-        again, once: the strategy configures it anew, so that whoever did not reply gets all that it may lack.
+    federation: Federation
+    check: Check
+    training: str
+    number: int
+    phase: str
+    strategy: Strategy | None = None
+
+    def ask(self, make: Callable[[], list[Addressed]]) -> Outcome:
+        """Send the requests, and once more if too few replies are usable.
+
+        With fewer usable replies than `needed_replies`, wait at most `node-timeout` seconds until enough of the nodes
+        are connected, and repeat the round once, with new requests: a node that did not reply gets all that it may
+        lack. Failed, late and refused nodes are reported as events and left out.
+
+        Parameters
+        ----------
+        make : callable
+            Makes the requests, for the nodes that hold the partitions at that moment.
 
         Raises
         ------
         NoReplies
-            Not one reply is good.
+            No reply is usable.
         QuorumMissed
-            Too few are, the second time as well.
+            Too few are, or fewer clients are asked than replies are needed.
         """
+        nodes, settings = self.federation.nodes, self.federation.settings
+        self._rejoin()
+        requests = make()
+        asked = sorted(nodes.partitions[one.node] for one in requests)
+        needed = needed_replies(settings, type(requests[0].request), len(asked)) if requests else 1
+        if len(asked) < needed:
+            raise QuorumMissed(f"{self._name}: {len(asked)} clients are asked, {needed} replies are needed")
+        usable, lost = self._once(requests)
+        if len(usable) < needed:
+            connected = nodes.wait_for(asked, needed, settings.node_timeout, self._rejoin)
+            if connected < needed:
+                patience = f"after {settings.node_timeout:g} s"
+                lost.append(f"{patience} {connected} of the {len(asked)} clients are connected")
+                raise self._missed(usable, needed, lost)
+            self.federation.events("note", text=f"{self._problem(usable, needed)}; the round is repeated")
+            requests = make()
+            usable, lost = self._once(requests)
+        if len(usable) < needed:
+            raise self._missed(usable, needed, lost)
+        return Outcome(asked, [one.request for one in requests], usable)
 
-        def configured() -> list[Message]:
-            own = ConfigRecord({**config})  # strategies write into it
-            return list(strategy.configure_train(round, arrays, own, self.view(partitions)))
+    @property
+    def _name(self) -> str:
+        return f"{self.phase}, round {self.number}"
 
-        return Question(self, expected, training, round, phase, strategy).ask(configured)
+    @property
+    def _about(self) -> dict[str, Any]:
+        return {"training": self.training, "round": self.number}
+
+    def _problem(self, usable: list[Replied], needed: int) -> str:
+        return f"{self._name}: {len(usable) or 'no'} usable repl{'y' if len(usable) < 2 else 'ies'}, {needed} needed"
+
+    def _missed(self, usable: list[Replied], needed: int, lost: Sequence[str]) -> QuorumMissed:
+        kind = QuorumMissed if usable else NoReplies
+        return kind("; ".join((self._problem(usable, needed), *lost)))
+
+    def _rejoin(self) -> None:
+        """Let clients that came back as other nodes replace their old nodes."""
+        nodes, before = self.federation.nodes, dict(self.federation.nodes.by_partition)
+        request = Identify(**self.federation.common(self.training))
+        replaced = nodes.rejoin(request, self.federation.settings.node_timeout, self.federation.events, self._about)
+        if replaced and isinstance(self.strategy, Collaborative):
+            self.strategy.load_state_arrays(self.strategy.state_arrays(before), nodes.by_partition)
+
+    def _once(self, requests: Sequence[Addressed]) -> tuple[list[Replied], list[str]]:
+        """Return the usable replies, and a line for each reason why others are missing."""
+        nodes, settings, events = self.federation.nodes, self.federation.settings, self.federation.events
+        partitions = nodes.partitions
+        ordered = sorted(requests, key=lambda one: partitions[one.node])
+        kind = type(ordered[0].request) if ordered else Request
+        answers = gather(nodes.transport, ordered, partitions, settings.round_timeout, events, self.phase)
+        replies = [Replied(partitions[one.node], one.node, one.reply) for one in answers if one.reply is not None]
+        examples = [most_examples(settings, kind, nodes.identities.get(one.partition)) for one in replies]
+        refusals = self.check.refusals([one.reply for one in replies], examples, settings.update_norm_bound)
+        reasons = {one.node: reason for one, reason in zip(replies, refusals, strict=True) if reason}
+        lost: dict[str, dict[int, str]] = {"late": {}, "failed": {}, "refused": {}}
+        for answer in answers:
+            if answer.kind or answer.node in reasons:
+                self._report(answer, partitions[answer.node], reasons.get(answer.node, answer.reason), lost)
+        lines = [line for event, clients in lost.items() for line in grouped(f"{event} client", clients)]
+        return [one for one in replies if one.node not in reasons], lines
+
+    def _report(self, answer: Answer, partition: int, reason: str, lost: dict[str, dict[int, str]]) -> None:
+        event = answer.kind or "refused"
+        lost[event][partition] = reason
+        where = {**self._about, "phase": self.phase, "partition": partition, "node_id": answer.node}
+        self.federation.events(event, **where, reason=reason)
 
 
 def train(
     federation: Federation,
     strategies: Sequence[Strategy],
     training: Training,
-    arrays: ArrayRecord,
+    arrays: Arrays,
     checkpoints: Checkpoints | None = None,
-) -> ArrayRecord:
-    """Run all rounds of all phases, each with its strategy, and return the final model.
+) -> Arrays:
+    """Run all rounds of all stages, each stage with its strategy, and return the final model.
 
-    With `checkpoints` it goes on after the last round that they know of; `arrays` is then the model of that round.
+    With `checkpoints` training continues after the last round that they hold; `arrays` is then the model of that round.
 
     Raises
     ------
-    NoReplies
-        A round brought no usable reply.
+    NoReplies, QuorumMissed
+        As `Round.ask`.
     """
     round, last = 0, training.recipe.rounds(federation.settings)
     done = 0 if checkpoints is None else checkpoints.trained(last)
-    for phase, strategy in zip(training.recipe.phases, strategies, strict=True):
-        for earlier in range(getattr(federation.settings, phase.rounds)):
+    for stage, strategy in zip(training.recipe.stages, strategies, strict=True):
+        for earlier in range(getattr(federation.settings, stage.rounds)):
             round += 1
             if round <= done:
                 continue
             if checkpoints is not None and earlier and round == done + 1:
                 load_strategy_records(strategy, checkpoints.records)
-            arrays = train_round(federation, strategy, phase, arrays, training.name, round)
+            arrays = train_round(federation, strategy, stage, arrays, training.name, round)
             if checkpoints is not None and checkpoints.due(round, last):
-                place = Place(training.name, "training", round=round)
-                checkpoints.save(place, {"arrays": to_numpy(arrays), **strategy_records(strategy)})
+                position = Position(training.name, "training", round=round)
+                checkpoints.save(position, {"arrays": arrays, **strategy_records(strategy)})
     return arrays
 
 
 def train_round(
-    federation: Federation,
-    strategy: Strategy,
-    phase: Phase,
-    arrays: ArrayRecord,
-    training: str,
-    round: int,
-) -> ArrayRecord:
-    """Run one training round and return the new model; dtypes are those of the old one."""
+    federation: Federation, strategy: Strategy, stage: TrainingStage, arrays: Arrays, training: str, round: int
+) -> Arrays:
+    """Run one training round and return the new model; dtypes are those of the old one.
+
+    Raises
+    ------
+    NoReplies, QuorumMissed
+        As `Round.ask`.
+    """
     start = time.perf_counter()
     settings = federation.settings
     cohort = sample(federation.sources, settings.fraction_train, settings.seed, round)
-    config = federation.config(training, phase)
-    sent = to_numpy(arrays)
-    personal = (PERSONAL,) if phase.makes_personal_head else ()
-    numbers = (*NUMBERS, *personal, *(("global-loss",) if settings.aggregation == "qffl" else ()))
-    shares = (*SHARES, *((one, "validation-total") for one in personal))
-    joined = set(shared_names(list(sent), phase.shared, phase.kept))
-    wanted = {name: value for name, value in sent.items() if name in joined}
-    expected = Expected.like("arrays", wanted, numbers=numbers, shares=shares)
+    metrics = client_metrics(settings)
+    task = TrainingTask(training, stage.algorithm, stage.objective)
+    template = Train(**federation.common(training), round=round, task=task, arrays={}, client_metrics=list(metrics))
+    sent = {name: arrays[name] for name in stage.aggregated_names(list(arrays))}
+    check = TrainCheck(sent, stage.personal_head, metrics)
     name = f"train {training}"
-    messages, replies = federation.ask(strategy, round, arrays, config, cohort, expected, training, name)
-    aggregated, _ = strategy.aggregate_train(round, [reply for _, reply in replies])
+    outcome = Round(federation, check, training, round, name, strategy).ask(
+        lambda: federation.configured(strategy, round, arrays, template, cohort)
+    )
+    aggregated, _ = strategy.aggregate_train(round, [_trained_message(one, metrics) for one in outcome.replies])
     if aggregated is None:
-        raise NoReplies(f"train {training}, round {round}: the strategy returned no model")
-    new = {name: value.astype(sent[name].dtype, copy=False) for name, value in to_numpy(aggregated).items()}
+        raise NoReplies(f"{name}, round {round}: the strategy returned no model")
     federation.events(
         "round",
         training=training,
         round=round,
         sampled=cohort,
-        replied=[partition for partition, _ in replies],
-        **summarise([metrics_of(reply) for _, reply in replies]),
+        replied=outcome.replied,
+        **summarize([one.reply for one in outcome.replies]),
         wall_seconds=time.perf_counter() - start,
-        bytes_down=sent_bytes(messages),
-        bytes_up=sum(value.nbytes for value in wanted.values()) * len(replies),
+        bytes_down=outcome.bytes_down,
+        bytes_up=outcome.bytes_up,
     )
-    return to_record(new)
+    new = read_arrays(aggregated)
+    return {name: channels_last(value.astype(arrays[name].dtype, copy=False)) for name, value in new.items()}
 
 
-def sent_bytes(messages: Iterable[Message]) -> int:
-    """Return the bytes of all arrays in messages."""
-    return sum(array_bytes(record) for message in messages for record in message.content.array_records.values())
+def _trained_message(replied: Replied, metrics: Sequence[str]) -> Any:
+    """Return a reply as Flower's strategies aggregate it."""
+    reply: Trained = replied.reply
+    values = {"num-examples": reply.num_examples, "train-loss": reply.train_loss}
+    values |= {name.replace("_", "-"): getattr(reply, name) for name in metrics}
+    return strategy_reply(replied.node, {"arrays": reply.arrays}, values)
 
 
-def summarise(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join the metrics of a round's replies: losses by examples, accuracies as means over clients."""
-    examples = np.array([m["num-examples"] for m in metrics], dtype=np.float64)
-    losses = np.array([m["train-loss"] for m in metrics], dtype=np.float64)
+def message_bytes(message: Request | Reply) -> int:
+    """Return the bytes of all arrays in a message."""
+    return sum(array_bytes(arrays) for arrays in message.to_record().arrays.values())
+
+
+def summarize(replies: Sequence[Trained]) -> dict[str, Any]:
+    """Summarize the replies of a round: losses weighted by examples, accuracies as means over clients."""
+    examples = np.array([one.num_examples for one in replies], dtype=np.float64)
+    losses = np.array([one.train_loss for one in replies], dtype=np.float64)
+    personal = [(one.personal_validation_correct, one.validation_total) for one in replies]
     return {
         "train_loss": float((losses * examples).sum() / examples.sum()),
-        "validation_accuracy": _mean_accuracy(metrics, "validation-correct"),
-        "personal_validation_accuracy": _mean_accuracy(metrics, PERSONAL),
-        "train_seconds": [float(m["seconds"]) for m in metrics],
+        "validation_accuracy": _mean_accuracy([(one.validation_correct, one.validation_total) for one in replies]),
+        "personal_validation_accuracy": _mean_accuracy(personal),
+        "train_seconds": [float(one.seconds) for one in replies],
     }
 
 
-def _mean_accuracy(metrics: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Return the mean accuracy over the clients that have validation samples and say it, None without any."""
-    accuracies = [m[key] / m["validation-total"] for m in metrics if m["validation-total"] and key in m]
+def _mean_accuracy(counts: Sequence[tuple[int | None, int]]) -> float | None:
+    """Return the mean accuracy over the clients that have validation samples and report it, None without any."""
+    accuracies = [correct / total for correct, total in counts if total and correct is not None]
     return float(np.mean(accuracies)) if accuracies else None
-
-
-def metrics_of(reply: Message) -> dict[str, Any]:
-    """Return the one metric record of a validated reply."""
-    return dict(next(iter(reply.content.metric_records.values())))
-
-
-def to_numpy(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    """Return an array record as numpy arrays."""
-    return {name: array.numpy() for name, array in record.items()}
-
-
-def to_record(arrays: Arrays) -> ArrayRecord:
-    """Return numpy arrays as an array record, by reference; nobody may change them afterwards."""
-    return held_record({name: as_held(np.asarray(value)) for name, value in arrays.items()})

@@ -1,38 +1,36 @@
-"""One run from start to end: who is there, trainings, statistics, evaluation, files."""
+"""One run from start to end: nodes, trainings, statistics, rates, evaluation, files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
 
+from messages.arrays import Arrays, channels_last
+from messages.flower import held_record
+from messages.requests import Identify
+from messages.transport import Transport
 from models import TwoHead, build, load_model, save_arrays, save_model
-from server.checkpoints import Checkpoints, Place
-from server.collaboration import Collaboration, adaptation_rounds, cells, check_collaborations, rounds_of
+from server.adaptation import Collaboration, adaptation_rounds, cells, check_collaborations, rounds_of
+from server.aggregation import make_strategy
+from server.checkpoints import Checkpoints, Position
 from server.environment import describe
+from server.evaluation import evaluation_round, statistics_round
 from server.events import Events
-from server.final import evaluation_round, statistics_round
-from server.methods import STATISTICS, Training, choose, plan
-from server.nodes import identify, wait_for_nodes
-from server.protection import joining_rule
+from server.methods import STATISTICS, Training, left_out_notes, plan, tuning_note
+from server.nodes import FederationInfo, Nodes, identify, wait_for_nodes
 from server.rates import initial_rates, learn_rates, save_rates
 from server.resume import require_fit
-from server.rounds import Federation, to_numpy, to_record, train
-from server.trainings import Phase
-from server.world import World
+from server.rounds import Federation, train
 from settings import Settings, SettingsError, assignments
-from strategies import GMA, QFFL, Broadcast, FedAvg, FedAvgM, FedProx, PartialFedAvg, Robust
-from tta.registry import ADAPTERS
+from strategies import Broadcast
 
 
 def run(
-    grid: Grid,
+    transport: Transport,
     settings: Settings,
     folder: Path,
     events: Events,
@@ -44,10 +42,10 @@ def run(
     Parameters
     ----------
     class_counts : list [N][K], optional
-        Training samples of each class at each client, for the report; only a simulation, which holds all data, knows
+        Training samples of each class at each client, for the report; only a simulation, which holds all data, has
         them. Clients never send label counts.
     checkpoints : Checkpoints, optional
-        Where the run goes on; None: it is a new one.
+        Of a run that is resumed; None: the run is new.
 
     Raises
     ------
@@ -55,106 +53,133 @@ def run(
         Something asked for does not exist or does not fit, before any training.
     RunError
         Nodes are missing, a round brought no usable reply, a test sample had been trained on, or clients no longer have
-        what a resumed run needs of them.
+        the private state that a resumed run needs.
     """
     checkpoints = checkpoints or Checkpoints(folder, settings)
     events.listeners.append(checkpoints)
-    trainings = plan(settings)
-    collaborations = check_collaborations(settings, trainings)
+    collaborations = check_collaborations(settings, plan(settings))
     if checkpoints.resumed is None:
         events("run", **describe(settings))
-    expected = wait_for_nodes(grid, settings.clients, settings.node_timeout)
-    opening = Federation(grid, {}, settings, checkpoints.run, events)
-    nodes, identities = identify(grid, expected, opening.config(), settings.node_timeout, events)
-    world = World.agree(identities)
-    roles = [] if collaborations else world.roles  # collaborations neither train nor keep clients' test splits
+    federation, info = connect(transport, settings, events, checkpoints)
+    roles = [] if collaborations else info.roles  # collaborations neither train nor hold out test splits
     trainings = plan(settings, roles)
     if checkpoints.resumed is None:
-        for note in notes(settings, trainings, collaborations, world, roles):
+        for note in notes(settings, trainings, collaborations, info, roles):
             events("note", text=note)
-        events("plan", steps=count_steps(settings, trainings, collaborations, world))
-        events("clients", class_counts=class_counts, classes=world.classes, sizes=world.sizes, roles=world.roles)
+        events("plan", steps=count_steps(settings, trainings, collaborations, info))
+        events("clients", class_counts=class_counts, classes=info.classes, sizes=info.sizes, roles=info.roles)
     else:
-        require_fit(checkpoints.resumed, world, identities)
-    spec = model_spec(settings, world)
-    modules = list(initial_model(settings, spec).global_state())
+        require_fit(checkpoints.resumed, info, federation.nodes.identities)
+    modules = list(initial_model(settings, model_spec(settings, info)).global_state())
     for variant in (variant for training in trainings for variant in training.variants):
         initial_rates(settings.rates_init, modules, variant)  # refused before training, not after
-    by_partition = dict(zip(sorted(nodes), world.roles, strict=True))
-    federation = Federation(
-        grid, nodes, settings, checkpoints.run, events, by_partition, checkpoints.rounds, identities
-    )
-    checkpoints.begin(world)
+    checkpoints.begin(info)
     for position, training in enumerate(trainings):
-        suffix = "" if position == 0 else f"-{training.name}"
         if training.name not in checkpoints.finished:
             checkpoints.open(training.name)
-            _one_training(federation, training, world, collaborations, folder, suffix, checkpoints)
+            files = Files(folder, "" if position == 0 else f"-{training.name}")
+            run_training(federation, training, info, collaborations, files, checkpoints)
             checkpoints.finish(training.name)
     events("end", seconds=checkpoints.seconds(), status="completed")
 
 
-def _one_training(
+def connect(
+    transport: Transport, settings: Settings, events: Events, checkpoints: Checkpoints
+) -> tuple[Federation, FederationInfo]:
+    """Wait for the nodes and identify them.
+
+    Raises
+    ------
+    NodesMissing
+        Nodes are missing or cannot be identified.
+    RunError
+        Clients disagree about the data.
+    """
+    connected = wait_for_nodes(transport, settings.clients, settings.node_timeout)
+    nodes = Nodes(transport, {})
+    federation = Federation(nodes, settings, checkpoints.run, events)
+    request = Identify(**federation.common(""))
+    nodes.by_partition, nodes.identities = identify(transport, connected, request, settings.node_timeout, events)
+    info = FederationInfo.agree(nodes.identities)
+    roles = dict(zip(sorted(nodes.by_partition), info.roles, strict=True))
+    return replace(federation, roles=roles, checkpoint_rounds=checkpoints.rounds), info
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where a training's results are written; the names of the second and later trainings have a suffix."""
+
+    folder: Path
+    suffix: str
+
+    def path(self, name: str, variant: str = "all") -> Path:
+        """Return the path of a file of arrays."""
+        return self.folder / f"{name}{self.suffix}{'' if variant == 'all' else f'-{variant}'}.safetensors"
+
+
+def run_training(
     federation: Federation,
     training: Training,
-    world: World,
+    info: FederationInfo,
     collaborations: Sequence[Collaboration],
-    folder: Path,
-    suffix: str,
+    files: Files,
     checkpoints: Checkpoints,
 ) -> None:
-    """Train, personalise, learn rates, evaluate and save one training; or train and run its test-time rounds.
+    """Train, personalize, learn rates and evaluate; or train and run the test-time rounds.
 
-    What `checkpoints` have of it is not done again, but for the evaluation, which is whole or not there.
+    Rounds that `checkpoints` hold are not repeated, apart from the evaluation, which is complete or absent.
     """
     federation = replace(federation, settings=training.recipe.settings(federation.settings))
-    spec = model_spec(federation.settings, world)
+    spec = model_spec(federation.settings, info)
     model = initial_model(federation.settings, spec)
-    strategies = [make_strategy(phase, federation.settings) for phase in training.recipe.phases]
+    strategies = [make_strategy(stage, federation.settings) for stage in training.recipe.stages]
     initial = {name: value.numpy().copy() for name, value in model.global_state().items()}
-    arrays = to_record(checkpoints.records.get("arrays", initial))
+    arrays = _in_network_layout(checkpoints.records.get("arrays", initial))
     arrays = train(federation, strategies, training, arrays, checkpoints)
-    checkpoints.keep("arrays", to_numpy(arrays))
-    save_trained(folder / f"model{suffix}.safetensors", model, arrays, spec)
+    checkpoints.keep("arrays", arrays)
+    save_trained(files.path("model"), model, arrays, spec)
+    network = Broadcast(held_record(arrays))
     if collaborations:
-        adaptation_rounds(federation, training, arrays, collaborations, world, checkpoints)
+        adaptation_rounds(federation, training, network, collaborations, info, checkpoints)
         return
     means = None
     if training.needs & STATISTICS:
         means = _statistics(federation, training, arrays, model, checkpoints)
         metadata = {"training": training.name, "weighting": federation.settings.statistics_weighting}
-        save_arrays(folder / f"statistics{suffix}.safetensors", to_numpy(means), metadata)
-    everyone = Broadcast(arrays)
+        save_arrays(files.path("statistics"), means, metadata)
     rates = {
-        variant: learn_rates(federation, everyone, training.name, variant, checkpoints) for variant in training.variants
+        variant: learn_rates(federation, network, training.name, variant, checkpoints) for variant in training.variants
     }
     for variant, learned in rates.items():
-        name = f"rates{suffix}" + ("" if variant == "all" else f"-{variant}")
-        save_rates(folder / f"{name}.safetensors", learned, training.name, variant)
-    evaluation_round(federation, training, arrays, means, rates, world.shifts)
+        save_rates(files.path("rates", variant), learned, training.name, variant)
+    evaluation_round(federation, training, arrays, means, rates, info.shifts)
+
+
+def _in_network_layout(arrays: Arrays) -> Arrays:
+    return {name: channels_last(value) for name, value in arrays.items()}
 
 
 def _statistics(
-    federation: Federation, training: Training, arrays: ArrayRecord, model: TwoHead, checkpoints: Checkpoints
-) -> ArrayRecord:
+    federation: Federation, training: Training, arrays: Arrays, model: TwoHead, checkpoints: Checkpoints
+) -> Arrays:
     """Return the means of the clients' statistics: those of the checkpoint, or of a statistics round."""
     if "statistics" in checkpoints.records:
-        return to_record(checkpoints.records["statistics"])
+        return _in_network_layout(checkpoints.records["statistics"])
     means = statistics_round(federation, training, arrays, model)
-    place = Place(training.name, "statistics", round=training.recipe.rounds(federation.settings) + 1)
-    checkpoints.save(place, {"statistics": to_numpy(means)})
+    position = Position(training.name, "statistics", round=training.recipe.rounds(federation.settings) + 1)
+    checkpoints.save(position, {"statistics": means})
     return means
 
 
 def count_steps(
-    settings: Settings, trainings: Sequence[Training], collaborations: Sequence[Collaboration], world: World
+    settings: Settings, trainings: Sequence[Training], collaborations: Sequence[Collaboration], info: FederationInfo
 ) -> int:
     """Return how many rounds of all kinds the run has, for its progress."""
     steps = 0
     for training in trainings:
         steps += training.recipe.rounds(settings)
         if collaborations:
-            steps += len(cells(training, collaborations)) * rounds_of(settings, world.stream_rounds)
+            steps += len(cells(training, collaborations)) * rounds_of(settings, info.stream_rounds)
         else:
             steps += 1 + bool(training.needs & STATISTICS) + len(training.variants) * settings.rates_rounds
     return steps
@@ -164,42 +189,24 @@ def notes(
     settings: Settings,
     trainings: Sequence[Training],
     collaborations: Sequence[Collaboration],
-    world: World,
+    info: FederationInfo,
     roles: Sequence[str],
 ) -> list[str]:
     """Return what a reader of the results has to know before them."""
     random = "no init: the network that is adapted is random" if collaborations and not settings.init else ""
-    texts = (world.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), random)
+    texts = (info.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), random)
     return [text for text in texts if text]
 
 
-def left_out_notes(settings: Settings, roles: Sequence[str]) -> list[str]:
-    """Say which methods `all` does not stand for in this run, and what they would need: one text for each reason."""
-    _, left_out = choose(settings, roles)
-    return [
-        f"methods = all leaves out {', '.join(labels)}: {'each' if len(labels) > 1 else 'it'} {reason}"
-        for reason, labels in left_out.items()
-    ]
-
-
-def tuning_note(settings: Settings, trainings: Sequence[Training]) -> str:
-    """Say which rows are measured on fewer samples than the others; empty when none is."""
-    rows = [row for training in trainings for row in training.rows]
-    tuning = [row.label for row in rows if "gradients" in ADAPTERS[row.method.adapter].needs]
-    if not (settings.tune_samples and tuning):
-        return ""
-    return f"{', '.join(tuning)}: measured on the first {settings.tune_samples} samples of each stream and client"
-
-
-def model_spec(settings: Settings, world: World) -> dict[str, Any]:
+def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
     """Return the arguments that build the run's network, as `models.build` takes them."""
     return {
         "name": settings.model,
-        "num_classes": len(world.classes),
-        "in_channels": world.channels,
+        "num_classes": len(info.classes),
+        "in_channels": info.channels,
         "image_size": settings.image_size,
-        "mean": world.mean,
-        "std": world.std,
+        "mean": info.mean,
+        "std": info.std,
         **assignments(settings.model_options, "model-options"),
     }
 
@@ -223,41 +230,7 @@ def initial_model(settings: Settings, spec: dict[str, Any]) -> TwoHead:
     return model
 
 
-def make_strategy(phase: Phase, settings: Settings) -> Strategy:
-    """Make a phase's strategy, which takes every node it is shown; the round loop does the sampling.
-
-    Raises
-    ------
-    SettingsError
-        A robust rule has too few clients, or the phase joins a part of the network only.
-    """
-    everyone: dict[str, Any] = {
-        "fraction_train": 1.0,
-        "min_train_nodes": 1,
-        "min_evaluate_nodes": 1,
-        "min_available_nodes": 1,
-    }
-    rule = joining_rule(settings)
-    if rule is not None and phase.partial:
-        raise SettingsError(
-            f"aggregation = {settings.aggregation!r}: allowed where all arrays are joined; {phase.rule} keeps some"
-        )
-    if rule is not None:
-        return Robust(rule, **everyone)
-    if phase.partial:
-        return PartialFedAvg(phase.shared, phase.kept, **everyone)
-    if settings.aggregation == "fedprox":
-        return FedProx(settings.proximal_mu, **everyone)
-    if settings.aggregation == "fedavgm":
-        return FedAvgM(server_momentum=settings.server_momentum, **everyone)
-    if settings.aggregation == "qffl":
-        return QFFL(settings.fairness, **everyone)
-    if settings.aggregation == "gma":
-        return GMA(settings.mask_threshold, **everyone)
-    return FedAvg(**everyone)
-
-
-def save_trained(path: Path, model: TwoHead, arrays: ArrayRecord, spec: dict[str, Any]) -> None:
+def save_trained(path: Path, model: TwoHead, arrays: Arrays, spec: dict[str, Any]) -> None:
     """Write the global model; the personal heads stay on the devices."""
-    model.load_global_state({name: torch.tensor(array.numpy()) for name, array in arrays.items()})
+    model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
     save_model(path, model, spec)

@@ -1,7 +1,8 @@
-"""The table of federated trainings: what clients do, what of it is joined, and by which rule.
+"""The table of federated trainings: what clients do, which arrays are aggregated, and how.
 
-A training is one or more phases of rounds. In a phase each client follows a rule (`client.rules`) and the server joins
-the arrays that the phase shares; the others stay on the clients. Several methods may test one training.
+A training is one or more stages of rounds. In a stage each client runs a local algorithm (`client.algorithms`) and the
+server aggregates the arrays that the stage shares; the others stay on the clients. Several methods may evaluate one
+training.
 """
 
 from __future__ import annotations
@@ -20,118 +21,146 @@ BATCHNORM = ("kind:batchnorm",)
 
 
 @dataclass(frozen=True)
-class Phase:
+class TrainingStage:
     """Rounds of one kind.
 
     Parameters
     ----------
-    rule : str
-        What a client does; a key of `client.rules.RULES`.
+    algorithm : str
+        The local algorithm; a key of `client.algorithms.ALGORITHMS`.
     objective : str
-        The loss that the rule minimises; a key of `client.objectives.OBJECTIVES`.
-    shared, kept : tuple of str
-        Patterns of names: what is joined, and what of that stays on the clients; see `strategies.PartialFedAvg`.
+        The loss that it minimizes; a key of `client.training.OBJECTIVES`.
+    aggregated, local : tuple of str
+        Patterns of array names: what is aggregated, and what of that stays on the clients nevertheless; see
+        `strategies.PartialFedAvg`.
     rounds : str
-        The setting that says how many rounds there are.
+        The setting that holds the number of rounds.
+    personal_head : bool
+        Whether the algorithm trains a personal head on the frozen encoder (its `uses_personal_head`).
     """
 
-    rule: str = "joint"
+    algorithm: str = "fedavg"
     objective: str = "cross_entropy"
-    shared: tuple[str, ...] = EVERYTHING
-    kept: tuple[str, ...] = ()
+    aggregated: tuple[str, ...] = EVERYTHING
+    local: tuple[str, ...] = ()
     rounds: Literal["rounds", "classifier_rounds"] = "rounds"
-
-    @property
-    def makes_personal_head(self) -> bool:
-        """Tell whether clients train a personal head on the frozen encoder beside it."""
-        return self.rule in ("joint", "own", "rotation")
+    personal_head: bool = True
 
     @property
     def partial(self) -> bool:
-        """Tell whether anything stays on the clients."""
-        return self.shared != EVERYTHING or bool(self.kept)
+        """Whether any array stays on the clients."""
+        return self.aggregated != EVERYTHING or bool(self.local)
+
+    def aggregated_names(self, names: Sequence[str]) -> list[str]:
+        """Return which of a network's arrays are aggregated, in the order given."""
+        return shared_names(names, self.aggregated, self.local)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """A federated training.
 
     Parameters
     ----------
     summary : str
         One line for people, with the paper.
-    phases : tuple of Phase
-        In order; each starts from what the one before made.
+    stages : tuple of TrainingStage
+        In order; each starts from the result of the one before.
     changes : mapping
-        Settings (field names) that this training changes, on the server and in every message.
-    rotation_head : bool
-        Whether the network gets a third head that tells rotations apart.
+        Settings (field names) that this training changes, on the server and in every request.
+    heads : frozenset of str
+        Heads that it trains beside the global and the personal one: "rotation_head", an additional head of the network,
+        or "residual_head", a personal head added to the global one.
     """
 
     summary: str
-    phases: tuple[Phase, ...] = (Phase(),)
+    stages: tuple[TrainingStage, ...] = (TrainingStage(),)
     changes: Mapping[str, Scalar] = field(default_factory=dict)
-    rotation_head: bool = False
+    heads: frozenset[str] = frozenset()
 
     def settings(self, settings: Settings) -> Settings:
         """Return the run's settings with what this training changes."""
         changes = dict(self.changes)
-        if self.rotation_head:
+        if "rotation_head" in self.heads:
             changes["model_options"] = ";".join(filter(None, (settings.model_options, "rotation_head=true")))
         return settings.replace(**changes)
 
     def rounds(self, settings: Settings) -> int:
-        """Return how many training rounds all phases have."""
-        return sum(getattr(settings, phase.rounds) for phase in self.phases)
+        """Return how many training rounds all stages have."""
+        return sum(getattr(settings, stage.rounds) for stage in self.stages)
 
     @property
-    def makes_personal_head(self) -> bool:
-        """Tell whether clients train a personal head on the final encoder."""
-        return self.phases[-1].makes_personal_head
+    def partial(self) -> bool:
+        """Whether any array stays on the clients in any stage."""
+        return any(stage.partial for stage in self.stages)
 
-    def joined_names(self, names: Sequence[str]) -> list[str]:
-        """Return the names of a network's arrays that any phase joins; a client keeps its own values of the others."""
-        found = {name for phase in self.phases for name in shared_names(names, phase.shared, phase.kept)}
+    @property
+    def plain(self) -> bool:
+        """Whether it is FedAvg without any change."""
+        return self.stages == (TrainingStage(),) and not self.changes and not self.heads
+
+    @property
+    def personal_head(self) -> bool:
+        """Whether clients train a personal head on the final encoder."""
+        return self.stages[-1].personal_head
+
+    def aggregated_names(self, names: Sequence[str]) -> list[str]:
+        """Return which of a network's arrays any stage aggregates; of the others a client keeps values of its own."""
+        found = {name for stage in self.stages for name in stage.aggregated_names(names)}
         return [name for name in names if name in found]
 
 
-def _contrastive(rule: str) -> tuple[Phase, ...]:
-    """Return FedICON's phases: encoder rounds, then classifier rounds on the frozen encoder."""
+def _personal(algorithm: str, objective: str = "cross_entropy", local: tuple[str, ...] = ()) -> TrainingStage:
+    """Return a stage of a personalized algorithm, which trains no personal head beside its own arrays."""
+    return TrainingStage(algorithm, objective, local=local, personal_head=False)
+
+
+def _fedicon(
+    algorithm: str, encoder: tuple[str, ...] = ENCODER, head: tuple[str, ...] = HEAD
+) -> tuple[TrainingStage, ...]:
+    """Return FedICON's stages: encoder rounds, then classifier rounds on the frozen encoder."""
     return (
-        Phase(rule, shared=ENCODER),
-        Phase("classifier", shared=HEAD, rounds="classifier_rounds"),
+        TrainingStage(algorithm, aggregated=encoder, personal_head=False),
+        TrainingStage("classifier", aggregated=head, rounds="classifier_rounds", personal_head=False),
     )
 
 
-TRAININGS: dict[str, Recipe] = {
-    "cross_entropy": Recipe("FedAvg (McMahan et al., AISTATS 2017)"),
-    "balanced_softmax": Recipe(
-        "FedAvg with balanced softmax (FedTHE, ICLR 2023, section 4.2)", (Phase(objective="balanced_softmax"),)
+TRAININGS: dict[str, TrainingRecipe] = {
+    "cross_entropy": TrainingRecipe("FedAvg (McMahan et al., AISTATS 2017)"),
+    "balanced_softmax": TrainingRecipe(
+        "FedAvg with balanced softmax (FedTHE, ICLR 2023, section 4.2)", (TrainingStage(objective="balanced_softmax"),)
     ),
-    "balanced_heads": Recipe(
+    "balanced_heads": TrainingRecipe(
         "balanced softmax for both heads (FedTHE, Table 13, row 16)",
-        (Phase(objective="balanced_softmax"),),
+        (TrainingStage(objective="balanced_softmax"),),
         {"personal_objective": "balanced_softmax"},
     ),
-    "fedprox": Recipe("FedProx (Li et al., MLSys 2020)", changes={"aggregation": "fedprox"}),
-    "fedavgm": Recipe("FedAvgM (Hsu et al., 2019)", changes={"aggregation": "fedavgm"}),
-    "qffl": Recipe("q-FFL (Li et al., ICLR 2020)", changes={"aggregation": "qffl"}),
-    "gma": Recipe("gradient masked averaging (Tenison et al., 2022)", changes={"aggregation": "gma"}),
-    "local": Recipe("every client for itself", (Phase("own", shared=()),)),
-    "fedper": Recipe("FedPer (Arivazhagan et al., 2019)", (Phase("own", kept=HEAD),)),
-    "fedrep": Recipe("FedRep (Collins et al., ICML 2021)", (Phase("fedrep", kept=HEAD),)),
-    "fedbn": Recipe("FedBN (Li et al., ICLR 2021)", (Phase("own", kept=BATCHNORM),)),
-    "fedrod": Recipe("FedRoD (Chen & Chao, ICLR 2022)", (Phase("fedrod", "balanced_softmax"),)),
-    "ditto": Recipe("Ditto (Li et al., ICML 2021)", (Phase("ditto"),)),
-    "apfl": Recipe("APFL (Deng et al., 2020)", (Phase("apfl"),)),
-    "rotation": Recipe(
-        "FedAvg with rotations to tell apart (TTT: Sun et al., ICML 2020)", (Phase("rotation"),), rotation_head=True
+    "fedprox": TrainingRecipe("FedProx (Li et al., MLSys 2020)", changes={"aggregation": "fedprox"}),
+    "fedavgm": TrainingRecipe("FedAvgM (Hsu et al., 2019)", changes={"aggregation": "fedavgm"}),
+    "qffl": TrainingRecipe("q-FFL (Li et al., ICLR 2020)", changes={"aggregation": "qffl"}),
+    "gma": TrainingRecipe("gradient masked averaging (Tenison et al., 2022)", changes={"aggregation": "gma"}),
+    "local": TrainingRecipe("local training without a federation", (TrainingStage("personalized", aggregated=()),)),
+    "fedper": TrainingRecipe("FedPer (Arivazhagan et al., 2019)", (TrainingStage("personalized", local=HEAD),)),
+    "fedrep": TrainingRecipe("FedRep (Collins et al., ICML 2021)", (_personal("fedrep", local=HEAD),)),
+    "fedbn": TrainingRecipe("FedBN (Li et al., ICLR 2021)", (TrainingStage("personalized", local=BATCHNORM),)),
+    "fedrod": TrainingRecipe(
+        "FedRoD (Chen & Chao, ICLR 2022)",
+        (_personal("fedrod", "balanced_softmax"),),
+        heads=frozenset({"residual_head"}),
     ),
-    "fedicon": Recipe("FedICON (2023): contrastive encoder, then classifier", _contrastive("supervised_contrastive")),
-    "fedicon_us": Recipe("FedICON-us: no labels in the encoder phase", _contrastive("self_contrastive")),
-    "fedicon_local": Recipe(
-        "FedICON without sharing: every client for itself (its Table 8)",
-        (Phase("supervised_contrastive", shared=()), Phase("classifier", shared=(), rounds="classifier_rounds")),
+    "ditto": TrainingRecipe("Ditto (Li et al., ICML 2021)", (_personal("ditto"),)),
+    "apfl": TrainingRecipe("APFL (Deng et al., 2020)", (_personal("apfl"),)),
+    "rotation": TrainingRecipe(
+        "FedAvg with rotation prediction (TTT: Sun et al., ICML 2020)",
+        (TrainingStage("ttt"),),
+        heads=frozenset({"rotation_head"}),
     ),
-    "fedavg_views": Recipe("FedAvg with FedICON's augmentations", changes={"views": "contrastive"}),
+    "fedicon": TrainingRecipe(
+        "FedICON (2023): contrastive encoder, then classifier", _fedicon("supervised_contrastive")
+    ),
+    "fedicon_us": TrainingRecipe("FedICON-us: no labels in the encoder stage", _fedicon("self_contrastive")),
+    "fedicon_local": TrainingRecipe(
+        "FedICON without a federation (its Table 8)", _fedicon("supervised_contrastive", (), ())
+    ),
+    "fedavg_views": TrainingRecipe("FedAvg with FedICON's augmentations", changes={"views": "contrastive"}),
 }

@@ -1,21 +1,38 @@
-"""One validator for every reply of every strategy: nothing that fails here reaches an average."""
+"""Validation of replies: one that fails here is refused by node and reason, and reaches no average.
+
+The types and ranges of single fields are part of the replies (`messages.replies`) and have been checked when a reply
+was read. What remains are the arrays, which fields fit together, and what the run lets a client claim and change. Each
+kind of round has a check; all are applied for every strategy.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import Message
-from numpy.typing import NDArray
 
+from messages.arrays import Arrays
+from messages.replies import (
+    Adapted,
+    Evaluated,
+    EvaluationResult,
+    RefinedRates,
+    Reply,
+    Summarized,
+    Trained,
+    Validated,
+)
 from models.finite import array_finite
-from server.report import WEIGHT_BINS
 
+#: name → (shape, dtype as numpy spells it).
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 #: Inclusive ranges of named arrays, where a range exists.
 RANGES: dict[str, tuple[float, float]] = {
     "dle": (0.0, 1.0),
@@ -29,101 +46,210 @@ RANGES: dict[str, tuple[float, float]] = {
 VARIANCES = ("running_var", "variance")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a run lets clients claim and change.
+class Check(ABC):
+    """What the replies of a round are checked against.
 
-    Parameters
+    Attributes
     ----------
-    norm : float
-        How far (l2 norm over all numbers that are not whole) a reply may be from what was sent; 0: no limit.
-    examples : sequence of int
-        The largest `num-examples` of each reply, in their order; empty: no limit.
+    reply : type of Reply
+        The kind of reply that is expected.
     """
 
-    norm: float = 0.0
-    examples: Sequence[int] = ()
+    reply: ClassVar[type[Reply]]
 
+    def refusals(self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0) -> list[str | None]:
+        """Return for each reply the reason to refuse it, or None.
 
-NO_LIMITS = Limits()
+        Replies are checked on several threads: with large models this is a matter of summation.
 
-
-class Expectation(Protocol):
-    """What replies of a round are checked against."""
-
-    def refusals(self, replies: Sequence[Message], limits: Limits = NO_LIMITS) -> list[str | None]:
-        """Return for each reply the reason to refuse it, or None."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What the array record of a reply must look like.
-
-    Parameters
-    ----------
-    record : str
-        Name of the record; empty when there must be none.
-    shapes : mapping
-        name → (shape, dtype as numpy spells it).
-    numbers : sequence of str
-        Metrics that must be there: numbers, not negative.
-    shares : sequence of (str, str)
-        Pairs of `numbers` of which the first is at most the second, as what is right of a total.
-    start : mapping
-        What was sent; a reply's distance from it is limited. None: there is no such thing.
-    """
-
-    record: str
-    shapes: Mapping[str, tuple[tuple[int, ...], str]]
-    numbers: Sequence[str] = ()
-    shares: Sequence[tuple[str, str]] = ()
-    start: Mapping[str, NDArray[Any]] | None = None
-
-    @classmethod
-    def like(cls, record: str, arrays: Mapping[str, NDArray[Any]], **metrics: Any) -> Expected:
-        """Expect what was sent, `arrays`, with other values, and `numbers` and `shares` as given."""
-        shapes = {name: (value.shape, str(value.dtype)) for name, value in arrays.items()}
-        return cls(record, shapes, start=arrays, **metrics)
-
-    def refusals(self, replies: Sequence[Message], limits: Limits = NO_LIMITS) -> list[str | None]:
-        """Check replies one by one, on several threads: for large ones it is adding up; see `Expectation`."""
-        most: Sequence[int | None] = limits.examples or [None] * len(replies)
-        if len(most) != len(replies):
-            raise ValueError(f"{len(most)} limits of examples for {len(replies)} replies")
-        with ThreadPoolExecutor() as threads:
-            return list(threads.map(self.why_refused, replies, repeat(limits.norm), most))
-
-    def why_refused(self, reply: Message, norm: float = 0.0, examples: int | None = None) -> str | None:
-        """Check a reply and return the reason to refuse it, or None; see `Limits` for the limits.
-
-        A good reply has exactly one array record, with the expected name, names, shapes and dtypes and finite values in
-        their ranges, and exactly one metric record with a positive, bounded `num-examples` and finite values.
+        Parameters
+        ----------
+        examples : sequence of int
+            The largest `num_examples` of each reply.
+        norm : float
+            How far (l2 norm over all float arrays) a reply may be from what was sent; 0: no bound.
         """
-        content = reply.content
-        wanted = [self.record] if self.record else []
-        if list(content.array_records) != wanted:
-            return f"array records {sorted(content.array_records)}, expected {wanted}"
-        if len(content.metric_records) != 1:
-            return f"metric records {sorted(content.metric_records)}, expected one"
-        try:
-            arrays = {name: array.numpy() for key in wanted for name, array in content.array_records[key].items()}
-        except (ValueError, TypeError, EOFError, OSError) as error:
-            return f"arrays cannot be read: {error}"
-        metrics: dict[str, Any] = dict(next(iter(content.metric_records.values())))
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(self._why_refused, replies, examples, repeat(norm)))
+
+    def _why_refused(self, reply: Reply, examples: int, norm: float) -> str | None:
+        if type(reply) is not self.reply:
+            return f"a reply of kind {reply.kind!r}, expected {self.reply.kind!r}"
+        if reply.num_examples > examples:
+            return f"num-examples = {reply.num_examples}, allowed is at most {examples}"
+        return self.why_refused(reply, norm)
+
+    @abstractmethod
+    def why_refused(self, reply: Any, norm: float = 0.0) -> str | None:
+        """Return the reason to refuse a reply of the expected kind, or None."""
+
+
+@dataclass(frozen=True)
+class TrainCheck(Check):
+    """Checks a round of local training.
+
+    Parameters
+    ----------
+    sent : dict
+        The arrays that were sent and come back trained.
+    personal_head : bool
+        Whether clients train a personal head, and report how it does.
+    metrics : sequence of str
+        Optional fields of `Trained` that the aggregation needs.
+    """
+
+    reply = Trained
+
+    sent: Arrays
+    personal_head: bool = False
+    metrics: Sequence[str] = ()
+
+    def why_refused(self, reply: Trained, norm: float = 0.0) -> str | None:
+        """See `Check.why_refused`."""
+        needed = [*self.metrics, *(["personal_validation_correct"] if self.personal_head else [])]
         return (
-            arrays_refused(arrays, self.shapes, ranges=self.record != "rates")
-            or metrics_refused(metrics, examples)
-            or _numbers_refused(metrics, self.numbers, self.shares)
-            or distance_refused(arrays, self.start, norm)
+            arrays_refused(reply.arrays, shapes_of(self.sent))
+            or _missing(reply, needed)
+            or _validation_refused(reply)
+            or distance_refused(reply.arrays, self.sent, norm)
         )
 
 
-def arrays_refused(
-    arrays: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[tuple[int, ...], str]], ranges: bool = True
-) -> str | None:
+@dataclass(frozen=True)
+class SummarizeCheck(Check):
+    """Checks the statistics round; `shapes` are those of the statistics that are asked for."""
+
+    reply = Summarized
+
+    shapes: Shapes
+
+    def why_refused(self, reply: Summarized, norm: float = 0.0) -> str | None:
+        """See `Check.why_refused`; statistics have no distance from what was sent."""
+        return arrays_refused(reply.statistics, self.shapes) or _validation_refused(reply)
+
+
+@dataclass(frozen=True)
+class RatesCheck(Check):
+    """Checks a round that refines rates; `sent` are the rates that were sent."""
+
+    reply = RefinedRates
+
+    sent: Arrays
+
+    def why_refused(self, reply: RefinedRates, norm: float = 0.0) -> str | None:
+        """See `Check.why_refused`; a rate may have any sign, also that of a variance."""
+        return (
+            arrays_refused(reply.rates, shapes_of(self.sent), ranges=False)
+            or _share_refused("correct", reply.correct, "num-examples", reply.num_examples)
+            or distance_refused(reply.rates, self.sent, norm)
+        )
+
+
+@dataclass(frozen=True)
+class EvaluateCheck(Check):
+    """Checks an evaluation.
+
+    Parameters
+    ----------
+    cells : sequence of (str, str)
+        Label and test distribution of every result that is asked for.
+    """
+
+    reply = Evaluated
+
+    cells: Sequence[tuple[str, str]]
+
+    def why_refused(self, reply: Evaluated, norm: float = 0.0) -> str | None:
+        """See `Check.why_refused`."""
+        found = Counter((result.label, result.shift) for result in reply.results)
+        if found != Counter(self.cells):
+            missing, unknown = sorted(set(self.cells) - set(found)), sorted(set(found) - set(self.cells))
+            return f"missing results {missing}, unknown results {unknown}" if missing or unknown else "doubled results"
+        reasons = (_result_refused(result) for result in reply.results)
+        return _share_refused("leaked", reply.leaked, "checked", reply.checked) or next(filter(None, reasons), None)
+
+
+@dataclass
+class AdaptCheck(Check):
+    """Checks the test-time rounds of one cell: a method under a collaboration.
+
+    The server does not know what an adapter shares. The majority of a cell's first replies decides names, shapes and
+    dtypes (the first of a tie); a reply that differs is refused, then and later.
+
+    Parameters
+    ----------
+    classes, corruptions : int
+        How many there are.
+    records : sequence of str
+        Fields of `Adapted` that hold the arrays of the next round's replies; all others must be empty.
+    signature : dict
+        Field → name → (shape, dtype), as agreed so far.
+    """
+
+    reply = Adapted
+
+    classes: int
+    corruptions: int
+    records: Sequence[str] = ("shared",)
+    signature: dict[str, dict[str, tuple[tuple[int, ...], str]]] = field(default_factory=dict)
+
+    def refusals(self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0) -> list[str | None]:
+        """See `Check.refusals`; there is no bound on the norm, since clients adapt to streams of their own."""
+        reasons = super().refusals(replies, examples)
+        self._agree([reply for reply, reason in zip(replies, reasons, strict=True) if reason is None])
+        return [reason or self._odd(reply) for reply, reason in zip(replies, reasons, strict=True)]
+
+    def why_refused(self, reply: Adapted, norm: float = 0.0) -> str | None:
+        """See `Check.why_refused`: what is wrong with this reply alone."""
+        arrays = arrays_of(reply)
+        if set(arrays) != set(self.records):
+            return f"arrays {sorted(arrays)}, expected {sorted(self.records)}"
+        for record, named in arrays.items():
+            if reason := arrays_refused(named, self.signature.get(record, shapes_of(named))):
+                return f"{record}: {reason}"
+        if "start" in arrays and shapes_of(arrays["start"]) != shapes_of(arrays["shared"]):
+            return "start: other names, shapes or dtypes than shared"
+        return self._counts_refused(reply)
+
+    def _agree(self, replies: Sequence[Reply]) -> None:
+        """Decide what is not agreed on yet, by the majority of these replies."""
+        for record in self.records:
+            if record in self.signature or not replies:
+                continue
+            kinds = [shapes_of(arrays_of(reply)[record]) for reply in replies]
+            votes = Counter(map(repr, kinds))
+            self.signature[record] = kinds[list(map(repr, kinds)).index(votes.most_common(1)[0][0])]
+
+    def _odd(self, reply: Reply) -> str | None:
+        odd = [name for name, arrays in arrays_of(reply).items() if shapes_of(arrays) != self.signature[name]]
+        return f"{', '.join(odd)}: other names, shapes or dtypes than most clients sent" if odd else None
+
+    def _counts_refused(self, reply: Adapted) -> str | None:
+        if reply.corruption >= self.corruptions:
+            return f"corruption = {reply.corruption}, there are {self.corruptions}"
+        for name, counts in (("correct", reply.correct), ("total", reply.total)):
+            if len(counts) != self.classes:
+                return f"{name}: expected {self.classes} counts"
+        pairs = zip(reply.correct, reply.total, strict=True)
+        if any(correct > total for correct, total in pairs) or sum(reply.total) != reply.num_examples:
+            return "correct, total and num-examples do not fit each other"
+        return None
+
+
+def arrays_of(reply: Reply) -> dict[str, Arrays]:
+    """Return all arrays of a reply by field, without fields that are empty."""
+    return reply.to_record().arrays
+
+
+def shapes_of(arrays: Arrays) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return names, shapes and dtypes of arrays, in name order."""
+    return {name: (arrays[name].shape, str(arrays[name].dtype)) for name in sorted(arrays)}
+
+
+def arrays_refused(arrays: Arrays, shapes: Shapes, ranges: bool = True) -> str | None:
     """Check names, shapes, dtypes and values of arrays; return what is wrong, or None.
 
-    Without `ranges` any finite number will do, as for rates, which have the names of what they move.
+    Without `ranges` any finite number is allowed, as for rates, which are named like the modules they belong to.
     """
     missing, unknown = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
     if missing or unknown:
@@ -134,59 +260,45 @@ def arrays_refused(
             return f"{name}: {value.dtype}{list(value.shape)}, expected {dtype}{list(shape)}"
         if not array_finite(value):
             return f"{name}: values that are not finite"
-        low, high = RANGES.get(name, (-math.inf, math.inf))
-        if name.endswith(VARIANCES):
-            low = 0.0
+        low, high = RANGES.get(name, (0.0 if name.endswith(VARIANCES) else -math.inf, math.inf))
         bounded = (low, high) != (-math.inf, math.inf)
         if ranges and bounded and value.size and (value.min() < low or value.max() > high):
             return f"{name}: values from {value.min()} to {value.max()}, allowed are {low} to {high}"
     return None
 
 
-def distance_refused(
-    arrays: Mapping[str, NDArray[Any]], start: Mapping[str, NDArray[Any]] | None, bound: float
-) -> str | None:
-    """Check ‖arrays - start‖₂ over all float arrays against a bound (0: none); return what is wrong, or None."""
-    if not bound or start is None:
+def distance_refused(arrays: Arrays, sent: Arrays, bound: float) -> str | None:
+    """Check ‖arrays - sent‖₂ over all float arrays against a bound (0: none); return what is wrong, or None."""
+    if not bound:
         return None
-    floats = [name for name, value in start.items() if value.dtype.kind == "f"]
-    differences = (arrays[name].astype(np.float64) - start[name] for name in floats)
+    floats = [name for name, value in sent.items() if value.dtype.kind == "f"]
+    differences = (arrays[name].astype(np.float64) - sent[name] for name in floats)
     with np.errstate(over="ignore"):  # an infinite norm is beyond any bound
         norm = math.sqrt(sum(float(np.vdot(one, one)) for one in differences))
     return f"{norm:.6g} from what was sent (l2 norm), allowed is at most {bound:g}" if norm > bound else None
 
 
-def metrics_refused(metrics: Mapping[str, object], most: int | None = None) -> str | None:
-    """Check that metrics are finite and `num-examples` positive and at most `most`; return what is wrong, or None."""
-    examples = metrics.get("num-examples")
-    if isinstance(examples, bool) or not isinstance(examples, int | float):
-        return f"num-examples = {examples!r}, expected a number"
-    highest = math.inf if most is None else most
-    if not (0 < examples <= highest and math.isfinite(examples)):
-        return f"num-examples = {examples}, allowed is a finite number, more than 0, at most {highest}"
-    for name, value in metrics.items():
-        values = value if isinstance(value, list) else [value]
-        if not all(isinstance(v, int | float) and math.isfinite(v) for v in values):
-            return f"metric {name} is not finite"
-    return None
+def _missing(reply: Reply, needed: Iterable[str]) -> str | None:
+    absent = [name.replace("_", "-") for name in needed if getattr(reply, name) is None]
+    return f"{', '.join(absent)} is missing" if absent else None
 
 
-def _numbers_refused(
-    metrics: Mapping[str, Any], numbers: Sequence[str], shares: Sequence[tuple[str, str]]
-) -> str | None:
-    """Check the metrics that the server counts with; a missing or an impossible one must not end the run."""
-    for name in numbers:
-        value = metrics.get(name)
-        if isinstance(value, list) or value is None or value < 0:
-            return f"metric {name} = {value!r}, expected a number, 0 or more"
-    for part, whole in shares:
-        if metrics[part] > metrics[whole]:
-            return f"metric {part} = {metrics[part]}, more than {whole} = {metrics[whole]}"
-    for name, value in metrics.items():
-        if name.endswith("weight_mean") and (isinstance(value, list) or not 0 <= value <= 1):
-            return f"metric {name} = {value!r}, expected a number from 0 to 1"
-        if name.endswith("weight_histogram") and not (
-            isinstance(value, list) and len(value) == WEIGHT_BINS and all(type(n) is int and n >= 0 for n in value)
-        ):
-            return f"metric {name}: expected {WEIGHT_BINS} counts"
-    return None
+def _share_refused(part: str, count: int | None, whole: str, total: int) -> str | None:
+    return f"{part} = {count}, more than {whole} = {total}" if count is not None and count > total else None
+
+
+def _validation_refused(reply: Validated) -> str | None:
+    """Check how many validation samples are classified correctly, by either head."""
+    total = ("validation-total", reply.validation_total)
+    return _share_refused("validation-correct", reply.validation_correct, *total) or _share_refused(
+        "personal-validation-correct", reply.personal_validation_correct, *total
+    )
+
+
+def _result_refused(result: EvaluationResult) -> str | None:
+    """Check the counts of one result."""
+    weighted = sum(result.weight_histogram or ())
+    reason = _share_refused("correct", result.correct, "total", result.total) or _share_refused(
+        "weights in the histogram", weighted, "total", result.total
+    )
+    return f"{result.label}, {result.shift}: {reason}" if reason else None

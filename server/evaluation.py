@@ -1,0 +1,170 @@
+"""After training: the statistics round over all clients that train, and the evaluation over all that test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from messages.arrays import Arrays, channels_last
+from messages.flower import read_arrays, strategy_reply
+from messages.replies import EvaluationResult
+from messages.requests import Evaluate, Summarize, TrainingTask, Variant
+from models import ROTATION_PREFIX, TwoHead
+from models.blocks import by_block
+from server.aggregation import joining_rule
+from server.events import Leak, RunError
+from server.methods import Training
+from server.rates import Rates, rate_arrays
+from server.rounds import Federation, Outcome, Round
+from server.validation import EvaluateCheck, Shapes, SummarizeCheck
+from strategies import StatisticsFedAvg
+from tta.registry import POOLED
+
+
+def statistics_round(federation: Federation, training: Training, arrays: Arrays, model: TwoHead) -> Arrays:
+    """Let every client personalize the final model, and return the means of the clients' statistics under it.
+
+    All clients that train take part, whatever the sampled fraction, so that all are evaluated on the same encoder.
+
+    Parameters
+    ----------
+    model : TwoHead
+        Decides the shapes of the statistics.
+
+    Raises
+    ------
+    NoReplies, QuorumMissed
+        As `Round.ask`.
+    """
+    name, round = training.name, training.recipe.rounds(federation.settings) + 1
+    weighting: Any = federation.settings.statistics_weighting
+    averaging = StatisticsFedAvg(weighting=weighting, rule=joining_rule(federation.settings))
+    shapes = statistics_shapes(training, model)
+    request = Summarize(
+        **federation.common(name),
+        round=round,
+        task=_final_task(training),
+        arrays=_aggregated(training, arrays),
+        wanted=[need for need in POOLED if need in shapes],
+    )
+    asking = Round(federation, SummarizeCheck(shapes), name, round, f"statistics {name}")
+    outcome = asking.ask(lambda: federation.addressed(federation.sources, request))
+    means = averaging.aggregate_statistics(
+        round,
+        [
+            strategy_reply(one.node, {"statistics": one.reply.statistics}, {"num-examples": one.reply.num_examples})
+            for one in outcome.replies
+        ],
+    )
+    if means is None:
+        raise RunError(f"statistics {name}: no means")
+    _note_missing(federation, name, "statistics", outcome)
+    federation.events(
+        "statistics",
+        training=name,
+        round=round,
+        replied=outcome.replied,
+        seconds=[float(one.reply.seconds) for one in outcome.replies],
+    )
+    return {name: channels_last(value) for name, value in read_arrays(means).items()}
+
+
+def statistics_shapes(training: Training, model: TwoHead) -> Shapes:
+    """Return shape and dtype of the statistics: the four usual ones, and those of labels that rows need."""
+    features, classes = model.feature_dim, model.num_classes
+    blocks = by_block(model, [name for name in model.global_state() if not name.startswith(ROTATION_PREFIX)])
+    always = {"descriptor": (features,), "dle": (features,), "entropy_local": (1,), "entropy_global": (1,)}
+    pooled = {"label_prior": (classes,), "confusion": (classes, classes), "block_scores": (len(blocks),)}
+    wanted = {name: shape for name, shape in pooled.items() if name in training.needs}
+    return {name: (shape, "float64") for name, shape in {**always, **wanted}.items()}
+
+
+def evaluation_round(
+    federation: Federation,
+    training: Training,
+    arrays: Arrays,
+    statistics: Arrays | None,
+    rates: Mapping[Variant, Rates],
+    shifts: Sequence[str],
+) -> None:
+    """Run every adapter of a training on every test distribution at every client; results are events.
+
+    Raises
+    ------
+    Leak
+        A test stream held a sample that had been trained on, although splits are drawn once. Splits that are redrawn in
+        every round leak on purpose: a note tells how much.
+    NoReplies, QuorumMissed
+        As `Round.ask`.
+    """
+    name, round = training.name, training.recipe.rounds(federation.settings) + 1
+    request = Evaluate(
+        **federation.common(name),
+        round=round,
+        task=_final_task(training),
+        arrays=_aggregated(training, arrays),
+        rows=[row.as_requested() for row in training.rows],
+        shifts=list(shifts),
+        statistics=statistics,
+        rates={variant: rate_arrays(learned) for variant, learned in rates.items()},
+    )
+    check = EvaluateCheck([(row.label, shift) for row in training.rows for shift in shifts])
+    asking = Round(federation, check, name, round, f"evaluate {name}")
+    outcome = asking.ask(lambda: federation.addressed(federation.testers, request))
+    _note_missing(federation, name, "accuracies", outcome)
+    for one in outcome.replies:
+        for result in one.reply.results:
+            _report(federation, name, one.partition, result)
+    checked = sum(one.reply.checked for one in outcome.replies)
+    leaked = sum(one.reply.leaked for one in outcome.replies)
+    federation.events("leak_check", training=name, checked=checked, leaked=leaked)
+    if leaked and federation.settings.split == "once":
+        raise Leak(f"{leaked} of {checked} test samples had been trained on")
+    if leaked:
+        federation.events("note", text=_leak_note(name, leaked, checked))
+
+
+def _final_task(training: Training) -> TrainingTask:
+    """Return the task of a training's last stage."""
+    stage = training.recipe.stages[-1]
+    return TrainingTask(training.name, stage.algorithm, stage.objective)
+
+
+def _aggregated(training: Training, arrays: Arrays) -> Arrays:
+    """Return the arrays of the final model that any stage aggregated; clients keep their own of the others."""
+    return {name: arrays[name] for name in training.recipe.aggregated_names(list(arrays))}
+
+
+def _leak_note(training: str, leaked: int, checked: int) -> str:
+    """Return what `split = published` did to the accuracies of a training."""
+    return (
+        f"{training}: splits were redrawn in every round, as in the published code of FedTHE and BTFL; {leaked:,} "
+        f"of {checked:,} test samples ({100 * leaked / checked:.1f} %) had been trained on, so accuracies on clients' "
+        "own data are optimistic"
+    )
+
+
+def _note_missing(federation: Federation, training: str, what: str, outcome: Outcome) -> None:
+    """Report the clients that a mean does not include; the reasons are in the events before."""
+    if missing := sorted(set(outcome.asked) - set(outcome.replied)):
+        counts = f"{len(outcome.replied)} of {len(outcome.asked)} clients"
+        federation.events("note", text=f"{training}: {what} of {counts} only; missing: {missing}")
+
+
+def _report(federation: Federation, training: str, partition: int, result: EvaluationResult) -> None:
+    """Send the event of one result."""
+    metrics = {"metrics": result.metrics} if result.metrics else {}
+    federation.events(
+        "evaluation",
+        training=training,
+        method=result.label,
+        shift=result.shift,
+        partition=partition,
+        correct=result.correct,
+        total=result.total,
+        accuracy=result.correct / result.total if result.total else None,
+        weight_histogram=result.weight_histogram,
+        weight_mean=result.weight_mean,
+        seconds=float(result.seconds),
+        **metrics,
+    )

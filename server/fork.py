@@ -1,0 +1,98 @@
+"""Fork a run: a new run folder that continues after the training of another run, with another evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from models import write_atomically
+from server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_files, read_checkpoint, write_checkpoint
+from server.events import Event
+from server.methods import Training, plan
+from server.nodes import FederationInfo
+from server.report import METRICS_FILE
+from server.resume import FREE, earlier_events
+from server.run import count_steps, notes
+from settings import Settings, SettingsError, keys_in, to_toml
+
+#: Settings that have no effect before the last training round is complete.
+LATER = keys_in("evaluation", "rates")
+#: Fields of `FederationInfo` that follow from them.
+LATER_INFO = ("shifts", "note")
+
+
+def fork(source: Path, target: Path, settings: Settings) -> Settings:
+    """Make a run folder that continues after the training of another run, and return the settings that resume it.
+
+    From the statistics round on, the results equal those of a separate run of `settings`. The clients need the private
+    state of `source`: `state-dir` names it, or a copy.
+
+    Parameters
+    ----------
+    source : Path
+        A run whose checkpoint after its last training round is kept; its other trainings, if any, are ignored. It may
+        have more `rounds` than `settings`, if the checkpoint after that many is kept: a shorter training is the
+        beginning of a longer one, if it has a single stage.
+    target : Path
+        The new run folder; an existing one is overwritten.
+    settings : Settings
+        Those of `source`, apart from `LATER` and `resume.FREE`; their methods share one training.
+
+    Raises
+    ------
+    SettingsError
+        Other settings differ, or methods need another training or several trainings.
+    ValueError
+        `source` has no such checkpoint, or it is damaged.
+    """
+    trainings = plan(settings)
+    if len(trainings) != 1 or settings.collaborations:
+        raise SettingsError(f"methods = {settings.methods!r}: allowed are rows of one training, without collaborations")
+    found = _trained(source, trainings[0], settings)
+    _require_same_training(found.settings, settings, trainings[0], source)
+    events = _events(earlier_events(source, found.offset), settings, trainings, FederationInfo(**found.world))
+    content = "".join(json.dumps(event) + "\n" for event in events).encode()
+    write_atomically(target / "settings.toml", to_toml(settings).encode())
+    world = {key: value for key, value in found.world.items() if key not in LATER_INFO}
+    start = dataclasses.replace(found, settings=settings.flat(), world=world, offset=len(content), finished=())
+    write_checkpoint(target / FOLDER / "000001.safetensors", start)
+    write_atomically(target / METRICS_FILE, content)  # last: a folder without it is no run
+    return settings.replace(resume=str(target))
+
+
+def _trained(source: Path, training: Training, settings: Settings) -> Checkpoint:
+    """Return the checkpoint of a run folder after the last round of a training."""
+    last = training.recipe.rounds(settings)
+    for path in checkpoint_files(source).values():
+        found = read_checkpoint(path)
+        if found.position == Position(training.name, "training", round=last):
+            return found
+    raise ValueError(f"{source}: no checkpoint after round {last} of {training.name}")
+
+
+def _require_same_training(before: Mapping[str, Any], settings: Settings, training: Training, source: Path) -> None:
+    now, free = settings.flat(), {*FREE, *LATER}
+    if len(training.recipe.stages) == 1 and settings.rounds <= before["rounds"]:
+        free.add("rounds")
+    other = [key for key in now if key not in free and before.get(key) != now[key]]
+    if other:
+        differences = "; ".join(f"{key} = {now[key]!r}, there it is {before.get(key)!r}" for key in other)
+        raise SettingsError(f"{source} was trained with other settings: {differences}")
+
+
+def _events(earlier: list[Event], settings: Settings, trainings: list[Training], info: FederationInfo) -> list[Event]:
+    """Return the events of a training as a run of `settings` would have written them."""
+    noted = [{"event": "note", "text": text} for text in notes(settings, trainings, [], info, info.roles)]
+    steps = count_steps(settings, trainings, [], info)
+    events: list[Event] = []
+    for event in earlier:
+        if event["event"] == "run":
+            events += [{**event, "settings": settings.flat()}, *noted]
+        elif event["event"] == "plan":
+            events.append({**event, "steps": steps})
+        elif event["event"] != "note":
+            events.append(event)
+    return events
