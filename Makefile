@@ -38,7 +38,7 @@ flower: $(VENV)/ready  ## the same app through Flower's own CLI, on a SuperLink 
 	$(BIN)/python -m simulation.flower_cli $(ARGS)
 
 keys: $(VENV)/ready  ## keys of a deployment in keys/; ARGS="--nodes 3 --host fl.example.org"
-	$(BIN)/python -m simulation.certificates $(ARGS)
+	$(BIN)/python -m simulation.keys $(ARGS)
 
 deploy-local: $(VENV)/ready  ## SuperLink, SuperNodes and agents as processes of this machine; ARGS="--nodes 3 --set rounds=3 ..."
 	$(BIN)/python -m simulation.deploy_local $(ARGS)
@@ -47,7 +47,7 @@ sheet: $(VENV)/ready  ## a picture of every corruption at every severity
 	$(BIN)/python -m data.contact_sheet corruptions.png
 
 # A newer generator needs newer lower bounds in pyproject.toml.
-proto: $(VENV)/ready  ## generate the agent's protocol modules anew
+proto: $(VENV)/ready  ## regenerate the modules of the agent's protocol
 	$(BIN)/uv run --quiet --no-project --isolated --python '>=3.11,<3.13' --with grpcio-tools==1.78.0 \
 	  python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. messages/agent.proto
 

@@ -1,10 +1,10 @@
-"""Server and clients on one machine: one function for every engine, and Flower's own CLI."""
+"""Simulations on one machine, and deployments of SuperLink, SuperNodes and agents as its processes."""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import `simulate`, and with it torch and Ray, when it is asked for: a misspelt setting is refused without."""
+    """Import `simulate` lazily: refusing a misspelt setting needs neither torch nor Flower."""
     if name == "simulate":
         from simulation.engine import simulate
 

@@ -22,7 +22,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    from server.errors import RunError  # and with it torch and Flower: not needed to refuse a setting
+    from server.events import RunError  # imports torch and Flower, which refusing a setting does not need
     from server.report import METRICS_FILE, read_results, render_tables
     from simulation.engine import simulate
 

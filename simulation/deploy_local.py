@@ -1,7 +1,7 @@
-"""`python -m simulation.deploy_local`: SuperLink, SuperNodes and agents as real processes of this machine.
+"""`python -m simulation.deploy_local`: a complete deployment on this machine, one run, and predictions by its agents.
 
-TLS and node authentication as in a real deployment; the data, the model and what is learned are the agents', which
-the SuperNodes reach by a socket. At the end every agent is asked for its status and some predictions.
+TLS and node authentication work as in a real deployment. Data, models and adapters belong to the agents, which the
+SuperNodes reach over sockets. At the end every agent reports its status and some predictions.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from rich.console import Console
 from rich.table import Table
 
 from settings import Settings, SettingsError, from_config
-from simulation.control import PATHS, Scalar, run_config
-from simulation.superlink import FlowerError
+from simulation.superlink import PATHS, FlowerError, Scalar, run_config
 
-DEFAULTS: dict[str, Any] = {"rounds": 3, "local-epochs": 2}  # what differs from a simulation's; --set wins
-SHOWN = 8  # predictions asked of each agent at the end
-OURS = {"clients": "--nodes", "workers": "nothing: every client has a process", "state-dir": "--folder"}
+DEFAULTS: dict[str, Any] = {"rounds": 3, "local-epochs": 2}  # other than a simulation's; --set overrides them
+SHOWN = 8  # predictions of each agent at the end
+OURS = {"clients": "--nodes", "workers": "nothing: every client has its own process", "state-dir": "--folder"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is deployed and run.
+    """A deployment and its run.
 
     Parameters
     ----------
     settings : Settings
-        Of the run.
+        Settings of the run.
     agents : dict
-        Keys of every agent's config besides those that place it.
+        Keys in every agent's config, beside its identity and addresses.
     folder : Path or None
-        Where everything is kept; None: nowhere.
+        Folder for keys, logs and state; None: a temporary one.
     keys : Path or None
         Folder of keys; None: in `folder`.
     insecure : bool
         Neither TLS nor node authentication.
     timeout : float
-        Seconds the run may take.
+        Seconds after which the run is stopped.
     """
 
     settings: Settings
@@ -63,32 +62,34 @@ class Plan:
 
 
 def parse(words: Sequence[str] | None = None) -> Plan:
-    """Parse the command line; everything is checked before anything is started.
+    """Parse and check the command line before anything is started.
 
     Raises
     ------
     SettingsError
-        A setting is unknown, of the wrong type, impossible or given otherwise; an agent's key is impossible.
+        A setting or an agent's key is unknown, has the wrong type or a value that is not allowed.
     """
     parser = argparse.ArgumentParser(prog="python -m simulation.deploy_local", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, default=3, help="SuperNodes, each with an agent (default: 3)")
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of the run"
     )
-    parser.add_argument("--adapter", default="fedthe", help="what agents predict with, e.g. 'btfl' (default: fedthe)")
-    parser.add_argument("--base", default="global", help="network that they predict with: global or personalised")
-    parser.add_argument("--training", default="", help="training that they serve; empty: the first that fits")
-    parser.add_argument("--folder", type=Path, help="keep keys, logs and the agents' state here, and go on from them")
-    parser.add_argument("--keys", type=Path, help="folder of keys (`make keys`); made where missing")
+    parser.add_argument("--adapter", default="fedthe", help="the agents' adapter, e.g. 'btfl' (default: fedthe)")
+    parser.add_argument("--base", default="global", help="the adapter's network: global or personalised")
+    parser.add_argument("--training", default="", help="training whose model is served; empty: the first that fits")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of keys, logs and the agents' state, for reuse"
+    )
+    parser.add_argument("--keys", type=Path, help="folder of keys (`make keys`); made if missing")
     parser.add_argument("--insecure", action="store_true", help="no TLS, no node authentication")
-    parser.add_argument("--timeout", type=float, default=86400.0, help="seconds that the run may take")
+    parser.add_argument("--timeout", type=float, default=86400.0, help="seconds after which the run is stopped")
     arguments = parser.parse_args(words)
     config = run_config(arguments.set, DEFAULTS | {"run-name": time.strftime("deploy-%Y%m%d-%H%M%S")})
     for key, instead in OURS.items():
         if any(word.split("=")[0] == key for word in arguments.set):
             raise SettingsError(f"--set {key}: allowed is {instead}")
     config = Settings().flat() | config | {"clients": arguments.nodes}
-    # the working directory of the apps is Flower's affair
+    # absolute, because Flower chooses the working directory of the apps
     config |= {key: str(Path(config[key]).expanduser().resolve()) for key in PATHS if config[key]}
     settings = from_config(config)
     agents = {"adapter": arguments.adapter, "base": arguments.base, "training": arguments.training}
@@ -100,26 +101,26 @@ def parse(words: Sequence[str] | None = None) -> Plan:
 
 
 def _check_agent(keys: dict[str, Any], nodes: int) -> None:
-    """Refuse what an agent would refuse when it starts."""
+    """Check the agents' keys as an agent does."""
     from client.agent.config import AgentConfig
 
     AgentConfig.from_mapping({"partition-id": 0, "num-partitions": nodes, "state-dir": "/", **keys})
 
 
 def deploy(plan: Plan) -> Table:
-    """Start everything, run the app, ask the agents, and stop what was started, whatever happens.
+    """Start everything, run the app, query the agents, and stop everything.
 
     Returns
     -------
     Table
-        What every agent says of itself and predicts.
+        Status and predictions of every agent.
 
     Raises
     ------
     FlowerError, KeysError
-        Something could not be started or stopped, the run did not complete, or an agent does not answer.
+        A process could not be started or stopped, the run did not complete, or an agent does not answer.
     """
-    from simulation import agents, deployment
+    from simulation import deployment
 
     nodes = range(plan.settings.clients)
     with ExitStack() as stack:
@@ -129,58 +130,60 @@ def deploy(plan: Plan) -> Table:
             folder = Path(stack.enter_context(made)).resolve()
         home = folder / "flower"
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sockets = stack.enter_context(agents.sockets_folder())
-        devices = [agents.agent_config(folder, sockets, i, len(nodes), plan.agents) for i in nodes]
+        sockets = stack.enter_context(deployment.sockets_folder())
+        devices = [deployment.agent_config(folder, sockets, i, len(nodes), plan.agents) for i in nodes]
         config: list[dict[str, Scalar]] = [
             {"partition-id": i, "num-partitions": len(nodes), "agent": f"unix:{sockets}/r{i}"} for i in nodes
         ]
         say(f"starting a SuperLink in {folder}{', without TLS' if plan.insecure else ''}")
         try:
             with deployment.deployment(home, config, plan.insecure, plan.keys):
-                started = {f"unix:{sockets}/a{i}": agents.start_agent(home / f"agent-{i}", devices[i]) for i in nodes}
-                agents.wait_for(started)
+                started = {
+                    f"unix:{sockets}/a{i}": deployment.start_agent(home / f"agent-{i}", devices[i]) for i in nodes
+                }
+                deployment.wait_for_agents(started)
                 say(f"{len(nodes)} SuperNodes and agents are up; the run starts")
                 deployment.run(home, plan.settings.flat(), plan.timeout, show=True)
                 return _ask_all(plan, sockets)
         except FlowerError as error:
-            raise FlowerError(f"{error}\n{deployment.logs(home, f'*/{agents.LOG}')}".rstrip()) from error
+            raise FlowerError(f"{error}\n{deployment.logs(home, f'*/{deployment.AGENT_LOG}')}".rstrip()) from error
 
 
 def say(text: str) -> None:
-    """Tell what is under way."""
+    """Print a line of progress."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _ask_all(plan: Plan, sockets: Path) -> Table:
-    """Ask every agent for predictions of some of its test pictures, and for its status."""
-    from client.runtime import federation_of
-    from simulation.agents import ask, predicted
+    """Query every agent for predictions of some of its test images, and for its status."""
+    from client.resources import federation_of
+    from simulation.deployment import ask, predicted
 
     federation = federation_of(plan.settings)
-    rows = Table("agent", "model", "adapter", "samples", "guard", f"first {SHOWN} test pictures", title="Agents")
+    rows = Table("agent", "model", "adapter", "samples", "guard", f"first {SHOWN} test images", title="Agents")
     for i, split in enumerate(federation.splits):
         chosen = split.test[:SHOWN]
         status, reply = ask(f"unix:{sockets}/a{i}", federation.images.pixels[chosen])
-        told = "no test pictures"
+        result = "no test images"
         if reply is not None:
             right = int((predicted(reply) == federation.images.labels[chosen]).sum())
-            told = f"{right} of {len(chosen)} right"
+            result = f"{right} of {len(chosen)} right"
         guard = ", ".join(f"{name} {count}" for name, count in sorted(status.guard_events.items()) if count) or "quiet"
-        rows.add_row(str(i), status.model_version, status.adapter, str(status.samples), guard, told)
+        rows.add_row(str(i), status.model_version, status.adapter, str(status.samples), guard, result)
     return rows
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Deploy, run, print the tables; exit status 0 when all went well, 1 when not, 2 for bad arguments."""
+    """Deploy, run, print the tables; return exit status 0 on success, 1 on failure, 2 for bad arguments."""
     try:
         plan = parse(words)
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # and with it torch and Flower: not needed to refuse a setting
+    # imports torch and Flower, which refusing a setting does not need
     from server.report import METRICS_FILE, read_results, render_tables
-    from simulation.certificates import KeysError
     from simulation.flower_cli import unwind
+    from simulation.keys import KeysError
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, unwind)

@@ -1,7 +1,7 @@
-"""The app on real nodes of this machine: a SuperLink, SuperNodes that reach it over gRPC, and runs one after another.
+"""Deployments on this machine: a SuperLink, SuperNodes that reach it over gRPC, and resident agents, as processes.
 
-Each SuperNode has a Flower home and a working directory of its own, as if it were on another machine. Connections are
-encrypted, the SuperLink has a certificate and every node a registered key, unless told otherwise (`insecure`).
+Each SuperNode has its own Flower home and working directory, as on a separate machine. By default connections are
+encrypted, the SuperLink has a certificate and every node a registered key.
 """
 
 from __future__ import annotations
@@ -9,29 +9,41 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from simulation import control
-from simulation.certificates import Keys, make_keys
-from simulation.control import Scalar
-from simulation.superlink import PROJECT, FlowerError, environment, free_ports, program, superlink
+import grpc
+import numpy as np
+import tomli_w
+from numpy.typing import NDArray
 
-LOG = "supernode.log"
-TAIL = 30  # lines of each node's log that a failure shows
-#: A SuperNode looks for work this often (seconds); Flower's default of 1 s is a good part of a short round.
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc, protobuf
+from simulation import superlink
+from simulation.keys import Keys, make_keys
+from simulation.superlink import POLL, PROJECT, FlowerError, Scalar, environment, free_ports, program
+
+NODE_LOG = "supernode.log"
+TAIL = 30  # last lines of each log that an error shows
+#: Seconds between a SuperNode's polls; Flower's default of 1 s is a large part of a short round.
 WORK_POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
+AGENT_LOG = "agent.log"
+PATIENCE = 120.0  # seconds for an agent to start, and to answer
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """What runs.
+    """A running deployment.
 
     Parameters
     ----------
     fleet : str
-        Where nodes reach the SuperLink.
+        Address of the SuperLink for nodes.
     keys : Keys or None
         None: insecure.
     nodes : list
@@ -47,33 +59,33 @@ class Deployed:
 def deployment(
     home: Path, nodes: Sequence[Mapping[str, Scalar]], insecure: bool = False, keys: Path | None = None
 ) -> Iterator[Deployed]:
-    """Run a SuperLink and one SuperNode for each node config; stop all that was started at the end, whatever happens.
+    """Run a SuperLink and one SuperNode for each node config, and stop all of their processes at the end.
 
-    The server waits for its nodes, so this does not: a node that cannot start fails the first run.
+    This does not wait for the nodes, because the server does: a node that cannot start fails the first run.
 
     Parameters
     ----------
     home : Path
-        Absolute; node i lives in `node-<i>`. Keys that an earlier deployment left there are used.
+        Absolute; node i has the home `node-<i>`. Keys of an earlier deployment in this home are used.
     nodes : sequence of mapping
         Node configs, such as {"partition-id": 0, "num-partitions": 2, "state-dir": "/var/lib/fedtta"}.
     insecure : bool
-        Neither encrypt connections nor ask nodes for a key.
+        Neither encrypt connections nor authenticate nodes.
     keys : Path, optional
-        Folder of keys, made where missing; by default `keys` in `home`.
+        Folder of keys, made if missing; by default `keys` in `home`.
 
     Raises
     ------
     KeysError
-        Keys that are there cannot be used.
+        Existing keys cannot be used.
     FlowerError
-        The SuperLink does not answer in time, or something could not be stopped.
+        The SuperLink does not answer in time, or a process could not be stopped.
     """
     made = None if insecure else make_keys(keys or home / "keys", len(nodes))[0]
-    # the SuperLink is left first, which stops all processes of its home; then those of the stack have ended
-    with contextlib.ExitStack() as started, superlink(home, simulation=False, keys=made) as fleet:
-        if made:  # a node whose key is not registered is refused and ends
-            control.register(home, [made.node(number)[1] for number in range(len(nodes))])
+    # leaving the SuperLink stops all processes of its home, before the stack waits for them
+    with contextlib.ExitStack() as started, superlink.superlink(home, simulation=False, keys=made) as fleet:
+        if made:  # a node with an unregistered key is refused and ends
+            superlink.register(home, [made.node(number)[1] for number in range(len(nodes))])
         running = []
         for number, config in enumerate(nodes):
             own = (made.ca, made.node(number)[0]) if made else None
@@ -84,13 +96,13 @@ def deployment(
 def supernode(
     home: Path, fleet: str, config: Mapping[str, Scalar], keys: tuple[Path, Path] | None
 ) -> subprocess.Popen[bytes]:
-    """Start a SuperNode in a Flower home of its own and return its process; the caller stops it.
+    """Start a SuperNode in its own Flower home and return its process, which the caller stops.
 
     `keys` are the authority's certificate and the node's private key; None: insecure.
     """
     home.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
-    with (home / LOG).open("ab") as log:
+    with (home / NODE_LOG).open("ab") as log:
         return subprocess.Popen(
             supernode_command(fleet, port, config, keys),
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -99,7 +111,7 @@ def supernode(
 
 
 def supernode_command(fleet: str, port: int, config: Mapping[str, Scalar], keys: tuple[Path, Path] | None) -> list[str]:
-    """Return how a SuperNode is started; its own processes reach it at `port` of this machine."""
+    """Return the command of a SuperNode, which its own processes reach at `port` of this machine."""
     if keys:
         secure = ["--root-certificates", str(keys[0]), "--auth-supernode-private-key", str(keys[1])]
     else:
@@ -116,7 +128,7 @@ def node_config(config: Mapping[str, Scalar]) -> str:
     Raises
     ------
     ValueError
-        A string has a quote in it, which Flower cannot read.
+        A string contains a quote, which Flower cannot read.
     """
     for key, value in config.items():
         if isinstance(value, str) and ('"' in value or "'" in value):
@@ -125,20 +137,115 @@ def node_config(config: Mapping[str, Scalar]) -> str:
 
 
 def run(home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False, project: Path = PROJECT) -> None:
-    """Run this app, or another project's, on the nodes of a deployment and wait for its end; see `control.run`.
+    """Run an app on the nodes of a deployment and wait for its end; see `superlink.run`.
 
     Raises
     ------
     FlowerError
-        Flower did not take the run, or it did not complete; the message has Flower's reason and what the nodes logged.
+        Flower refused the run, or it did not complete; the message has Flower's reason and the nodes' logs.
     """
     try:
-        control.run(home, config, timeout, show, project=project)
+        superlink.run(home, config, timeout, show, project=project)
     except FlowerError as error:
-        raise FlowerError(f"{error}\n{logs(home, f'*/{LOG}')}") from error
+        raise FlowerError(f"{error}\n{logs(home, f'*/{NODE_LOG}')}") from error
 
 
 def logs(home: Path, pattern: str) -> str:
-    """Return the ends of the logs in `home` whose paths match."""
+    """Return the last lines of the logs in `home` whose paths match."""
     texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in sorted(home.glob(pattern))}
     return "\n".join(f"{path.parent.name}:\n" + "\n".join(text.splitlines()[-TAIL:]) for path, text in texts.items())
+
+
+def agent_config(folder: Path, sockets: Path, partition: int, partitions: int, chosen: Mapping[str, Any]) -> Path:
+    """Write an agent's `device-<i>.toml` and return its path; the agent's state is in `agent-<i>` beside it.
+
+    Parameters
+    ----------
+    folder : Path
+        Absolute.
+    sockets : Path
+        Folder of the agents' sockets; short, since the path of a socket has at most 107 bytes.
+    chosen : mapping
+        Further keys, such as `adapter`.
+    """
+    content = {
+        "partition-id": partition,
+        "num-partitions": partitions,
+        "state-dir": str(folder / f"agent-{partition}"),
+        "listen": f"unix:{sockets}/a{partition}",
+        "relay": f"unix:{sockets}/r{partition}",
+        **chosen,
+    }
+    path = folder / f"device-{partition}.toml"
+    path.write_text(tomli_w.dumps(content), encoding="utf-8")
+    return path
+
+
+@contextlib.contextmanager
+def sockets_folder() -> Iterator[Path]:
+    """Make a temporary folder with a short path that only its owner can enter."""
+    with tempfile.TemporaryDirectory(prefix="fedtta-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+def agent_command(config: Path) -> list[str]:
+    """Return the command of an agent, for the project's folder."""
+    return [sys.executable, "-m", "client.agent", "--config", str(config)]
+
+
+def start_agent(home: Path, config: Path) -> subprocess.Popen[bytes]:
+    """Start an agent in a home inside that of the deployment, which stops it."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / AGENT_LOG).open("ab") as log:
+        return subprocess.Popen(
+            agent_command(config), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            cwd=PROJECT, env=environment(home), start_new_session=True,
+        )  # fmt: skip
+
+
+def wait_for_agents(agents: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Wait until `docker/health.py` finds all agents (address → process) serving.
+
+    Raises
+    ------
+    FlowerError
+        An agent has ended, or does not serve within `PATIENCE` seconds.
+    """
+    command = [sys.executable, str(PROJECT / "docker" / "health.py"), *agents, "--wait", str(PATIENCE)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as probe:
+        while probe.poll() is None:
+            for address, process in agents.items():
+                if process.poll() is not None:
+                    probe.kill()
+                    raise FlowerError(f"the agent at {address} ended with status {process.returncode}")
+            time.sleep(POLL)
+        assert probe.stdout is not None
+        output = probe.stdout.read()
+    if probe.returncode:
+        raise FlowerError(f"an agent does not serve: {output}")
+
+
+def ask(address: str, images: NDArray[np.uint8]) -> tuple[pb.StatusReply, pb.PredictReply | None]:
+    """Let an agent predict images uint8 [B, C, H, W], B >= 0; return its status and the reply (None for B = 0).
+
+    Raises
+    ------
+    FlowerError
+        The agent does not answer, or refuses; the message has its reason.
+    """
+    with grpc.insecure_channel(address) as channel:
+        stub = agent_pb2_grpc.PredictorStub(channel)
+        try:
+            reply = None
+            if len(images):
+                request = pb.PredictRequest(id="deploy-local", images=protobuf.to_images(images))
+                reply = stub.Predict(request, timeout=PATIENCE, wait_for_ready=True)
+            return stub.Status(pb.StatusRequest(), timeout=PATIENCE, wait_for_ready=True), reply
+        except grpc.RpcError as error:
+            raise FlowerError(f"the agent at {address}: {error.code().name}: {error.details()}") from error
+
+
+def predicted(reply: pb.PredictReply) -> NDArray[np.int64]:
+    """Return the predicted classes [B]."""
+    table = np.frombuffer(reply.probabilities, "<f4").reshape(reply.samples, reply.classes)
+    return table.argmax(1)

@@ -1,4 +1,4 @@
-"""Server and clients on this machine: one function from settings to a run folder, whatever runs the clients."""
+"""Simulations: one function from settings to a run folder, and the choice of the engine that runs the clients."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from pathlib import Path
 from flwr.clientapp import ClientApp
 
 from client.app import app as default_client_app
-from client.compute import resolve_device
-from client.runtime import federation_of
-from client.spec import network_spec
+from client.resources import federation_of, network_spec, resolve_device
 from data import resolve
 from models import build
 from models.stacked import draws
-from server.app import run_folder
+from server.app import run_folder, serve
 from server.collaboration import check_collaborations
 from server.events import Listener
 from server.methods import plan
 from settings import Settings, SettingsError
+from simulation.vectorized import VectorizedTransport
 
-#: Bytes of a network up to which stacking many of them pays on a GPU: one alone leaves most of it idle.
+#: Bytes of a network up to which a GPU trains many at once faster: one alone leaves most of the GPU idle.
 SMALL = 8 * 2**20
 
 
@@ -33,53 +32,53 @@ def simulate(
     listeners: Sequence[Listener] = (),
     client_app: ClientApp = default_client_app,
 ) -> Path:
-    """Run server and clients on this machine and return the run folder.
+    """Run server and clients on this machine; return the run folder.
 
     Parameters
     ----------
     settings : Settings
-        `engine` says what runs the clients. With Ray, ours or Flower's: `workers` of them at the same time, each with
-        one CPU and the share `num-gpus` of a GPU.
+        `engine` selects what runs the clients. With Ray (our own workers, or Flower's simulation), `workers` clients
+        run at the same time, each with one CPU and the share `num-gpus` of a GPU.
     folder : Path, optional
-        Where results go; made from the settings when None.
+        Folder of the results; derived from the settings when None.
     listeners : sequence of callable
         Called with every event, in this process.
     client_app : ClientApp
-        What nodes run; Flower's own simulation (`engine = flower`) runs others than ours.
+        App of the nodes; only Flower's simulation (`engine = flower`) runs apps other than ours.
 
     Raises
     ------
     SettingsError
         Something asked for does not exist or does not fit.
     RunError
-        The run could not go on; the folder holds what there is.
+        The run could not go on; the folder holds the results so far.
     """
     ours = client_app is default_client_app
     class_counts, name = check(settings), engine(settings, ours)
     if name != "flower" and not ours:
-        raise SettingsError(f"engine = {name!r}: runs no other ClientApp than ours; allowed is engine = 'flower'")
+        raise SettingsError(f"engine = {name!r}: runs our own ClientApp only; allowed is engine = 'flower'")
     folder, on_disk = folder or run_folder(settings), bool(settings.state_dir)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with _private_state(settings) as settings:
         if name == "vectorised":
-            from simulation.in_process import run_in_process
-
-            run_in_process(settings, folder, listeners, class_counts, on_disk)
+            transport = VectorizedTransport(settings.clients, settings.stacked_clients, on_disk)
+            serve(transport, settings, folder, listeners, class_counts)
         elif name == "ray":
-            from simulation.workers import run_on_workers  # and with it Ray
+            from simulation.workers import ray_transport  # imports Ray
 
-            run_on_workers(settings, folder, listeners, class_counts)
+            with ray_transport(settings) as (settings, workers):
+                serve(workers, settings, folder, listeners, class_counts)
         else:
-            from simulation.flower_ray import run_on_flower
+            from simulation.flower import run_on_flower
 
             run_on_flower(settings, folder, listeners, class_counts, client_app)
     return folder
 
 
 def engine(settings: Settings, our_app: bool = True) -> str:
-    """Return the engine that a run gets: `auto` is "vectorised" on a GPU for small networks without dropout.
+    """Return the engine of a run; `auto` is "vectorised" on a GPU for small networks without dropout, else "ray".
 
-    Another ClientApp than ours gets Flower's.
+    Apps other than ours run in Flower's simulation.
     """
     if settings.engine != "auto":
         return settings.engine
@@ -88,14 +87,13 @@ def engine(settings: Settings, our_app: bool = True) -> str:
     if resolve_device(settings.device).type == "cpu":
         return "ray"
     images = federation_of(settings).images
-    spec = network_spec(images, settings.model, settings.model_options, settings.dataset, settings.image_size)
-    network = build(seed=0, **spec)
+    network = build(seed=0, **network_spec(images, settings))
     size = sum(value.nbytes for value in network.global_state().values())
     return "vectorised" if size <= SMALL and not draws(network) else "ray"
 
 
 def check(settings: Settings) -> list[list[int]]:
-    """Refuse bad combinations and data that cannot be read before anything starts; return who has what.
+    """Check settings and data before anything starts; return the class counts of each client.
 
     Raises
     ------
@@ -115,7 +113,7 @@ def check(settings: Settings) -> list[list[int]]:
 
 @contextmanager
 def _private_state(settings: Settings) -> Iterator[Settings]:
-    """Give the clients a folder for their private state that lasts as long as the run, unless one is set."""
+    """Set a temporary `state-dir` for the length of the run, unless one is set."""
     if settings.state_dir:
         yield settings
         return

@@ -1,6 +1,6 @@
-"""`python -m simulation.flower_cli`: the app through Flower's own `flwr run`, simulated on a SuperLink of its own.
+"""`python -m simulation.flower_cli`: the app through Flower's own `flwr run`, simulated on a temporary SuperLink.
 
-Flower's CLI exits 0 when a run failed; this script reads the run's status and exits accordingly.
+Flower's CLI exits with 0 even if a run failed; this script exits according to the run's status.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from rich.console import Console
 
 from server.report import METRICS_FILE, read_results, render_tables
 from settings import Settings, SettingsError
-from simulation import control
-from simulation.superlink import FlowerError, superlink
+from simulation.superlink import PATHS, FlowerError, run_config, superlink
+from simulation.superlink import run as run_app
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What is asked of Flower.
+    """A run to submit to Flower.
 
     Parameters
     ----------
     config : dict
-        Run config; what it lacks keeps the default in pyproject.toml.
+        Run config; other keys have the defaults in pyproject.toml.
     clients, cpus : int
-        Simulated nodes, and how many of them work at a time.
+        Simulated nodes, and how many of them run at the same time.
     timeout : float
-        Seconds the run may take.
+        Seconds after which the run is stopped.
     """
 
     config: dict[str, Any]
@@ -48,7 +48,7 @@ class Submission:
         return Path(self.config["results"]) / self.config["run-name"]
 
     def federation(self) -> str:
-        """Return the text for `--federation-config`; Ray's own messages stay in Ray's files."""
+        """Return the text for `--federation-config`; Ray logs to its own files."""
         gpus = self.config.get("num-gpus", 0.0)
         return (
             f"num-supernodes={self.clients} client-resources-num-cpus=1 client-resources-num-gpus={gpus} "
@@ -59,33 +59,33 @@ class Submission:
 def parse(words: Sequence[str] | None = None) -> Submission:
     """Parse the command line.
 
-    Keys and types are checked here, for Flower refuses an unknown key without naming it; values are the app's to check.
+    Keys and types are checked here; the app checks the values.
 
     Raises
     ------
     SettingsError
-        A setting is unknown, of the wrong type or not of the form key=value.
+        A setting is unknown, has the wrong type or is not of the form key=value.
     """
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m simulation.flower_cli", description=__doc__)
     parser.add_argument("--clients", type=int, default=defaults.clients, help="simulated nodes")
-    parser.add_argument("--cpus", type=int, default=defaults.workers, help="nodes that work at the same time")
-    parser.add_argument("--timeout", type=float, default=86400.0, help="seconds that the run may take")
+    parser.add_argument("--cpus", type=int, default=defaults.workers, help="nodes that run at the same time")
+    parser.add_argument("--timeout", type=float, default=86400.0, help="seconds after which the run is stopped")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings")
     arguments = parser.parse_args(words)
     for word in arguments.set:
         if word.partition("=")[0] in ("clients", "workers"):
             raise SettingsError(f"--set {word!r}: clients and workers are given by --clients and --cpus")
     name = time.strftime("flower-%Y%m%d-%H%M%S")
-    config = control.run_config(arguments.set, {"results": defaults.results, "run-name": name})
-    # the working directory of the apps is Flower's affair
-    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in control.PATHS if config.get(key)}
+    config = run_config(arguments.set, {"results": defaults.results, "run-name": name})
+    # absolute, because Flower chooses the working directory of the apps
+    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in PATHS if config.get(key)}
     config |= {"clients": arguments.clients, "workers": arguments.cpus}
     return Submission(config, arguments.clients, arguments.cpus, arguments.timeout)
 
 
 def run(submission: Submission) -> None:
-    """Start a SuperLink, run the app on it, and stop all that was started, whatever happens.
+    """Start a SuperLink, run the app on it, and stop everything.
 
     Raises
     ------
@@ -96,19 +96,19 @@ def run(submission: Submission) -> None:
         home = Path(folder).resolve()
         with superlink(home):
             federation = ("--federation-config", submission.federation())
-            control.run(home, submission.config, submission.timeout, show=True, options=federation)
+            run_app(home, submission.config, submission.timeout, show=True, options=federation)
 
 
 def unwind(number: int, frame: object) -> None:
-    """Leave by an exception, so that all is stopped on the way out; a second Ctrl-C must not cut that short."""
+    """Exit by an exception, so that everything is stopped on the way; ignore further signals meanwhile."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    print("interrupted; stopping what was started", file=sys.stderr)
+    print("interrupted; stopping all processes", file=sys.stderr)
     sys.exit(128 + number)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run and print the table; exit status 0 when the run completed, 1 when not, 2 for bad arguments."""
+    """Run and print the table; return exit status 0 if the run completed, 1 if not, 2 for bad arguments."""
     try:
         submission = parse(words)
     except SettingsError as error:

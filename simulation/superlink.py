@@ -1,67 +1,81 @@
-"""A Flower SuperLink of our own: started on free ports, found by `flwr` in a Flower home of its own, stopped for sure.
+"""Flower's SuperLink: start and stop one on this machine, register nodes with it, run the app on it.
 
-Flower starts simulations, and Ray its workers, in sessions that outlive the SuperLink. What belongs to it is known by
-its environment, which names the Flower home. Environments are read from /proc, so this needs Linux; plain `flwr run`
-does not.
+`python -m simulation.superlink --help` registers nodes and runs the app on a SuperLink that is already running.
+Commands go through Flower's own `flwr`, which finds the SuperLink in a Flower home (`write_connection`).
+
+Flower starts simulations, and Ray its workers, in sessions that outlive the SuperLink. Processes of a SuperLink are
+recognized by their environment, which names its Flower home. Environments are read from /proc, so starting one here
+requires Linux; plain `flwr run` does not.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
+import sys
 import sysconfig
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
-from server.errors import RunError
-from simulation.certificates import Keys
+from server.events import RunError
+from settings import SettingsError
+from settings.parse import convert
+from simulation.keys import Keys
 
 PROJECT = Path(__file__).resolve().parent.parent
 CONNECTION = "own"  # name of the SuperLink in Flower's config: `flwr run . own`
-HEALTHY = 60.0  # seconds within which a SuperLink must answer
-STOPPING = (signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)  # and the seconds that each may take
+HEALTHY = 60.0  # seconds for a SuperLink to start answering
+STOPPING = (signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)  # and the seconds for each
 POLL = 0.2  # seconds
-DATABASE = "superlink.db"  # where nodes and runs are, so that a SuperLink may be killed and started again
+DATABASE = "superlink.db"  # of nodes and runs, so that a SuperLink may be killed and restarted
+Scalar = bool | int | float | str
+PATHS = ("results", "data-dir", "init", "state-dir")  # settings that are paths
+SETTLED = 30.0  # seconds for a run whose log has ended to get its final status
+REGISTERED = "Public key already in use"  # Flower's answer to a known key
 
 
 class FlowerError(RunError):
-    """Flower could not be started or stopped, did not take a run, or the run did not complete."""
+    """Flower could not be started or stopped, refused a run, or the run did not complete."""
 
 
 @contextlib.contextmanager
 def superlink(home: Path, simulation: bool = True, keys: Keys | None = None) -> Iterator[str]:
-    """Run a SuperLink in a Flower home; stop all processes of this home, and of those inside it, at the end.
+    """Run a SuperLink in a Flower home; at the end, stop all processes of this home and of homes inside it.
 
     Parameters
     ----------
     simulation : bool
-        Whether it simulates its nodes; if not, they connect to the address that this yields.
+        Simulate the nodes. Otherwise they connect to the address that this yields.
     keys : Keys, optional
-        With them connections are encrypted and nodes must have a registered key; None: neither, on this machine only.
+        Encrypt connections, and require registered keys of nodes. None: neither, on this machine only.
 
     Raises
     ------
     FlowerError
-        It does not answer in time, or something of it could not be stopped.
+        It does not answer in time, or one of its processes could not be stopped.
     """
     if not Path("/proc/self/environ").exists():
-        raise FlowerError("this system has no /proc, by which processes are found to stop them; use `flwr run`")
+        raise FlowerError("this system has no /proc, which is needed to find and stop processes; use `flwr run`")
     port, fleet_port = free_ports(2)
     address, fleet = f"127.0.0.1:{port}", f"127.0.0.1:{fleet_port}"
     write_connection(home, address, keys.ca if keys else None)
     command = superlink_command("127.0.0.1", port, fleet, keys)
     command += ["--simulation"] if simulation else ["--database", str(home / DATABASE)]
-    for old in home.glob(f"{DATABASE}*"):  # a run that was cut short with an earlier SuperLink would go on
+    for old in home.glob(f"{DATABASE}*"):  # an interrupted run of an earlier SuperLink would go on
         old.unlink()
     log = home / "superlink.log"
     with log.open("wb") as file, subprocess.Popen(
@@ -78,7 +92,7 @@ def superlink(home: Path, simulation: bool = True, keys: Keys | None = None) -> 
 
 
 def superlink_command(host: str, port: int, fleet: str, keys: Keys | None) -> list[str]:
-    """Return how a SuperLink is started; `flwr` reaches it at `host` and `port`, nodes at `fleet`."""
+    """Return the command of a SuperLink that `flwr` reaches at `host` and `port`, and nodes at `fleet`."""
     command = [
         program("flower-superlink"), "--disable-runtime-dependency-installation",
         "--host", host, "--port", str(port), "--fleet-api-address", fleet,
@@ -93,19 +107,19 @@ def superlink_command(host: str, port: int, fleet: str, keys: Keys | None) -> li
 
 
 def write_connection(home: Path, address: str, ca: Path | None) -> None:
-    """Tell `flwr` of this Flower home where the SuperLink is, and whom to trust (None: connect without encryption)."""
+    """Write a Flower home's address of the SuperLink and authority to trust (None: connect without encryption)."""
     how = {"root-certificates": str(ca)} if ca else {"insecure": True}
     content = {"superlink": {CONNECTION: {"address": address, **how}}}
     (home / "config.toml").write_text(tomli_w.dumps(content), encoding="utf-8")
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of what is started: our Flower home, programs beside this Python, data by full path."""
+    """Return the environment of a started process: Flower home, programs beside this Python, absolute data folder."""
     environ = dict(os.environ)
     environ["PATH"] = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
     environ |= {"FLWR_HOME": str(home), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    environ["COLUMNS"] = str(max(120, shutil.get_terminal_size().columns))  # the apps write to a log, not a terminal
-    quiet = "ignore:Tip:FutureWarning"  # Ray's advice on a variable of its own
+    environ["COLUMNS"] = str(max(120, shutil.get_terminal_size().columns))  # apps write to a log, not to a terminal
+    quiet = "ignore:Tip:FutureWarning"  # Ray's advice about its own variable
     environ["PYTHONWARNINGS"] = ",".join(filter(None, (environ.get("PYTHONWARNINGS"), quiet)))
     if environ.get("FEDTTA_DATA"):
         environ["FEDTTA_DATA"] = str(Path(environ["FEDTTA_DATA"]).expanduser().resolve())
@@ -113,12 +127,12 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """Return the path of a program that was installed beside this Python."""
+    """Return the path of a program installed beside this Python."""
     return str(Path(sysconfig.get_path("scripts")) / name)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of 127.0.0.1 that nobody listens on at this moment."""
+    """Return ports of 127.0.0.1 that are free at this moment."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -127,7 +141,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path, keys: Keys | None = None) -> None:
-    """Wait until the SuperLink answers; FlowerError with its log when it ends or stays silent."""
+    """Wait until the SuperLink answers; raise FlowerError with its log if it ends or stays silent."""
     trust = ssl.create_default_context(cafile=keys.ca) if keys else None
     end = time.monotonic() + HEALTHY
     while process.poll() is None and time.monotonic() < end:
@@ -142,11 +156,11 @@ def wait_until_healthy(process: subprocess.Popen[bytes], address: str, log: Path
 
 
 def started(home: Path) -> list[int]:
-    """Return the ids of the living processes whose environment names this Flower home, or one inside it."""
+    """Return the ids of the running processes whose environment names this Flower home, or one inside it."""
     mark, found = f"FLWR_HOME={home}/".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 variables = (entry / "environ").read_bytes().split(b"\0")
                 if any((variable + b"/").startswith(mark) for variable in variables):
                     found.append(int(entry.name))
@@ -154,16 +168,158 @@ def started(home: Path) -> list[int]:
 
 
 def stop(home: Path) -> list[int]:
-    """Ask all processes of this home, and of those inside it, to end, then make them; return those still there."""
+    """Terminate, then kill all processes of this home and of homes inside it; return those that remain."""
     left = started(home)
     for number, patience in STOPPING:
-        told: set[int] = set()
+        signalled: set[int] = set()
         end = time.monotonic() + patience
         while left and time.monotonic() < end:
-            for pid in set(left) - told:
+            for pid in set(left) - signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            told |= set(left)
+            signalled |= set(left)
             time.sleep(POLL)
             left = started(home)
     return left
+
+
+def register(home: Path, public_keys: Sequence[Path]) -> int:
+    """Register nodes by their public keys; return how many are new.
+
+    Raises
+    ------
+    FlowerError
+        A file is not the public key of a node, or the SuperLink does not answer.
+    """
+    new = 0
+    for path in public_keys:
+        if not path.is_file():  # Flower cuts its message to the width of the terminal
+            raise FlowerError(f"{path}: no such file; `make keys` makes keys")
+        try:
+            flwr(home, "supernode", "register", str(path), CONNECTION, "--name", path.stem)
+            new += 1
+        except FlowerError as error:
+            if REGISTERED not in str(error):
+                raise
+    return new
+
+
+def run(
+    home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False, options: Sequence[str] = (),
+    project: Path = PROJECT,
+) -> None:  # fmt: skip
+    """Bundle a project, run it, and wait for its end.
+
+    Parameters
+    ----------
+    home : Path
+        Flower home that names the SuperLink.
+    config : mapping
+        Run config; other keys have the defaults in pyproject.toml. Paths must be absolute, on the SuperLink's
+        machine.
+    timeout : float
+        Seconds after which the run is stopped.
+    show : bool
+        Show the run's log on this terminal.
+    options : sequence of str
+        Further arguments of `flwr run`.
+    project : Path
+        Folder of the app.
+
+    Raises
+    ------
+    FlowerError
+        Flower refused the run, or it did not complete; the message has Flower's reason.
+    """
+    path = home / "run.toml"  # a file: a command line would need quotes twice
+    path.write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
+    number = flwr(home, "run", str(project), CONNECTION, "--run-config", str(path), *options)["run-id"]
+    command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends
+    try:
+        log = subprocess.run(
+            command, env=environment(home), timeout=timeout, capture_output=not show, text=True, check=False
+        ).stdout
+    except subprocess.TimeoutExpired as error:
+        flwr(home, "stop", number, CONNECTION)
+        raise FlowerError(f"not finished after {timeout:g} s, and stopped") from error
+    status, details = _final_status(home, number)
+    if status != "finished:completed":
+        raise FlowerError(f"{status}: {details}\n{log or ''}".rstrip())
+
+
+def flwr(home: Path, *words: str) -> dict[str, Any]:
+    """Run a command of Flower's CLI and return its answer; raise FlowerError if it fails."""
+    command = [program("flwr"), *words, "--format", "json"]
+    done = subprocess.run(command, cwd=PROJECT, env=environment(home), capture_output=True, text=True, check=False)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        answer = {}
+    if done.returncode or not answer.get("success", True) or not answer:
+        raise FlowerError(f"flwr {' '.join(words[:2])}: {done.stdout}{done.stderr}")
+    return answer
+
+
+def run_config(words: Sequence[str], defaults: Mapping[str, Scalar] | None = None) -> dict[str, Any]:
+    """Return the settings in `key=value` words, typed, over defaults.
+
+    Keys and types are checked here because Flower does not name an unknown key; the app checks the values.
+
+    Raises
+    ------
+    SettingsError
+        A word is not of the form key=value, or the setting is unknown or has another type.
+    """
+    config: dict[str, Any] = dict(defaults or {})
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {word!r}: allowed is key=value")
+        config[key] = convert(key, value)
+    return config
+
+
+def _final_status(home: Path, number: str) -> tuple[str, str]:
+    """Return the status of a run, such as 'finished:failed', and its details."""
+    end = time.monotonic() + SETTLED
+    while True:
+        (entry,) = flwr(home, "ls", CONNECTION, "--run-id", number)["runs"]
+        if entry["status"].startswith("finished") or time.monotonic() > end:
+            return entry["status"], entry["status-details"]
+        time.sleep(POLL)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Register nodes or run the app; return exit status 0 on success, 1 on failure, 2 for bad arguments."""
+    parser = argparse.ArgumentParser(prog="python -m simulation.superlink", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--superlink", required=True, metavar="HOST:PORT", help="address of its Runtime HTTP API")
+    parser.add_argument("--root-certificates", required=True, type=Path, metavar="FILE", help="ca.crt of `make keys`")
+    commands = parser.add_subparsers(dest="command", required=True)
+    registers = commands.add_parser("register", help="register nodes; registered ones are no error")
+    registers.add_argument("keys", nargs="+", type=Path, metavar="PUBLIC_KEY", help="node-<i>.pub of `make keys`")
+    runs = commands.add_parser("run", help="run the app and show its log")
+    runs.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings")
+    runs.add_argument("--timeout", type=float, default=86400.0, help="seconds after which the run is stopped")
+    arguments = parser.parse_args(words)
+    try:
+        config = run_config(arguments.set) if arguments.command == "run" else {}
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:
+        home = Path(folder).resolve()
+        write_connection(home, arguments.superlink, arguments.root_certificates.resolve())
+        try:
+            if arguments.command == "run":
+                run(home, config, arguments.timeout, show=True)
+            else:
+                new = register(home, arguments.keys)
+                print(f"registered: {new} new, {len(arguments.keys) - new} already known")
+        except FlowerError as error:
+            print(f"failed: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

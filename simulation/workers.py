@@ -1,7 +1,7 @@
-"""A grid whose clients work in Ray processes; arrays go through memory that all processes of the machine share.
+"""The transport to Ray workers; arrays go through memory that all processes of the machine share.
 
-The model of a round is put there once, however many clients it is for, and read in place; so are the replies. Flower's
-own simulation (`simulation.flower_ray`) copies it there for each message.
+The model of a round is put there once, for however many clients, and read in place; so are the replies. (Flower's own
+simulation copies it there for each message.) Workers do not import Flower.
 """
 
 from __future__ import annotations
@@ -9,116 +9,188 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import ray
-from flwr.app import Message
 
-from client.work import Arrays
-from messages.layout import packed
-from server.app import serve
-from server.events import Listener
+from client.node import Node, perform
+from client.resources import resolve_device
+from client.state import MemoryState
+from messages.arrays import Contiguous, packed, unpacked
+from messages.record import Record
+from messages.requests import REQUESTS
+from messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
 from settings import Settings
-from simulation.blocking import PULL_SECONDS, BlockingGrid, about, allow_messages, phase_of, reply
-from simulation.ray_options import REVIVE, share_gpu
-from simulation.worker import Worker, reason, taken
 
-AHEAD = 2  # messages that a worker has: the one it works on, and the next
+LOG = logging.getLogger(__name__)
+AHEAD = 2  # requests that a worker has: the current one, and the next
+WAIT = 0.5  # seconds for the next reply, at most, so that the deadline is checked
+#: Options of a worker: one that dies is started again and repeats what it was doing, with the same bits.
+REVIVE = {"max_restarts": -1, "max_task_retries": 1}
+#: Kind, values and arrays of a reply, or the reason why there is none.
+Sent = tuple[str, dict[str, Any], dict[str, dict[str, Contiguous]]] | str
 
 
-class WorkersGrid(BlockingGrid):
-    """A grid in front of Ray workers.
+class Worker:
+    """A process that answers requests for simulated clients, one after the other.
+
+    Data and network stay in it from request to request; private state of the clients is on disk.
+
+    Parameters
+    ----------
+    clients : int
+        Clients in the federation.
+    """
+
+    def __init__(self, clients: int) -> None:
+        self.clients = clients
+
+    def perform(
+        self,
+        kind: str,
+        values: Mapping[str, Any],
+        partition: int,
+        names: Sequence[str],
+        *arrays: Mapping[str, Contiguous],
+    ) -> Sent:
+        """Answer a request, given in plain form; its arrays are read-only and shared with other processes."""
+        record = Record(kind, dict(values), {name: unpacked(one) for name, one in zip(names, arrays, strict=True)})
+        try:
+            request = REQUESTS[kind].from_record(record)
+            reply = perform(request, Node(partition, self.clients, MemoryState(), lends=True)).to_record()
+        except Exception as error:
+            LOG.debug("a client failed", exc_info=error)
+            return reason_of(error)
+        return reply.kind, reply.values, {name: packed(one) for name, one in reply.arrays.items()}
+
+
+class RayTransport:
+    """A transport to clients that Ray workers simulate; client i is node i + 1.
 
     Parameters
     ----------
     clients : int
     workers : sequence
-        Handles of `Worker`.
+        Ray's handles of `Worker`.
     """
 
     def __init__(self, clients: int, workers: Sequence[Any]) -> None:
-        super().__init__(clients)
-        self._workers = list(workers)
-        self._busy = [0] * len(workers)  # messages that each has
-        self._begun: dict[Any, tuple[Message, int, int]] = {}  # Ray's reference → message, worker, room it takes there
-        self._suspects: set[str] = set()  # under way when a worker died for good: begun once more, with nothing else
-        self._wanted: set[str] = set()
+        self.clients, self._workers = clients, list(workers)
+        self._busy = [0] * len(workers)  # of the `AHEAD` places of each worker
+        self._begun: dict[Any, tuple[int, int]] = {}  # Ray's reference → worker, places that it takes
 
-    def _open(self) -> bool:
-        return bool(self._waiting) or any(m.metadata.message_id in self._wanted for m, _, _ in self._begun.values())
+    def nodes(self) -> list[int]:
+        """Return all nodes."""
+        return list(range(1, self.clients + 1))
 
-    def _forget_all_but(self, wanted: set[str]) -> None:
-        """Forget the other messages; who works on one goes on, and nobody hears of it."""
-        super()._forget_all_but(wanted)
-        self._wanted = wanted
+    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
+        """See `Transport.exchange`.
 
-    def _advance(self) -> list[Message]:
-        """Keep the workers busy, and wait a little for the first that is done."""
-        self._fill()
-        done, _ = ray.wait(list(self._begun), timeout=PULL_SECONDS)
-        replies = []
-        for reference in done:
-            message, worker, room = self._begun.pop(reference)
-            self._busy[worker] -= room
-            ticket = message.metadata.message_id
-            if ticket not in self._wanted:
-                continue
-            try:
-                answer = taken(ray.get(reference))
-            except ray.exceptions.RayError as error:
-                if ticket not in self._suspects:  # it may have been another one's fault
-                    self._suspects.add(ticket)
-                    self._waiting = {ticket: message, **self._waiting}
+        A worker that dies for good may have been killed by the request before: the requests that it had are repeated
+        once, each alone on a worker.
+        """
+        end = time.monotonic() + timeout
+        nodes = set(self.nodes())
+        known = [one for one in requests if one.node in nodes]
+        yield from (unknown_node(one) for one in requests if one.node not in nodes)
+        queued, waiting = deque(enumerate(known)), dict[Any, tuple[int, Addressed]]()
+        stored: dict[int, Any] = {}  # by the identity of named arrays, which `requests` keeps alive
+        suspects: set[int] = set()
+        while (queued or waiting) and (left := end - time.monotonic()) > 0:
+            self._fill(queued, waiting, suspects, stored)
+            for reference in self._finished(min(WAIT, left)):
+                if reference not in waiting:  # the result of an earlier exchange, which came too late
                     continue
-                answer = reason(error)
-            replies.append(reply(answer, message))
-        return replies
+                number, one = waiting.pop(reference)
+                try:
+                    sent = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    if number not in suspects:
+                        suspects.add(number)
+                        queued.appendleft((number, one))
+                        continue
+                    sent = reason_of(error)
+                yield _answer(one, sent)
+        for _, one in (*waiting.values(), *queued):
+            yield late(one, timeout)
 
-    def _fill(self) -> None:
-        """Hand on messages while a worker has room, to whom has least to do."""
-        while self._waiting and min(self._busy) < AHEAD:
-            worker, ticket = self._busy.index(min(self._busy)), next(iter(self._waiting))
-            room = AHEAD if ticket in self._suspects else 1
-            if self._busy[worker] + room > AHEAD:
+    def _finished(self, timeout: float) -> list[Any]:
+        """Wait for results, and free the places of their workers."""
+        done, _ = ray.wait(list(self._begun), timeout=timeout)
+        for reference in done:
+            worker, places = self._begun.pop(reference)
+            self._busy[worker] -= places
+        return list(done)
+
+    def _fill(
+        self,
+        queued: deque[tuple[int, Addressed]],
+        waiting: dict[Any, tuple[int, Addressed]],
+        suspects: set[int],
+        stored: dict[int, Any],
+    ) -> None:
+        """Hand requests to the least busy workers while they have free places."""
+        while queued and min(self._busy) < AHEAD:
+            worker, (number, one) = self._busy.index(min(self._busy)), queued[0]
+            places = AHEAD if number in suspects else 1
+            if self._busy[worker] + places > AHEAD:
                 break
-            message = self._waiting.pop(ticket)
-            records = message.content.array_records
+            queued.popleft()
+            record = one.request.to_record()
+            for arrays in record.arrays.values():
+                if id(arrays) not in stored:
+                    stored[id(arrays)] = ray.put(packed(arrays))
             reference = self._workers[worker].perform.remote(
-                phase_of(message),
-                about(message),
-                message.metadata.dst_node_id - 1,
-                list(records),
-                *(self._arrays(record) for record in records.values()),
+                record.kind,
+                record.values,
+                one.node - 1,
+                list(record.arrays),
+                *(stored[id(arrays)] for arrays in record.arrays.values()),
             )
-            self._begun[reference] = message, worker, room
-            self._busy[worker] += room
-
-    def _shared(self, arrays: Arrays) -> Any:
-        return ray.put(packed(arrays))
+            self._begun[reference], waiting[reference] = (worker, places), (number, one)
+            self._busy[worker] += places
 
 
-def run_on_workers(
-    settings: Settings, folder: Path, listeners: Sequence[Listener], class_counts: list[list[int]]
-) -> None:
-    """Run the server in this process and the clients on Ray workers; see `simulation.engine.simulate`."""
-    allow_messages()
+def _answer(one: Addressed, sent: Sent) -> Answer:
+    if isinstance(sent, str):
+        return Answer(one.node, None, "failed", sent)
+    kind, values, arrays = sent
+    return answer_of(one, Record(kind, values, {name: unpacked(value) for name, value in arrays.items()}))
+
+
+@contextmanager
+def ray_transport(settings: Settings) -> Iterator[tuple[Settings, RayTransport]]:
+    """Start Ray and its workers for the clients of a run; yield the settings for the clients, and the transport."""
     settings, gpus = share_gpu(settings)
     with _ray(settings.workers):
         kind: Any = ray.remote(Worker)
         options = {"num_cpus": 1, "num_gpus": gpus, **REVIVE}
         workers = [kind.options(**options).remote(settings.clients) for _ in range(settings.workers)]
-        serve(WorkersGrid(settings.clients, workers), settings, folder, listeners, class_counts)
+        yield settings, RayTransport(settings.clients, workers)
+
+
+def share_gpu(settings: Settings) -> tuple[Settings, float]:
+    """Return the settings for the workers, and each worker's share of the GPU (0 on a CPU)."""
+    device = resolve_device(settings.device)
+    if device.type == "cpu":
+        return settings, 0.0
+    if device.index is not None:
+        # Ray shows each worker its GPU as the only one
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(device.index)
+        settings = settings.replace(device="cuda")
+    return settings, settings.num_gpus or 1 / settings.workers
 
 
 @contextmanager
 def _ray(workers: int) -> Iterator[None]:
     """Start Ray on this machine and stop it at the end; its processes find our modules where this one does.
 
-    A Ray that this process has started before is used as it is, and goes on.
+    A Ray that this process has already started is used as it is, and stays.
     """
     if ray.is_initialized():
         yield
@@ -127,7 +199,7 @@ def _ray(workers: int) -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path, before]))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of what later versions of Ray will do
+            warnings.simplefilter("ignore", FutureWarning)  # about defaults of later versions of Ray
             ray.init(
                 address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False,
                 logging_level=logging.ERROR,

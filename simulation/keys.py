@@ -1,15 +1,27 @@
-"""The files of `certificates`: each is looked at first, then kept or made.
+"""Keys and certificates of a deployment: `python -m simulation.keys --folder keys --nodes 3 --host name` (`make keys`).
 
-TLS keys are ECDSA P-256; SuperNode keys ECDSA P-384 in OpenSSH's format, which Flower asks for.
+    ca.crt, ca.key                 authority of the SuperLink; SuperNodes and `flwr` need ca.crt
+    server.crt, server.key         the SuperLink under the given hosts and localhost
+    node-0, node-0.pub, ...        a SuperNode's key, which is its identity (`flwr supernode register node-0.pub`)
+    agents-ca.crt, agents-ca.key   authority of agents that listen on TCP (off by default)
+    agent-<host>.crt, .key         such an agent
+    program.crt, program.key       a program that may talk to such agents
+
+Agents have their own authority, so that none of them can pass for the SuperLink. The owner of `ca.key` can: keep it
+away from the other machines. Existing files are checked and kept, unless `--replace` names them; private files have
+mode 0600. TLS keys are ECDSA P-256; SuperNode keys are ECDSA P-384 in OpenSSH's format, as Flower requires.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import ipaddress
 import os
 import re
 import secrets
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,29 +32,114 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+DAYS = 365  # certificates are valid this long
+AUTHORITY_DAYS = 3650
+LOCAL = ("localhost", "127.0.0.1", "::1")  # names for processes of the same machine
+#: What `--replace` may name. Replacing an authority replaces everything that it has signed.
+KINDS = ("authorities", "server", "agents", "nodes")
 SKEW = datetime.timedelta(minutes=10)  # clocks of devices may be behind by this much
 _PURPOSES = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
-_REPLACE = "move it away, or let it be replaced (--replace {})"
+_REPLACE = "move it away, or replace it (--replace {})"
 
 
 class KeysError(ValueError):
-    """A key or certificate cannot be made as asked, or one that is there cannot be used; the message names it."""
+    """A key or certificate cannot be made, or an existing one cannot be used; the message names it."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Paths of a deployment's keys."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        """Return the certificate that nodes and `flwr` trust."""
+        return self.folder / "ca.crt"
+
+    @property
+    def server(self) -> tuple[Path, Path]:
+        """Return the SuperLink's certificate and private key."""
+        return self.folder / "server.crt", self.folder / "server.key"
+
+    def node(self, number: int) -> tuple[Path, Path]:
+        """Return the private and the public key of a SuperNode."""
+        return self.folder / f"node-{number}", self.folder / f"node-{number}.pub"
+
+
+def make_keys(
+    folder: Path,
+    nodes: int,
+    hosts: Sequence[str] = (),
+    agents: Sequence[str] = (),
+    days: int = DAYS,
+    replace: Sequence[str] = (),
+) -> tuple[Keys, list[str]]:
+    """Make the missing files in `folder`; return their absolute paths, and a line of text on each.
+
+    Parameters
+    ----------
+    nodes : int
+        Number of SuperNodes, 1 or more; keys of further nodes are left alone.
+    hosts : sequence of str
+        Names and addresses by which nodes reach the SuperLink, beside localhost.
+    agents : sequence of str
+        Names or addresses of devices whose agents listen on TCP.
+    days : int
+        Validity of new certificates, 1 to `AUTHORITY_DAYS`; authorities are valid for the latter.
+    replace : sequence of str
+        Members of `KINDS`.
+
+    Raises
+    ------
+    KeysError
+        A number, host or kind is invalid; or an existing file is damaged, has expired, lacks its counterpart or a host,
+        was signed by another authority, or is private and readable by others. Nothing is written then.
+    """
+    unknown = sorted(set(replace) - set(KINDS))
+    if unknown:
+        raise KeysError(f"replace = {unknown[0]!r}: allowed are {', '.join(KINDS)}")
+    for name, value, high in (("nodes", nodes, 100_000), ("days", days, AUTHORITY_DAYS)):
+        if not 1 <= value <= high:
+            raise KeysError(f"{name} = {value}: allowed are 1 to {high}")
+    keys, new = Keys(folder.expanduser().resolve()), set(replace)
+    if "authorities" in new:
+        new |= {"server", "agents"}
+
+    def signed(name: str, hosts: Sequence[str], client: bool, by: Authority, kind: str) -> Leaf:
+        return Leaf(
+            keys.folder / name, tuple(hosts), "client" if client else "server", by, days, kind, kind in new
+        )  # fmt: skip
+
+    main = Authority(keys.folder / "ca", "FedTTA SuperLink authority", AUTHORITY_DAYS, "authorities" in new)
+    files: list[Authority | Leaf | NodeKey] = [main, signed("server", (*LOCAL, *hosts), False, main, "server")]
+    if agents:
+        device = Authority(keys.folder / "agents-ca", "FedTTA agents authority", AUTHORITY_DAYS, "authorities" in new)
+        files.append(device)
+        for host in dict.fromkeys(agents):
+            files.append(signed(f"agent-{host.replace(':', '_')}", (*LOCAL, host), False, device, "agents"))
+        files.append(signed("program", (), True, device, "agents"))
+    files += [NodeKey(keys.node(number)[0], "nodes" in new) for number in range(nodes)]
+    for each in files:  # check all before writing any
+        each.check()
+    keys.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return keys, [each.make() for each in files]
 
 
 @dataclass(frozen=True)
 class Authority:
-    """A certificate that signs others; its private key may be kept elsewhere while nothing is to be signed.
+    """A certificate that signs others; its private key may be stored elsewhere while there is nothing to sign.
 
     Parameters
     ----------
     stem : Path
         The files are `<stem>.crt` and `<stem>.key`.
     name : str
-        Its common name.
+        Common name.
     days : int
-        How long a new one is valid.
+        Validity of a new one.
     replace : bool
-        Make a new one even if there is one.
+        Replace an existing one.
     """
 
     stem: Path
@@ -51,11 +148,11 @@ class Authority:
     replace: bool
 
     def new(self) -> bool:
-        """Return whether `make` would make one."""
+        """Return whether `make` makes a new one."""
         return self.replace or _absent(*files_of(self.stem))
 
     def check(self) -> None:
-        """Raise KeysError if one is there and cannot be used."""
+        """Raise KeysError if an existing one cannot be used."""
         if not self.new():
             certificate, key = files_of(self.stem)
             public = _valid(certificate, "authorities").public_key()
@@ -63,7 +160,7 @@ class Authority:
                 _matching(key, public, "authorities")
 
     def make(self) -> str:
-        """Make or keep it; return a line on it."""
+        """Make or keep it; return a line of text on it."""
         if not self.new():
             return _line(self.stem, "kept")
         key = ec.generate_private_key(ec.SECP256R1())
@@ -83,17 +180,17 @@ class Leaf:
     stem : Path
         The files are `<stem>.crt` and `<stem>.key`.
     hosts : tuple of str
-        Names and addresses that it is valid for.
+        Names and addresses for which it is valid.
     purpose : "server" or "client"
-        What it may be used as.
+        Extended key usage.
     authority : Authority
-        Who signs it; made before this.
+        Signs it; made before it.
     days : int
-        How long a new one is valid.
+        Validity of a new one.
     kind : str
-        What to ask to be replaced, in errors.
+        The member of `KINDS` that errors name.
     replace : bool
-        Make a new one even if there is one.
+        Replace an existing one.
     """
 
     stem: Path
@@ -105,11 +202,11 @@ class Leaf:
     replace: bool
 
     def new(self) -> bool:
-        """Return whether `make` would make one."""
+        """Return whether `make` makes a new one."""
         return self.replace or _absent(*files_of(self.stem))
 
     def check(self) -> None:
-        """Raise KeysError if one is there and cannot be used, or a new one could not be signed."""
+        """Raise KeysError if an existing one cannot be used, or a new one cannot be signed."""
         names = [general_name(host) for host in self.hosts]
         certificate, key = files_of(self.stem)
         if self.new():
@@ -132,7 +229,7 @@ class Leaf:
             )
 
     def make(self) -> str:
-        """Make or keep it; return a line on it."""
+        """Make or keep it; return a line of text on it."""
         if not self.new():
             return _line(self.stem, "kept")
         certificate, signer = (path.read_bytes() for path in files_of(self.authority.stem))
@@ -157,13 +254,13 @@ class Leaf:
 
 @dataclass(frozen=True)
 class NodeKey:
-    """A SuperNode's key pair, `<path>` and `<path>.pub`; it has no end."""
+    """A SuperNode's key pair, `<path>` and `<path>.pub`; it does not expire."""
 
     path: Path
     replace: bool
 
     def new(self) -> bool:
-        """Return whether `make` would make one."""
+        """Return whether `make` makes a new one."""
         return self.replace or _absent(self.path, self._public)
 
     @property
@@ -171,7 +268,7 @@ class NodeKey:
         return self.path.with_name(self.path.name + ".pub")
 
     def check(self) -> None:
-        """Raise KeysError if one is there and cannot be used."""
+        """Raise KeysError if an existing one cannot be used."""
         if self.new():
             return
         _private(self.path, "nodes")
@@ -184,7 +281,7 @@ class NodeKey:
             raise KeysError(f"{self.path} and {self._public} are not one ECDSA pair; {_REPLACE.format('nodes')}")
 
     def make(self) -> str:
-        """Make or keep it; return a line on it."""
+        """Make or keep it; return a line of text on it."""
         new = self.new()
         if new:
             key = ec.generate_private_key(ec.SECP384R1())
@@ -196,12 +293,12 @@ class NodeKey:
 
 
 def files_of(stem: Path) -> tuple[Path, Path]:
-    """Return where certificate and private key of a name are; names may have dots in them."""
+    """Return the paths of certificate and private key; names may contain dots."""
     return stem.with_name(stem.name + ".crt"), stem.with_name(stem.name + ".key")
 
 
 def general_name(host: str) -> x509.GeneralName:
-    """Return a host as certificates spell it; KeysError if it is neither a name nor an address."""
+    """Return a host as certificates spell it; raise KeysError unless it is a name or an address."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -212,7 +309,7 @@ def general_name(host: str) -> x509.GeneralName:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Return a certificate; KeysError names a file that is none."""
+    """Read a certificate; KeysError names an invalid file."""
     try:
         return x509.load_pem_x509_certificate(_read(path))
     except ValueError as error:
@@ -220,12 +317,12 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def hosts_of(certificate: x509.Certificate) -> list[str]:
-    """Return the names and addresses that a certificate is valid for."""
+    """Return the names and addresses for which a certificate is valid."""
     return [str(name.value) for name in _names(certificate)]
 
 
 def write(path: Path, content: bytes, private: bool) -> None:
-    """Put a file in place in one step; a private one is at no moment readable for others."""
+    """Write a file atomically; a private one is never readable by others."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
@@ -271,15 +368,15 @@ def _write_pair(stem: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.C
 
 
 def _valid(path: Path, kind: str) -> x509.Certificate:
-    """Return a certificate that has not run out."""
+    """Read a certificate; raise KeysError if it has expired."""
     certificate = read_certificate(path)
     if certificate.not_valid_after_utc <= _now():
-        raise KeysError(f"{path} has run out on {certificate.not_valid_after_utc:%Y-%m-%d}; {_REPLACE.format(kind)}")
+        raise KeysError(f"{path} has expired on {certificate.not_valid_after_utc:%Y-%m-%d}; {_REPLACE.format(kind)}")
     return certificate
 
 
 def _matching(path: Path, public: object, kind: str) -> None:
-    """Raise KeysError unless `path` is the private key of `public`, readable for nobody else."""
+    """Raise KeysError unless `path` is the private key of `public` and readable by its owner only."""
     content = _read(path)
     _private(path, kind)
     try:
@@ -291,7 +388,7 @@ def _matching(path: Path, public: object, kind: str) -> None:
 
 
 def _private(path: Path, kind: str) -> None:
-    """Raise KeysError if others can read a private file: it may have been taken."""
+    """Raise KeysError if others can read a private file, and may have copied it."""
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     if mode & 0o077:
         raise KeysError(f"{path} has mode {mode:04o}: allowed is 0600; chmod it, or {_REPLACE.format(kind)}")
@@ -320,3 +417,44 @@ def _line(stem: Path, what: str) -> str:
     hosts = hosts_of(certificate)
     end = f"valid until {certificate.not_valid_after_utc:%Y-%m-%d}"
     return f"{what} {stem.name}: {end}{', for ' + ', '.join(hosts) if hosts else ''}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Make keys and list them; return exit status 0, or 2 when something was refused."""
+    parser = argparse.ArgumentParser(
+        prog="python -m simulation.keys", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--folder", type=Path, default=Path("keys"), help="folder of the files (default: keys)")
+    parser.add_argument("--nodes", type=int, default=3, help="number of SuperNodes (default: 3)")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name or address of the SuperLink; may be repeated",
+    )
+    parser.add_argument(
+        "--agent",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="device whose agent listens on TCP; may be repeated",
+    )
+    parser.add_argument("--days", type=int, default=DAYS, help=f"validity of new certificates (default: {DAYS})")
+    parser.add_argument("--replace", nargs="+", choices=KINDS, default=[], help="replace these")
+    arguments = parser.parse_args(words)
+    try:
+        keys, lines = make_keys(
+            arguments.folder, arguments.nodes, arguments.host, arguments.agent, arguments.days, arguments.replace
+        )
+    except (KeysError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    print(f"Keys: {keys.folder}/ (the SuperLink needs ca.crt, server.crt, server.key; a SuperNode ca.crt and its key)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

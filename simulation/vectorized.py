@@ -1,0 +1,111 @@
+"""The transport of one process: clients that train together in one vectorized step (`client.cohort`).
+
+No array is copied, no process is started and nothing is sent: a round takes as long as its computation. Only the local
+training of FedAvg and FedProx is vectorized; other requests are answered one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from client import cohort
+from client.node import Node, make_device, perform
+from client.state import MemoryState
+from messages.arrays import Arrays
+from messages.record import read_only
+from messages.replies import Reply
+from messages.requests import Train
+from messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
+
+LOG = logging.getLogger(__name__)
+
+
+class VectorizedTransport:
+    """A transport to clients of this process; client i is node i + 1.
+
+    Parameters
+    ----------
+    clients : int
+    stacked : int
+        Clients that train at once, at most.
+    on_disk : bool
+        Keep private state in the run's `state-dir` instead of in memory.
+    """
+
+    def __init__(self, clients: int, stacked: int, on_disk: bool = False) -> None:
+        self.stacked = stacked
+        self._nodes = {
+            i + 1: Node(i, clients, MemoryState(), memory=None if on_disk else MemoryState()) for i in range(clients)
+        }
+
+    def nodes(self) -> list[int]:
+        """Return all nodes."""
+        return list(self._nodes)
+
+    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
+        """See `Transport.exchange`; a request that has begun in time is answered."""
+        end, queued = time.monotonic() + timeout, deque(requests)
+        views: dict[int, tuple[Arrays, Arrays]] = {}
+        while queued and time.monotonic() < end:
+            chosen = self._next(queued)
+            if chosen[0].node not in self._nodes:
+                yield unknown_node(chosen[0])
+                continue
+            yield from self._answers([Addressed(one.node, read_only(one.request, views)) for one in chosen])
+        for one in queued:
+            yield late(one, timeout)
+
+    def _next(self, queued: deque[Addressed]) -> list[Addressed]:
+        """Remove and return the first request, and with it training requests that differ from it in arrays only."""
+        first = queued.popleft()
+        chosen, others = [first], deque[Addressed]()
+        if isinstance(first.request, Train) and first.node in self._nodes:
+            while queued and len(chosen) < self.stacked:
+                one = queued.popleft()
+                alike = one.node in self._nodes and _alike(first.request, one.request)
+                (chosen if alike else others).append(one)
+        queued.extendleft(reversed(others))
+        return chosen
+
+    def _answers(self, chosen: Sequence[Addressed]) -> Iterator[Answer]:
+        replies = self._trained_together(chosen) if len(chosen) > 1 else None
+        for i, one in enumerate(chosen):
+            reply = replies[i] if replies else self._performed(one)
+            if isinstance(reply, Exception):
+                yield Answer(one.node, None, "failed", reason_of(reply))
+            else:
+                yield answer_of(one, reply.to_record())
+
+    def _performed(self, one: Addressed) -> Reply | Exception:
+        try:
+            return perform(one.request, self._nodes[one.node])
+        except Exception as error:  # a client that fails must not end the server
+            LOG.debug("a client failed", exc_info=error)
+            return error
+
+    def _trained_together(self, chosen: Sequence[Addressed]) -> Sequence[Reply | Exception] | None:
+        """Return the replies of clients that train at once; None if their training is not vectorized."""
+        requests = [one.request for one in chosen if isinstance(one.request, Train)]
+        try:
+            devices = [make_device(one.request, self._nodes[one.node]) for one in chosen]
+            if not cohort.fits(devices[0], requests[0]):
+                return None
+        except Exception:  # answering one after the other shows which client fails
+            return None
+        try:
+            return cohort.train(devices, requests)
+        except Exception as error:  # such as too little memory
+            text = f"{error} (in one of {len(chosen)} clients that train at once: stacked-clients)"
+            return [RuntimeError(text)] * len(chosen)
+
+
+def _alike(one: object, other: object) -> bool:
+    """Return whether two requests are for the same round of training and differ in arrays only."""
+    if not (isinstance(one, Train) and isinstance(other, Train)):
+        return False
+    names = [field.name for field in dataclasses.fields(Train) if field.name != "arrays"]
+    return all(getattr(one, name) == getattr(other, name) for name in names)
