@@ -28,12 +28,12 @@ from rich.table import Table
 from benchmarks.record import RESULTS, provenance, write_json
 from benchmarks.served import SETTINGS, fabricate, pictures, running
 from benchmarks.streams import Load, batches, many_streams, one_stream, requests, unary
-from client.agent import agent_pb2 as pb
-from client.agent import agent_pb2_grpc
 from client.agent.live import images
-from client.agent.serving import Served
+from client.serving import Served
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc
 from server.errors import RunError
-from simulation.agents import sockets_folder
+from simulation.deployment import sockets_folder
 
 BATCHES = (1, 32)
 STREAMS = 50

@@ -14,10 +14,10 @@ from rich.progress import track
 
 from benchmarks.arrivals import Taken, schedule
 from benchmarks.batch_cost import Cost
-from client.agent.serving import Served
 from client.device import Device
 from client.evaluation import Row
 from client.runtime import make_device
+from client.serving import Served
 from client.state import Arrays, MemoryState
 from client.task import Task
 from data import Federation, Stream, check_no_leak, resolve, stream

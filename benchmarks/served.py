@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.agent.serving import Served, serve, usual
 from client.agent.store import Store
 from client.evaluation import Row
 from client.runtime import federation_of
+from client.serving import Served, serve, usual
 from client.spec import network_spec
 from data import Federation
 from models import TwoHead, build

@@ -10,15 +10,15 @@ import grpc
 import numpy as np
 from PIL import Image
 
-from client.agent import agent_pb2 as pb
-from client.agent import agent_pb2_grpc
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc
 
 
 def requests(folder, channels, height, width):
     """Yield one image a request, files in the order of their names."""
     for path in sorted(path for path in Path(folder).iterdir() if path.suffix in (".png", ".jpg", ".jpeg", ".webp")):
-        picture = Image.open(path).convert("L" if channels == 1 else "RGB").resize((width, height))
-        pixels = np.asarray(picture, np.uint8).reshape(height, width, channels).transpose(2, 0, 1)
+        image = Image.open(path).convert("L" if channels == 1 else "RGB").resize((width, height))
+        pixels = np.asarray(image, np.uint8).reshape(height, width, channels).transpose(2, 0, 1)
         images = pb.Images(kind=pb.Images.UINT8, shape=[1, channels, height, width], values=pixels.tobytes())
         yield pb.PredictRequest(id=path.name, images=images)
 

@@ -14,9 +14,9 @@ from benchmarks.speed.figure import Figure
 from client.app import packed
 from data import CORRUPTIONS, corrupt
 from data.partition import SCHEMES, partition
+from messages.flower import allow_messages
 from messages.held import held_record
 from models import build
-from simulation.in_process import allow_messages
 from strategies import FedAvg
 
 REPLIES = 1000
