@@ -13,10 +13,11 @@ from flwr.clientapp import ClientApp
 from client.app import app as default_client_app
 from client.resources import federation_of, network_spec, resolve_device
 from data import resolve
+from messages.flower import allow_messages
 from models import build
 from models.stacked import draws
+from server.adaptation import check_collaborations
 from server.app import run_folder, serve
-from server.collaboration import check_collaborations
 from server.events import Listener
 from server.methods import plan
 from settings import Settings, SettingsError
@@ -60,6 +61,8 @@ def simulate(
     folder, on_disk = folder or run_folder(settings), bool(settings.state_dir)
     logging.getLogger("flwr").setLevel(logging.ERROR)
     with _private_state(settings) as settings:
+        if name != "flower":
+            allow_messages()  # strategies configure their rounds in Flower's messages
         if name == "vectorised":
             transport = VectorizedTransport(settings.clients, settings.stacked_clients, on_disk)
             serve(transport, settings, folder, listeners, class_counts)
