@@ -30,7 +30,7 @@ from benchmarks import (
     wall_clock,
 )
 from benchmarks.speed import command as speed
-from server.errors import RunError
+from server.events import RunError
 from settings import SettingsError
 
 COMMANDS = {

@@ -32,7 +32,7 @@ from client.agent.live import images
 from client.serving import Served
 from messages import agent_pb2 as pb
 from messages import agent_pb2_grpc
-from server.errors import RunError
+from server.events import RunError
 from simulation.deployment import sockets_folder
 
 BATCHES = (1, 32)

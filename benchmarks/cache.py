@@ -10,9 +10,9 @@ from pathlib import Path
 
 from benchmarks.protocol import WHERE_KEYS
 from models import write_atomically
-from server.branch import TESTS, branch
 from server.checkpoints import checkpoint_files, read_checkpoint
-from server.errors import RunError
+from server.events import RunError
+from server.fork import LATER, fork
 from server.methods import Training, plan
 from server.report import METRICS_FILE, Results, read_results
 from server.resume import FREE
@@ -45,7 +45,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     Raises
     ------
     SettingsError
-        As `plan`, `simulate` and `branch`.
+        As `plan`, `simulate` and `fork`.
     RunError
         The training or the test failed.
     """
@@ -66,7 +66,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
         kept = trained(of or settings, training, trainings, settings.rounds if of else None)
         state = folder / STATE
         shutil.copytree(kept / STATE, state)
-        simulate(branch(kept / RUN, folder, settings.replace(state_dir=str(state))), folder)
+        simulate(fork(kept / RUN, folder, settings.replace(state_dir=str(state))), folder)
         shutil.rmtree(state)
     results = _completed(folder)
     if results is None:
@@ -114,7 +114,7 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
 
 def key(settings: Settings, training: Training) -> str:
     """Return a name for a training that changes with all it depends on: settings, network to start from, code."""
-    free = {*FREE, *TESTS, *WHERE_KEYS}
+    free = {*FREE, *LATER, *WHERE_KEYS}
     told = {name: value for name, value in settings.flat().items() if name not in free}
     if settings.init:
         told["init"] = hashlib.sha256(Path(settings.init).read_bytes()).hexdigest()
@@ -134,7 +134,7 @@ def code() -> str:
 
 def _stands_at(folder: Path, round: int) -> bool:
     """Tell whether a run folder has a checkpoint after a training round."""
-    places = (read_checkpoint(path).place for path in checkpoint_files(folder).values())
+    places = (read_checkpoint(path).position for path in checkpoint_files(folder).values())
     return any((place.stage, place.round) == ("training", round) for place in places)
 
 

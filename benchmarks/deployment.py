@@ -28,8 +28,7 @@ from benchmarks.record import RESULTS, provenance, write_json
 from client.runtime import federation_of
 from client.spec import network_spec
 from models import build
-from server.errors import RunError
-from server.events import Event
+from server.events import Event, RunError
 from server.report import METRICS_FILE
 from settings import Settings, SettingsError, from_config
 from simulation import agents, control

@@ -26,7 +26,7 @@ from benchmarks.run import seeds_of, seeds_word
 from benchmarks.stages import stage
 from data import load
 from models import write_atomically
-from server.errors import RunError
+from server.events import RunError
 from server.methods import parse_rows, plan
 from server.report import Results
 from settings import Settings, SettingsError, assignments

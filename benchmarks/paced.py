@@ -22,7 +22,7 @@ from client.state import Arrays, MemoryState
 from client.task import Task
 from data import Federation, Stream, check_no_leak, resolve, stream
 from models import TwoHead
-from server.errors import Leak
+from server.events import Leak
 from server.methods import MethodRow
 from settings import Settings, SettingsError
 from tta import Adapter

@@ -10,7 +10,7 @@ from typing import Any
 
 from models import write_atomically
 from server.environment import describe
-from server.errors import RunError
+from server.events import RunError
 from server.report import Results
 from settings import Settings
 

@@ -19,8 +19,7 @@ from rich.table import Table
 
 from benchmarks.protocol import changed
 from benchmarks.record import RESULTS, mark, provenance, write_json
-from server.errors import RunError
-from server.events import Event
+from server.events import Event, RunError
 from settings import Settings, SettingsError
 
 #: Wall time of a round over local training divided by the workers.

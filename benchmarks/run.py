@@ -26,7 +26,7 @@ from benchmarks.protocol_page import share_lines, write_page
 from benchmarks.record import RESULTS
 from benchmarks.start import check_start
 from benchmarks.summary import Summary, best, spread, summarise
-from server.errors import RunError
+from server.events import RunError
 from settings import SettingsError
 
 FOLDER = Path("results/benchmarks")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from messages import agent_pb2 as pb
 from messages import agent_pb2_grpc, protobuf
-from server.errors import RunError
+from server.events import RunError
 
 PATIENCE = 600.0  # seconds that an answer, or a whole stream, may take
 

@@ -23,7 +23,8 @@ from client.compute import autocast
 from client.training import TrainingSet, epoch, has_batchnorm
 from data import DATASETS, Images, crop_flip
 from models import TwoHead, save_model
-from server.run import World, model_spec
+from server.nodes import FederationInfo
+from server.run import model_spec
 from settings import Settings
 
 #: Of one epoch: loss, validation_accuracy (None without validation samples), images_per_second.
@@ -50,7 +51,7 @@ def spec_of(settings: Settings, images: Images) -> dict[str, Any]:
     """Return the arguments that build the network, as the server of a federated run makes them."""
     channels = images.shape[0]
     mean, std = DATASETS[settings.dataset].normalisation(channels)
-    world = World(list(images.classes), channels, list(mean), list(std), shifts=[], note="", sizes=[])
+    world = FederationInfo(list(images.classes), channels, list(mean), list(std), shifts=[], note="", sizes=[])
     return model_spec(settings, world)
 
 

@@ -15,7 +15,7 @@ from client.compute import resolve_device
 from client.local_data import validate
 from client.runtime import make_device
 from client.state import MemoryState
-from server.errors import RunError
+from server.events import RunError
 from settings import Settings
 
 #: Embedded data, one epoch a round and nothing after it.

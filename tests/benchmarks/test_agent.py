@@ -19,7 +19,7 @@ from client.agent import agent_pb2 as pb
 from client.agent.guard import Limits
 from client.agent.live import Live, images
 from client.evaluation import Row
-from server.errors import RunError
+from server.events import RunError
 from simulation.agents import sockets_folder
 from simulation.superlink import FlowerError
 from tests.client.agent.fake import channel, predictor, running

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import cache
 from benchmarks.cache import RUN, STATE, evaluated, key, trained
 from server.app import serve
-from server.errors import RunError
+from server.events import RunError
 from server.methods import plan
 from server.report import Results
 from settings import Settings, SettingsError

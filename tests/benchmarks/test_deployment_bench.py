@@ -23,7 +23,7 @@ from benchmarks.__main__ import main
 from benchmarks.deployment import RoundTime, Summary
 from models import build
 from server import nodes as server_nodes
-from server.errors import RunError
+from server.events import RunError
 from settings import Settings
 from simulation.superlink import FlowerError, program
 from tests.flower import LocalGrid

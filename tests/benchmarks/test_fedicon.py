@@ -15,7 +15,7 @@ from benchmarks.fedicon import Cell, accuracies, add_arguments, base_settings, c
 from benchmarks.fedicon_paper import ABLATION, OFFLINE, PAPER, TABLE_9, UNSUPERVISED
 from benchmarks.fedicon_tables import markdown
 from benchmarks.protocol import load_protocol
-from server.errors import RunError
+from server.events import RunError
 from server.methods import parse_rows, plan
 from server.report import METRICS_FILE, Evaluation, Results
 from settings import Settings, SettingsError, assignments

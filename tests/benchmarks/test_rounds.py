@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.rounds import RoundTime, round_times
-from server.errors import RunError
+from server.events import RunError
 from settings import Settings
 
 

@@ -15,7 +15,7 @@ from benchmarks.speed import adapters, command, federation, loops, options, piec
 from benchmarks.speed.figure import Figure
 from data import CORRUPTIONS
 from models import build
-from server.errors import RunError
+from server.events import RunError
 from settings import Settings
 
 CPU = torch.device("cpu")

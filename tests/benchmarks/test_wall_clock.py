@@ -20,7 +20,7 @@ from benchmarks.paced import Client, Score, Scores
 from benchmarks.wall_clock_tables import share
 from client.evaluation import Row
 from data import Stream
-from server.errors import Leak
+from server.events import Leak
 from settings import SettingsError
 from tta import Adapter
 

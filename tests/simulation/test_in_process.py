@@ -11,7 +11,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from client.phases import perform
 from models import load_arrays
-from server.errors import NoReplies
+from server.events import NoReplies
 from settings import Settings, SettingsError
 from simulation import blocking, engine, in_process, simulate, worker
 from simulation.in_process import InProcessGrid
