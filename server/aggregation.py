@@ -27,8 +27,8 @@ ROBUST: dict[str, Callable[[Settings], Rule]] = {
 #: The mean weighted by examples, which trainings that change the aggregation or keep arrays on the clients start from.
 PLAIN = "fedavg"
 AGGREGATIONS = (PLAIN, "fedprox", "fedavgm", "qffl", "gma", *ROBUST)
-#: Aggregation → metrics that it needs of every client, fields of `messages.replies.Trained`.
-CLIENT_METRICS = {"qffl": ("global_loss",)}
+#: Aggregation → metrics that it needs of every client, keys of `messages.replies.Trained`.
+CLIENT_METRICS = {"qffl": ("global-loss",)}
 #: Requests whose replies are aggregated, and which of the client's sizes bounds the examples that it may claim.
 AGGREGATED: dict[type[Request], int] = {Train: 0, Summarize: 0, RefineRates: 1}
 CURRENT, MOMENTUM = f"{STRATEGY}.current", f"{STRATEGY}.momentum"
@@ -113,7 +113,7 @@ def make_strategy(stage: TrainingStage, settings: Settings) -> Strategy:
 
 
 def client_metrics(settings: Settings) -> tuple[str, ...]:
-    """Return the fields of `messages.replies.Trained` that the aggregation needs beside the usual ones."""
+    """Return the metrics that the aggregation needs of every client beside the usual ones."""
     return CLIENT_METRICS.get(settings.aggregation, ())
 
 

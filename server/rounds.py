@@ -324,7 +324,7 @@ def _trained_message(replied: Replied, metrics: Sequence[str]) -> Any:
     """Return a reply as Flower's strategies aggregate it."""
     reply: Trained = replied.reply
     values = {"num-examples": reply.num_examples, "train-loss": reply.train_loss}
-    values |= {name.replace("_", "-"): getattr(reply, name) for name in metrics}
+    values |= {key: getattr(reply, key.replace("-", "_")) for key in metrics}
     return strategy_reply(replied.node, {"arrays": reply.arrays}, values)
 
 

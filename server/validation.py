@@ -93,9 +93,9 @@ class TrainCheck(Check):
     sent : dict
         The arrays that were sent and come back trained.
     personal_head : bool
-        Whether clients train a personal head, and report how it does.
+        Whether clients train a personal head, and report its validation accuracy.
     metrics : sequence of str
-        Optional fields of `Trained` that the aggregation needs.
+        Optional metrics that the aggregation needs, e.g. "global-loss".
     """
 
     reply = Trained
@@ -106,7 +106,7 @@ class TrainCheck(Check):
 
     def why_refused(self, reply: Trained, norm: float = 0.0) -> str | None:
         """See `Check.why_refused`."""
-        needed = [*self.metrics, *(["personal_validation_correct"] if self.personal_head else [])]
+        needed = [*self.metrics, *(["personal-validation-correct"] if self.personal_head else [])]
         return (
             arrays_refused(reply.arrays, shapes_of(self.sent))
             or _missing(reply, needed)
@@ -279,7 +279,7 @@ def distance_refused(arrays: Arrays, sent: Arrays, bound: float) -> str | None:
 
 
 def _missing(reply: Reply, needed: Iterable[str]) -> str | None:
-    absent = [name.replace("_", "-") for name in needed if getattr(reply, name) is None]
+    absent = [key for key in needed if getattr(reply, key.replace("-", "_")) is None]
     return f"{', '.join(absent)} is missing" if absent else None
 
 
