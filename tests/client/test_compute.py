@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from client.compute import autocast, resolve_device
+from client.resources import resolve_device
+from client.training import autocast
 from settings import SettingsError
 
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from client.device import Device
-from client.randomness import generator
-from client.summary import summarise
-from client.task import Task
+from client.statistics import summarise
+from client.training import generator
 from data import CORRUPTIONS
 from tests.client.tiny import (
     CLASSES,
     FEATURES,
+    Task,
     device,
     federation_of_splits,
     global_arrays,
@@ -25,6 +24,7 @@ from tests.client.tiny import (
     same,
     state_of,
 )
+from tests.client.tiny import Client as Device
 
 Arrays = dict[str, np.ndarray]
 
@@ -63,10 +63,10 @@ def test_what_was_sent_stays_as_it_was_when_the_next_client_trains() -> None:
 
 
 def test_nothing_tells_label_counts() -> None:
-    """Two clients with the same pictures but other labels say the same of themselves and count the same examples."""
-    pictures = images(30)
-    relabelled = dataclasses.replace(pictures, labels=np.zeros(30, np.int64))
-    one, other = (device(world=federation_of_splits(p, (10, 5, 5), (10, 0, 0))) for p in (pictures, relabelled))
+    """Two clients with the same images_ but other labels say the same of themselves and count the same examples."""
+    images_ = images(30)
+    relabelled = dataclasses.replace(images_, labels=np.zeros(30, np.int64))
+    one, other = (device(world=federation_of_splits(p, (10, 5, 5), (10, 0, 0))) for p in (images_, relabelled))
     assert one.describe() == other.describe()
     for client in (one, other):
         arrays = global_arrays(network())

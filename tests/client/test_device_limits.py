@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from client.app import ContextState
-from client.device import Device
-from client.evaluation import Row
 from client.state import DirectoryState
-from client.task import Task
 from data import Federation
+from messages.requests import AdapterRow as Row
 from tests.client.tiny import (
     CLASSES,
     FEATURES,
+    Task,
     device,
     federation_of_splits,
     global_arrays,
@@ -30,6 +29,7 @@ from tests.client.tiny import (
     state_of,
     through_statistics,
 )
+from tests.client.tiny import Client as Device
 
 Arrays = dict[str, np.ndarray]
 
@@ -159,7 +159,7 @@ def test_equal_inputs_give_equal_bits_whatever_ran_before() -> None:
 
 
 def test_partition_round_and_seed_each_make_a_difference() -> None:
-    """Also between clients that hold the same pictures: shuffles and augmentation are drawn for each."""
+    """Also between clients that hold the same images_: shuffles and augmentation are drawn for each."""
     one = federation_of_splits(images(30), (20, 5, 5))
     twins = Federation(one.images, one.splits * 2, one.seed)
     trained, heads = [], []
@@ -233,8 +233,8 @@ def test_a_client_with_fewer_samples_than_a_batch(sizes: tuple[int, int, int], n
 
 
 def test_a_client_with_one_class() -> None:
-    pictures = dataclasses.replace(images(60), labels=np.repeat([1, 0, 2], 20).astype(np.int64))
-    client = device(world=federation_of_splits(pictures, (12, 4, 4), (10, 5, 5), (10, 5, 5)))
+    images_ = dataclasses.replace(images(60), labels=np.repeat([1, 0, 2], 20).astype(np.int64))
+    client = device(world=federation_of_splits(images_, (12, 4, 4), (10, 5, 5), (10, 5, 5)))
     arrays = global_arrays(client.model)
     arrays, metrics = client.train(1, Task("ce", objective="balanced_softmax"), arrays)
     assert np.isfinite(metrics["train-loss"])

@@ -11,14 +11,15 @@ import torch
 
 import tta
 from client import evaluation
-from client.device import Device
-from client.evaluation import BINS, RANDOM_VIEWS, Row, evaluate_row
-from client.task import Task
+from client.evaluation import RANDOM_VIEWS, evaluate_row
 from data import Federation, Stream, check_no_leak, stream
 from data.split import Split
+from messages.replies import WEIGHT_BINS as BINS
+from messages.requests import AdapterRow as Row
 from models import TwoHead
 from settings import Settings
-from tests.client.tiny import device, federation, global_arrays, images, network, settings
+from tests.client.tiny import Client as Device
+from tests.client.tiny import Task, device, federation, global_arrays, images, network, settings
 from tta.atp import modules
 from tta.augmix import AugMix
 from tta.views import Views
@@ -52,7 +53,7 @@ def trained() -> tuple[Device, Arrays, Arrays]:
 
 
 def with_settings(client: Device, **changes: Any) -> Device:
-    return dataclasses.replace(client, settings=client.settings.replace(**changes))
+    return Device(dataclasses.replace(client.inner, settings=client.settings.replace(**changes)))
 
 
 def prepared(client: Device, arrays: Arrays, means: Arrays) -> tuple[TwoHead, tta.Statistics]:
@@ -160,7 +161,7 @@ def by_hand_first(client: Device, arrays: Arrays, means: Arrays, row: Row, count
     samples = stream(client.federation, client.partition, "original", seed=1)
     cut = Stream("original", samples.x[:count], samples.y[:count], samples.index[:count], samples.source[:count])
     model, known = prepared(client, arrays, means)
-    return evaluate_row(row, model, known, cut, settings())["correct"]
+    return evaluate_row(row, model, known, cut, settings()).correct
 
 
 def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> dict[str, Any]:
@@ -227,8 +228,8 @@ def test_methods_per_batch_meet_batches_of_their_own_size() -> None:
     result = evaluate_row(row, model, None, samples, given)
     adapter = tta.create("bn_adapt", model)
     predicted = torch.cat([adapter.predict(part).argmax(1) for part in samples.x.split(5)])
-    assert result["correct"] == int((predicted == samples.y).sum())
-    assert (result["total"], set(result)) == (8, {"method", "shift", "correct", "total", "seconds"})
+    assert result.correct == int((predicted == samples.y).sum())
+    assert (result.total, result.weight_mean, result.weight_histogram) == (8, None, None)
 
 
 def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +301,8 @@ def test_labels_are_out_of_an_adapters_reach(
     results = [evaluate_row(row, model, known, one, settings(eval_batch_size=4)) for one in (samples, poisoned)]
     assert len(logs[0]) == len(logs[1]) > 2
     assert all(torch.equal(one, other) for one, other in zip(*logs, strict=True))
-    assert results[0]["correct"] + results[1]["correct"] <= results[0]["total"]
-    assert results[0].get("weight_histogram") == results[1].get("weight_histogram")
+    assert results[0].correct + results[1].correct <= results[0].total
+    assert results[0].weight_histogram == results[1].weight_histogram
 
 
 # -- the leak check
@@ -335,7 +336,7 @@ def test_a_leak_at_another_client_is_seen_in_the_out_of_client_stream() -> None:
 
 def test_samples_that_were_trained_on_in_an_earlier_round_are_remembered() -> None:
     """The published code draws the split anew in every round; a device would notice."""
-    moved = federation(seed=77)  # another split of the same pictures
+    moved = federation(seed=77)  # another split of the same images_
     before = device(0, world=moved)
     arrays, _ = before.train(1, Task("t"), global_arrays(network()))
     after = device(0, state=before.state)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 import tta
 from client import evaluation
-from client.evaluation import Row, evaluate_row
-from client.neighbours import memorise
-from client.summary import join_statistics
-from client.task import Task
+from client.evaluation import evaluate_row, memorize
+from client.statistics import join_statistics
+from messages.requests import AdapterRow as Row
 from models import build
 from tests.client import tiny
+from tests.client.tiny import Task
 from tta.atp import zero_rates
 
 WANTED = ["label_prior", "confusion", "block_scores"]
@@ -38,7 +38,7 @@ def test_permuted_labels_change_no_prediction(name: str, monkeypatch: pytest.Mon
     assert private is not None
     known = join_statistics(private, means, 1, client.device)
     rates = {"all": dict.fromkeys(zero_rates(model), 0.05)}
-    own = memorise(model, client.federation, 0, client.settings, client.device)
+    own = memorize(model, client.federation, 0, client.settings, client.device)
     samples = client._stream("corrupted")
     order = torch.randperm(len(samples.y), generator=torch.Generator().manual_seed(1))
     poisoned = dataclasses.replace(samples, y=(samples.y[order] + 1) % tiny.CLASSES)

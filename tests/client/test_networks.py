@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.networks import KEPT, NetworkStore, private_folder
+from client.state import NETWORKS_KEPT, NetworkStore, private_folder
 from models import load_arrays, save_arrays
 from settings import Settings
 from strategies.broadcast import digest
@@ -47,17 +47,17 @@ def test_a_network_that_is_here_is_not_written_again(tmp_path: Path) -> None:
 
 def test_only_the_last_networks_used_are_kept(tmp_path: Path) -> None:
     store = NetworkStore(tmp_path)
-    for number in range(KEPT):
+    for number in range(NETWORKS_KEPT):
         store.keep(f"net{number}", {"w": np.array([number])})
         aged(store, f"net{number}", 1000 + number)
     store.load("net0")  # the oldest has just been used
     store.keep("new", ARRAYS)
-    assert names(store) == {"net0", "new", *(f"net{number}" for number in range(2, KEPT))}
+    assert names(store) == {"net0", "new", *(f"net{number}" for number in range(2, NETWORKS_KEPT))}
     aged(store, "net0", 1)
     aged(store, "new", 2)
     store.keep("new", ARRAYS)  # asked to keep again is used, too
     store.keep("newer", ARRAYS)
-    assert names(store) == {"new", "newer", *(f"net{number}" for number in range(2, KEPT))}
+    assert names(store) == {"new", "newer", *(f"net{number}" for number in range(2, NETWORKS_KEPT))}
     with pytest.raises(ValueError, match="network net0 is not here; it must be sent again"):
         store.load("net0")
     assert store.load("net2")["w"].tolist() == [2]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from client.objectives import OBJECTIVES, balanced_softmax, cross_entropy, objective
+from client.training import OBJECTIVES, balanced_softmax, cross_entropy, find_objective
 
 
 def by_hand(logits: list[list[float]], labels: list[int], counts: list[int]) -> float:
@@ -65,9 +65,9 @@ def test_the_gradient_pushes_a_rare_class_harder() -> None:
 
 def test_unknown_name_lists_what_exists() -> None:
     with pytest.raises(ValueError, match=r"unknown objective 'focal'; there are: cross_entropy, balanced_softmax"):
-        objective("focal")
+        find_objective("focal")
 
 
 def test_names_find_their_function() -> None:
-    assert objective("balanced_softmax") is balanced_softmax
-    assert objective("cross_entropy") is cross_entropy
+    assert find_objective("balanced_softmax") is balanced_softmax
+    assert find_objective("cross_entropy") is cross_entropy

@@ -6,11 +6,9 @@ import copy
 
 import torch
 
-from client.objectives import cross_entropy
-from client.randomness import generator, layers_draw_by
-from client.training import train_network
+from client.training import cross_entropy, generator, layers_draw_by, train_network
 from models import build
-from tests.client.tiny import CLASSES, picture_set, settings
+from tests.client.tiny import CLASSES, image_set, settings
 
 
 def test_dropout_follows_the_generator_and_leaves_the_process_as_it_was() -> None:
@@ -28,7 +26,7 @@ def test_dropout_follows_the_generator_and_leaves_the_process_as_it_was() -> Non
 
 
 def test_a_network_with_dropout_trains_to_the_same_bits_whatever_ran_before() -> None:
-    data = picture_set(12)
+    data = image_set(12)
     start = build("cct-4/3x2", CLASSES, in_channels=data.pixels.shape[1], image_size=data.pixels.shape[-1], seed=0)
     trained = []
     for before in (1, 2):

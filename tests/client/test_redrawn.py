@@ -9,19 +9,16 @@ import pytest
 import torch
 
 from client import device as device_module
-from client import learner, local_data
-from client.agent.serving import usual
-from client.device import Device
-from client.evaluation import Row
-from client.local_data import labelled
-from client.neighbours import memorise
-from client.pooled import pooled_statistics
-from client.runtime import make_device
-from client.state import Arrays, MemoryState
-from client.task import Task
+from client.evaluation import memorize
+from client.serving import usual_predictions
+from client.statistics import pooled_statistics
+from client.training import TrainingSet, labelled
 from data import Federation, stream
+from messages.arrays import Arrays
+from messages.requests import AdapterRow as Row
 from settings import Settings
-from tests.client.tiny import device, global_arrays, images, network
+from tests.client.tiny import Client as Device
+from tests.client.tiny import Task, device, global_arrays, images, made, network
 
 ROUNDS = 5
 GLOBAL, PERSONAL = Row("fedavg", "none"), Row("personal", "personal")
@@ -34,15 +31,14 @@ class Log:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.train: dict[int, list[np.ndarray]] = {}
-        original = local_data.training_set
+        original = TrainingSet.of_client
 
         def noted(federation: Federation, partition: int, *rest: Any) -> Any:
             data = original(federation, partition, *rest)
             self.train.setdefault(partition, []).append(data.index)
             return data
 
-        monkeypatch.setattr(learner, "training_set", noted)
-        monkeypatch.setattr(device_module, "training_set", noted)
+        monkeypatch.setattr(TrainingSet, "of_client", noted)
 
 
 @pytest.fixture
@@ -55,8 +51,8 @@ def world(anew: bool = True) -> Federation:
 
 
 def trained(rounds: int = ROUNDS, statistics: bool = True) -> tuple[list[Device], Arrays, Arrays | None]:
-    made = world()
-    clients = [device(partition, world=made) for partition in range(3)]
+    whole = world()
+    clients = [device(partition, world=whole) for partition in range(3)]
     arrays = global_arrays(network(seed=1))
     for round in range(1, rounds + 1):
         sent = [client.train(round, Task("t"), arrays)[0] for client in clients]
@@ -109,16 +105,16 @@ def test_validation_and_statistics_are_those_of_the_round() -> None:
     _, metrics = client.train(2, Task("t"), arrays)
     model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
     model.eval()
-    dealt = client.federation.in_round(2)
-    pictures, now = dealt.images, dealt.splits[0]
-    right = model(pictures.batch(now.validation, "cpu")).argmax(1).numpy() == pictures.labels[now.validation]
+    current = client.federation.in_round(2)
+    images_, now = current.images, current.splits[0]
+    right = model(images_.batch(now.validation, "cpu")).argmax(1).numpy() == images_.labels[now.validation]
     assert (metrics["validation-correct"], metrics["validation-total"]) == (right.sum(), len(now.validation))
 
     local, _ = client.statistics(2, Task("t"), arrays, ["label_prior", "confusion"])
-    z = model.features(pictures.batch(now.train, "cpu")).detach().double()
+    z = model.features(images_.batch(now.train, "cpu")).detach().double()
     np.testing.assert_allclose(local["descriptor"], z.mean(0).numpy(), rtol=1e-5)
-    np.testing.assert_allclose(local["label_prior"], np.bincount(pictures.labels[now.train], minlength=3) / len(z))
-    held_out = labelled(dealt, now.validation, client.device)
+    np.testing.assert_allclose(local["label_prior"], np.bincount(images_.labels[now.train], minlength=3) / len(z))
+    held_out = labelled(current, now.validation, client.device)
     pooled = pooled_statistics(client.model, torch.ones(3), *held_out, ["confusion"], client.settings)
     np.testing.assert_array_equal(local["confusion"], pooled["confusion"])
 
@@ -128,25 +124,25 @@ def test_neighbours_and_what_is_usual_are_of_the_last_split() -> None:
     client = clients[2]
     served = client.serve(2, Task("t"), arrays, None, NEIGHBOURS)
     now = client.federation.in_round(2)
-    expected = memorise(client.model, now, 2, client.settings, client.device)
+    expected = memorize(client.model, now, 2, client.settings, client.device)
     assert served.datastore is not None
     assert torch.equal(served.datastore.features, expected.store.features)
     assert torch.equal(served.datastore.labels, expected.store.labels)
-    ordinary = usual(client.model, now, 2, client.device, 16, labelled=True)
+    ordinary = usual_predictions(client.model, now, 2, client.device, 16, labelled=True)
     assert served.usual.entropy == ordinary.entropy
-    before = memorise(client.model, client.federation, 2, client.settings, client.device)
+    before = memorize(client.model, client.federation, 2, client.settings, client.device)
     assert not torch.equal(before.store.features, expected.store.features)
 
 
 def test_rates_are_refined_on_the_rounds_validation_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     client, seen = device(1, world=world()), list[np.ndarray]()
-    refine = learner.refine_rates
+    refine = device_module.refine_rates
 
     def noted(model: Any, x: Any, y: torch.Tensor, *rest: Any) -> Any:
         seen.append(y.numpy())
         return refine(model, x, y, *rest)
 
-    monkeypatch.setattr(learner, "refine_rates", noted)
+    monkeypatch.setattr(device_module, "refine_rates", noted)
     arrays = global_arrays(client.model)
     for round in (1, 2):
         client.refine_rates(round, arrays, {}, "all")
@@ -166,5 +162,5 @@ def test_drawn_once_clients_train_on_the_one_split(log: Log) -> None:
 def test_a_node_that_only_trains_or_only_tests_is_refused(role: str) -> None:
     settings = Settings(fraction=0.1, image_size=16, clients=3, device="cpu", split="published")
     with pytest.raises(ValueError, match=f"role = '{role}': allowed for client 1 are both"):
-        make_device(settings, 1, MemoryState(), MemoryState(), role)
-    assert make_device(settings, 1, MemoryState(), MemoryState(), "both").federation.anew
+        made(settings, 1, role)
+    assert made(settings, 1, "both").federation.anew

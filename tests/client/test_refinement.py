@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from client.randomness import generator
-from client.refinement import refine_rates
+from client.adaptation import refine_rates
 from client.state import MemoryState
+from client.training import generator
 from models import TwoHead, build
 from tests.client import tiny
 from tta.atp import Adapt, refine_with_loss, zero_rates
@@ -23,8 +23,8 @@ def network() -> TwoHead:
 
 
 def labelled(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    pictures = tiny.images(count)
-    return pictures.batch(np.arange(count)), torch.tensor(pictures.labels)
+    images_ = tiny.images(count)
+    return images_.batch(np.arange(count)), torch.tensor(images_.labels)
 
 
 @pytest.mark.parametrize("variant", ["all", "params", "stats"])
@@ -75,7 +75,7 @@ def test_a_device_refines_on_its_validation_split_in_an_order_of_seed_round_and_
     draw = generator(client.settings.seed, "rates", 2, 0)
     expected = refine_rates(network(), x, y, zero_rates(network()), "all", client.settings, draw)
     assert rates == expected.rates  # no rates at first means all zero
-    assert set(metrics) == {"num-examples", "loss", "correct", "seconds"}
+    assert set(metrics) == {"num-examples", "loss", "correct", "seconds", "context-bytes"}
     assert metrics["num-examples"] == len(indices)
     assert (metrics["loss"], metrics["correct"]) == (expected.loss, expected.correct)
     again, _ = device().refine_rates(2, arrays, dict.fromkeys(rates, 0.0), "all")

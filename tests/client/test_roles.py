@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from client.app import app
-from client.device import Device
-from client.evaluation import Row
-from client.runtime import federation_of, make_device
-from client.state import MemoryState
-from client.task import Task
+from client.resources import federation_of
 from data import Federation
+from messages.requests import AdapterRow as Row
+from messages.requests import Identify, RefineRates, Summarize, Train, TrainingTask
 from settings import Settings
 from strategies.broadcast import digest
 from tests.client import tiny
-from tests.flower import record, request
+from tests.client.through_app import about, ask, node
+from tests.client.tiny import Client as Device
+from tests.client.tiny import Task
 
 CLIENTS = 4
 SETTINGS = Settings(
@@ -38,7 +38,7 @@ def source() -> int:
 
 
 def make(settings: Settings, partition: int, role: str | None = None) -> Device:
-    return make_device(settings, partition, MemoryState(), MemoryState(), role)
+    return tiny.made(settings, partition, role)
 
 
 def world(**changes: Any) -> Federation:
@@ -116,54 +116,40 @@ def test_a_role_that_the_data_do_not_allow_is_refused(settings: Settings, who: A
         make(settings, partition, role)
 
 
-def context(partition: int = 1, **config: Any) -> Context:
-    numbers = {"partition-id": partition, "num-partitions": CLIENTS}
-    return Context(run_id=1, node_id=1, node_config={**numbers, **config}, state=RecordDict(), run_config={})
-
-
-def ask(node: Context, kind: str, settings: Settings, records: Any = None, **changes: Any) -> RecordDict:
-    task = {"training": "ce", "rule": "joint", "objective": "cross_entropy", "wanted": list[str]()}
-    config = {**settings.flat(), "run": "run1", **task, "server-round": 1}
-    content = RecordDict({"config": ConfigRecord({**config, **changes}), **(records or {})})
-    message: Message = request(kind=kind, content=content)
-    return app(message, node).content
-
-
 def test_the_role_in_a_nodes_config(tmp_path: Path) -> None:
-    """`role=target` in the node's config; a role in a message is no setting."""
-    settings = SETTINGS.replace(state_dir=str(tmp_path))
-    identity = ask(context(role="target"), "query.identify", settings).config_records["identity"]
-    assert identity["role"] == "target"
-    assert ask(context(), "query.identify", settings).config_records["identity"]["role"] == "both"
-    arrays = tiny.global_arrays(make(SETTINGS, 1).model)
-    sent = {"arrays": record(**arrays), "rates": record()}
-    for kind in ("train", "train.statistics", "train.rates"):
+    """`role=target` in the node's config; a role in a request is no setting."""
+    common = about(SETTINGS.replace(state_dir=str(tmp_path)))
+    assert ask(node(role="target"), Identify(**common)).role == "target"
+    assert ask(node(), Identify(**common)).role == "both"
+    arrays, task = tiny.global_arrays(make(SETTINGS, 1).model), TrainingTask("ce")
+    for request in (
+        Train(round=1, task=task, arrays=arrays, **common),
+        Summarize(round=1, task=task, arrays=arrays, **common),
+        RefineRates(round=1, variant="all", network=digest(arrays), arrays=arrays, **common),
+    ):
         with pytest.raises(ValueError, match="client 1 is a target"):
-            ask(context(role="target"), kind, settings, sent, network=digest(arrays), variant="all")
+            ask(node(role="target"), request)
     with pytest.raises(ValueError, match="role = 'judge': allowed for client 1 are both, source, target"):
-        ask(context(role="judge"), "query.identify", settings)
+        ask(node(role="judge"), Identify(**common))
     with pytest.raises(ValueError, match="unknown setting 'role'"):
-        ask(context(), "query.identify", settings, role="target")
+        ask(node(), Identify(settings=json.dumps({**SETTINGS.flat(), "role": "target"}), run="run1"))
 
 
 def test_rates_through_the_app_the_network_travels_once(tmp_path: Path) -> None:
     settings = SETTINGS.replace(state_dir=str(tmp_path), model="resnet20-bn", model_options="depth=8;width=4")
     arrays = tiny.global_arrays(make(settings, 1).model)
-    sent = {"arrays": record(**arrays), "rates": record()}
-    changes = {"network": digest(arrays), "variant": "all"}
-    first = ask(context(), "train.rates", settings, sent, **changes)
-    second = ask(context(), "train.rates", settings, {"rates": record()}, **changes)  # from its disk
-    one, other = ({n: a.numpy() for n, a in c.array_records["rates"].items()} for c in (first, second))
-    assert list(one) == list(arrays)  # the rates have the names of what they move, in order of definition
-    assert tiny.same(one, other)
-    assert all(value.shape == () and value.dtype == np.float64 for value in one.values())
-    assert any(value != 0 for value in one.values())
-    assert first.metric_records["metrics"]["context-bytes"] == 0
+    first = RefineRates(round=1, variant="all", network=digest(arrays), arrays=arrays, **about(settings))
+    again = replace(first, arrays=None)
+    sent = ask(node(), first)
+    assert list(sent.rates) == list(arrays)  # the rates have the names of what they move, in order of definition
+    assert tiny.same(sent.rates, ask(node(), again).rates)  # from its disk
+    assert all(value.shape == () and value.dtype == np.float64 for value in sent.rates.values())
+    assert any(value != 0 for value in sent.rates.values())
+    assert sent.context_bytes == 0
     (kept,) = tmp_path.rglob("*.safetensors")
     assert kept == tmp_path / "networks" / f"{digest(arrays)}.safetensors"
     kept.unlink()
     with pytest.raises(ValueError, match="is not here; it must be sent again"):
-        ask(context(), "train.rates", settings, {"rates": record()}, **changes)
-    sent["rates"] = record(**{**one, "head.bias": np.array(np.nan)})
+        ask(node(), again)
     with pytest.raises(ValueError, match=r"rates of head\.bias are not finite"):
-        ask(context(), "train.rates", settings, sent, **changes)
+        ask(node(), replace(first, rates={**sent.rates, "head.bias": np.array(np.nan)}))

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from client.runtime import federation_of, make_device
-from client.state import MemoryState
+from client.resources import federation_of
 from settings import Settings, SettingsError
+from tests.client.tiny import made
 
 SETTINGS = Settings(dataset="digits", fraction=0.1, image_size=16, clients=3, device="cpu", partition="iid")
 
 
 def test_clients_of_one_process_share_data_and_network() -> None:
-    one, other = (make_device(SETTINGS, partition, MemoryState(), MemoryState()) for partition in (0, 2))
+    one, other = (made(SETTINGS, partition) for partition in (0, 2))
     assert one.federation is other.federation
     assert one.model is other.model
     assert (one.partition, other.partition) == (0, 2)
@@ -22,34 +22,34 @@ def test_clients_of_one_process_share_data_and_network() -> None:
 
 
 def test_settings_that_do_not_move_images_do_not_deal_them_again() -> None:
-    dealt = federation_of(SETTINGS)
-    assert federation_of(SETTINGS.replace(rounds=3, learning_rate=0.5, methods="btfl", severity=1)) is dealt
+    current = federation_of(SETTINGS)
+    assert federation_of(SETTINGS.replace(rounds=3, learning_rate=0.5, methods="btfl", severity=1)) is current
     for changes in ({"seed": 2}, {"clients": 4}, {"fraction": 0.2}, {"partition": "dirichlet", "alpha": 5.0}):
         other = federation_of(SETTINGS.replace(**changes))
-        assert other is not dealt
+        assert other is not current
 
 
 def test_another_process_would_deal_alike() -> None:
-    from client.runtime import _deal
+    from client.resources import _federation
 
-    dealt = federation_of(SETTINGS)
-    _deal.cache_clear()
+    current = federation_of(SETTINGS)
+    _federation.cache_clear()
     again = federation_of(SETTINGS)
-    assert again is not dealt
-    for one, other in zip(dealt.splits, again.splits, strict=True):
+    assert again is not current
+    for one, other in zip(current.splits, again.splits, strict=True):
         assert all(np.array_equal(getattr(one, part), getattr(other, part)) for part in ("train", "validation", "test"))
 
 
 @pytest.mark.parametrize("partition", [-1, 3])
 def test_a_partition_that_does_not_exist_is_refused(partition: int) -> None:
     with pytest.raises(ValueError, match=f"partition-id = {partition}: allowed are 0 to 2"):
-        make_device(SETTINGS, partition, MemoryState(), MemoryState())
+        made(SETTINGS, partition)
 
 
 @pytest.mark.usefixtures("_no_gpu")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(SettingsError, match="device = 'cuda': this process sees 0 GPUs; allowed are auto, cpu"):
-        make_device(SETTINGS.replace(device="cuda"), 0, MemoryState(), MemoryState())
+        made(SETTINGS.replace(device="cuda"), 0)
 
 
 @pytest.fixture
@@ -60,14 +60,12 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_thread_computes() -> None:
     torch.set_num_threads(2)
-    make_device(SETTINGS, 0, MemoryState(), MemoryState())
+    made(SETTINGS, 0)
     assert torch.get_num_threads() == 1
 
 
 def test_the_network_fits_the_data_and_the_options() -> None:
-    model = make_device(
-        SETTINGS.replace(model_options="bias=false;hidden_layers=2"), 0, MemoryState(), MemoryState()
-    ).model
+    model = made(SETTINGS.replace(model_options="bias=false;hidden_layers=2"), 0).model
     assert model.num_classes == 10
     assert model.head.bias is not None
     assert not [name for name in model.global_state() if name.startswith("encoder.body") and name.endswith("bias")]
@@ -77,4 +75,4 @@ def test_the_network_fits_the_data_and_the_options() -> None:
 @pytest.mark.parametrize("option", ["width=4", "depth=1"])
 def test_unknown_model_options_list_what_exists(option: str) -> None:
     with pytest.raises(ValueError, match="hidden_layers"):
-        make_device(SETTINGS.replace(model_options=option), 0, MemoryState(), MemoryState())
+        made(SETTINGS.replace(model_options=option), 0)

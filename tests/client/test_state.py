@@ -15,8 +15,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from client.app import ContextState
-from client.identity import kept
-from client.state import FORGOTTEN, DirectoryState, Keeping, MemoryState, PrivateState, forget_runs, outdated
+from client.state import FORGOTTEN, DirectoryState, MemoryState, PrivateState, ResumableState, forget_runs, outdated
 from models import save_arrays
 
 #: Where a backend keeps things; a second call is the same device after a restart (or in its next message).
@@ -112,7 +111,6 @@ class TestEveryBackend:
             backend().save(key, round, entry(1))
         assert backend().tags() == {"bbn_pfedbbn.x-1": [2], "t": [9, 10]}
         assert list(backend().tags()) == ["bbn_pfedbbn.x-1", "t"]
-        assert kept(backend(), backend()) == {"kept-keys": ["bbn_pfedbbn.x-1", "t", "t"], "kept-tags": [2, 9, 10]}
 
     def test_what_was_saved_or_loaded_may_be_written_to(self, backend: Open) -> None:
         mine = entry(1)
@@ -160,7 +158,7 @@ class TestKeep:
         state = make(tmp_path)
         for round in range(1, 20):
             checkpoints = list(range(3, round, 3))[-2:]
-            Keeping(state, checkpoints).save("t", round, entry(round))
+            ResumableState(state, checkpoints).save("t", round, entry(round))
             assert [value_of(state, one) for one in checkpoints] == checkpoints
             assert value_of(state, round) == round
             if round > 1:
@@ -173,8 +171,8 @@ class TestKeep:
         state = make(tmp_path)
         for round in (1, 2, 5, 6, 7):  # not drawn in 3 and 4
             state.save("t", round, entry(round), keep=[0, 4])
-        assert Keeping(state, []).tags() == {"t": [2, 6, 7]}
-        assert value_of(Keeping(state, []), 4) == 2
+        assert ResumableState(state, []).tags() == {"t": [2, 6, 7]}
+        assert value_of(ResumableState(state, []), 4) == 2
         state.save("t", 4, entry(40), keep=[3])  # gone back
         assert state.tags() == {"t": [2, 4]}
 
@@ -182,7 +180,7 @@ class TestKeep:
 def test_flowers_context_keeps_two_whatever_the_server_could_go_back_to() -> None:
     state = ContextState(RecordDict())
     for round in range(1, 8):
-        Keeping(state, [2]).save("t", round, entry(round))
+        ResumableState(state, [2]).save("t", round, entry(round))
     assert state.tags() == {"t": [6, 7]}
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from client import streams
-from client.runtime import federation_of
-from client.streams import batch_of, streams_of
+from client import adaptation
+from client.adaptation import batch_of, streams_of
+from client.resources import federation_of
 from data import CORRUPTIONS, corruption_streams
 from settings import Settings
 
@@ -61,7 +61,7 @@ def test_a_batch_is_rendered_once_and_may_be_changed(monkeypatch: pytest.MonkeyP
         patched.setattr(type(stream), "batch", None)  # nothing is corrupted again
         again, _, _ = batch_of(stream, 1, 3, CPU)
     assert torch.equal(again, kept)
-    streams._rendered.cache_clear()
+    adaptation._rendered.cache_clear()
     assert torch.equal(batch_of(stream, 1, 3, CPU)[0], kept)
 
 

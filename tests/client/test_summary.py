@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.special import entr, softmax
 from torch import nn
 
-from client.summary import summarise
+from client.statistics import summarise
 from models import TwoHead
 from tests.client.tiny import CLASSES, FEATURES, images, network
 

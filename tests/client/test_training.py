@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn import functional
 
 from client import training
-from client.objectives import balanced_softmax, cross_entropy
-from client.randomness import generator
 from client.training import (
+    balanced_softmax,
+    cross_entropy,
     epoch,
+    generator,
     has_batchnorm,
     mean_loss,
     optimizer,
@@ -28,7 +29,7 @@ from client.training import (
 )
 from data import crop_flip
 from models import TwoHead
-from tests.client.tiny import CLASSES, changed, network, picture_set, settings, snapshot, training_set
+from tests.client.tiny import CLASSES, changed, image_set, network, settings, snapshot, training_set
 
 
 def draw(seed: int = 0) -> torch.Generator:
@@ -152,10 +153,8 @@ def test_two_steps_of_fedprox_are_the_hand_computation() -> None:
         p = np.exp(x @ w.T + b) / np.exp(x @ w.T + b).sum(1, keepdims=True)
         objective = float(-np.log((p * y).sum(1)).mean())
         w, b = w - 0.3 * ((p - y).T @ x / 12 + 2 * (w - start[0])), b - 0.3 * ((p - y).mean(0) + 2 * (b - start[1]))
-    options = settings(
-        batch_size=12, learning_rate=0.3, weight_decay=0.0, local_epochs=2, aggregation="fedprox", proximal_mu=2.0
-    )
-    loss = train_network(model, data, cross_entropy, options, draw())
+    options = settings(batch_size=12, learning_rate=0.3, weight_decay=0.0, local_epochs=2)
+    loss = train_network(model, data, cross_entropy, options, draw(), proximal_mu=2.0)
     np.testing.assert_allclose(model.head.weight.detach().numpy(), w, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(model.head.bias.detach().numpy(), b, rtol=1e-5, atol=1e-7)
     assert loss == pytest.approx(objective, rel=1e-6)
@@ -164,9 +163,9 @@ def test_two_steps_of_fedprox_are_the_hand_computation() -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_fedprox_without_its_pull_is_fedavg_bit_for_bit(norm: bool) -> None:
     models = [network(norm) for _ in range(3)]
-    for model, aggregation, mu in zip(models, ("fedavg", "fedprox", "fedprox"), (5.0, 0.0, 5.0), strict=True):
-        options = settings(local_epochs=2, aggregation=aggregation, proximal_mu=mu)
-        train_network(model, picture_set(40), cross_entropy, options, draw(3))
+    pulls: tuple[dict[str, float], ...] = ({}, {"proximal_mu": 0.0}, {"proximal_mu": 5.0})
+    for model, pull in zip(models, pulls, strict=True):
+        train_network(model, image_set(40), cross_entropy, settings(local_epochs=2), draw(3), **pull)
     plain, without, pulled = (snapshot(model) for model in models)
     assert all(torch.equal(plain[name], without[name]) for name in plain)
     assert not torch.equal(plain["head.weight"], pulled["head.weight"])
@@ -174,7 +173,7 @@ def test_fedprox_without_its_pull_is_fedavg_bit_for_bit(norm: bool) -> None:
 
 @pytest.mark.parametrize("objective", [cross_entropy, balanced_softmax])
 def test_the_loss_of_what_was_received_is_over_all_samples_in_evaluation_mode(objective: Any) -> None:
-    data, model = picture_set(21), network(norm=True)
+    data, model = image_set(21), network(norm=True)
     model.train()
     before = snapshot(model)
     loss = mean_loss(model, data, objective, batch_size=8)  # 8 + 8 + 5
@@ -211,7 +210,7 @@ OPTIMISERS: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("objective", [cross_entropy, balanced_softmax])
 def test_local_training_is_torchs_own_optimiser_over_the_epochs(name: str, objective: Any) -> None:
     changes, make = OPTIMISERS[name]
-    data = picture_set(20)
+    data = image_set(20)
     model, twin = network(), network()
     train_network(model, data, objective, settings(local_epochs=3, **changes), draw(4))
 
@@ -248,7 +247,7 @@ def test_optimiser_state_is_fresh_in_every_call(name: str) -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_personal_phase_changes_the_personal_head_only(norm: bool) -> None:
-    model, data = network(norm), picture_set(20)
+    model, data = network(norm), image_set(20)
     model.train()  # the phase itself must see to evaluation mode
     before = snapshot(model)
     train_personal_head(model, data, settings(personal_epochs=2, momentum=0.9), draw())
@@ -259,7 +258,7 @@ def test_the_personal_phase_changes_the_personal_head_only(norm: bool) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("objective", [cross_entropy, balanced_softmax])
 def test_local_training_leaves_the_personal_head_alone(norm: bool, objective: Any) -> None:
-    model, data = network(norm), picture_set(20)
+    model, data = network(norm), image_set(20)
     before = snapshot(model)
     train_network(model, data, objective, settings(momentum=0.9), draw())
     assert changed(before, model) == set(before) - {"personal_head.weight"}
@@ -267,7 +266,7 @@ def test_local_training_leaves_the_personal_head_alone(norm: bool, objective: An
 
 
 def test_the_personal_head_learns_by_plain_cross_entropy_on_frozen_features() -> None:
-    model, twin, data = network(norm=True), network(norm=True), picture_set(20)
+    model, twin, data = network(norm=True), network(norm=True), image_set(20)
     loss = train_personal_head(model, data, settings(personal_epochs=2, weight_decay=0.01), draw(2))
 
     twin.eval()
@@ -287,7 +286,7 @@ def test_the_personal_head_learns_by_plain_cross_entropy_on_frozen_features() ->
 def test_no_personal_epochs_change_nothing() -> None:
     model = network()
     before = snapshot(model)
-    train_personal_head(model, picture_set(5), settings(personal_epochs=0), draw())
+    train_personal_head(model, image_set(5), settings(personal_epochs=0), draw())
     assert not changed(before, model)
 
 
@@ -295,7 +294,7 @@ def test_no_personal_epochs_change_nothing() -> None:
 
 
 def test_a_single_sample_moves_a_network_only_without_batchnorm() -> None:
-    data, plain, normed = picture_set(1), network(), network(norm=True)
+    data, plain, normed = image_set(1), network(), network(norm=True)
     before, normed_before = snapshot(plain), snapshot(normed)
     train_network(plain, data, cross_entropy, settings(), draw())
     loss = train_network(normed, data, cross_entropy, settings(), draw())
@@ -307,7 +306,7 @@ def test_a_single_sample_moves_a_network_only_without_batchnorm() -> None:
 
 
 def test_a_last_batch_of_one_is_dropped_with_batchnorm() -> None:
-    data, model = picture_set(9), network(norm=True)
+    data, model = image_set(9), network(norm=True)
     train_network(model, data, cross_entropy, settings(batch_size=4, local_epochs=2), draw())
     assert int(model.state_dict()["encoder.norm.num_batches_tracked"]) == 2 * 2
 
@@ -316,7 +315,7 @@ def test_batches_of_one_are_refused_with_batchnorm() -> None:
     model = network(norm=True)
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"batch-size = 1.*BatchNorm"):
-        train_network(model, picture_set(4), cross_entropy, settings(batch_size=1), draw())
+        train_network(model, image_set(4), cross_entropy, settings(batch_size=1), draw())
     assert not changed(before, model)
 
 
@@ -333,7 +332,7 @@ def test_batchnorm_is_told_from_other_normalisations() -> None:
 @pytest.mark.parametrize("train", ["local", "personal"])
 @pytest.mark.parametrize("batch_size", [4, 20])  # with 20, the one step of the epoch spoils what comes after it
 def test_divergence_is_an_error(train: str, batch_size: int) -> None:
-    model, data = network(), picture_set(20)
+    model, data = network(), image_set(20)
     with torch.no_grad():
         model.encoder.fc.weight *= 1e3  # large features, so large gradients of the heads
     options = settings(learning_rate=1e38, batch_size=batch_size)
@@ -348,7 +347,7 @@ def test_equal_generators_give_equal_bits_whatever_the_global_seed() -> None:
     trained = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        model, data = network(norm=True), picture_set(40)
+        model, data = network(norm=True), image_set(40)
         data = training.TrainingSet(data.index, data.pixels, data.labels, data.counts, crop_flip)
         train_personal_head(model, data, settings(), draw(1))
         train_network(model, data, cross_entropy, settings(), draw(2))
@@ -357,14 +356,14 @@ def test_equal_generators_give_equal_bits_whatever_the_global_seed() -> None:
 
 
 def test_another_generator_gives_another_network() -> None:
-    data, models = picture_set(40), [network(), network()]
+    data, models = image_set(40), [network(), network()]
     for seed, model in enumerate(models):
         train_network(model, data, cross_entropy, settings(), draw(seed))
     assert "head.weight" in changed(snapshot(models[0]), models[1])
 
 
 def test_autocast_trains_float32_weights_close_to_full_precision() -> None:
-    data, models = picture_set(40), [network(), network()]
+    data, models = image_set(40), [network(), network()]
     for model, on in zip(models, (False, True), strict=True):
         train_personal_head(model, data, settings(autocast=on), draw())
         loss = train_network(model, data, balanced_softmax, settings(autocast=on), draw())

@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from client.evaluation import Row
-from client.local_data import training_set
-from client.objectives import cross_entropy
-from client.randomness import generator
-from client.rules import RULES, Local
-from client.state import Arrays
-from client.task import Task
+from client.algorithms import ALGORITHMS, LocalContext
+from client.training import TrainingSet, cross_entropy, generator
+from messages.arrays import Arrays
+from messages.requests import AdapterRow as Row
 from models import TwoHead
 from tests.client import tiny
-from tests.client.tiny import device, global_arrays, network, same, state_of
+from tests.client.tiny import Task, device, global_arrays, network, same, state_of
 
 HEAD = {"head.weight", "head.bias"}
 NORM = {f"encoder.norm.{part}" for part in ("weight", "bias", "running_mean", "running_var")}
@@ -26,15 +23,17 @@ NORM = {f"encoder.norm.{part}" for part in ("weight", "bias", "running_mean", "r
 
 def task(rule: str, kept: Iterable[str] = (), norm: bool = False, **more: Any) -> Task:
     names = set(network(norm=norm).global_state())
-    return Task("t", rule, joined=frozenset(names - set(kept)), **more)
+    return Task("t", rule, aggregated=frozenset(names - set(kept)), **more)
 
 
 def shared(arrays: Arrays, what: Task) -> Arrays:
-    assert what.joined is not None
-    return {name: value for name, value in arrays.items() if name in what.joined}
+    assert what.aggregated is not None
+    return {name: value for name, value in arrays.items() if name in what.aggregated}
 
 
-@pytest.mark.parametrize(("rule", "kept"), [("own", HEAD), ("fedrep", HEAD), ("own", NORM), ("own", HEAD | NORM)])
+@pytest.mark.parametrize(
+    ("rule", "kept"), [("personalized", HEAD), ("fedrep", HEAD), ("personalized", NORM), ("personalized", HEAD | NORM)]
+)
 def test_what_is_kept_is_not_sent_and_goes_on_from_round_to_round(rule: str, kept: set[str]) -> None:
     """Two rounds with what is shared alone equal two rounds in which the server sends the kept arrays back."""
     what, whole = task(rule, kept, norm=True), task(rule, norm=True)
@@ -53,7 +52,7 @@ def test_what_is_kept_is_not_sent_and_goes_on_from_round_to_round(rule: str, kep
 
 
 def test_kept_arrays_go_before_those_of_a_server_that_sends_all_again() -> None:
-    what = task("own", HEAD)
+    what = task("personalized", HEAD)
     client, other = device(), device()
     first = global_arrays(network(seed=4))
     sent, _ = client.train(1, what, first)
@@ -62,12 +61,12 @@ def test_kept_arrays_go_before_those_of_a_server_that_sends_all_again() -> None:
     two, _ = other.train(2, what, {**first, **sent})  # as to a client whose reply was lost
     assert same(one, two)
     # at the end, where all arrays are the server's, what it sends counts
-    _, (result,) = client.evaluate(2, Task("t", "own"), first, None, [Row("a", "none")], ["original"])
-    _, (plain,) = device().evaluate(1, Task("t", "own"), first, None, [Row("a", "none")], ["original"])
+    _, (result,) = client.evaluate(2, Task("t", "personalized"), first, None, [Row("a", "none")], ["original"])
+    _, (plain,) = device().evaluate(1, Task("t", "personalized"), first, None, [Row("a", "none")], ["original"])
     assert result["correct"] == plain["correct"]
 
 
-@pytest.mark.parametrize("rule", list(RULES))
+@pytest.mark.parametrize("rule", list(ALGORITHMS))
 def test_a_process_of_its_own_for_every_message_gives_the_same_bits(rule: str) -> None:
     """A network that has just been built is in training mode; one that has been used before is not."""
     sent = []
@@ -82,18 +81,18 @@ def test_a_process_of_its_own_for_every_message_gives_the_same_bits(rule: str) -
 
 
 def test_a_client_that_has_never_had_an_array_says_so() -> None:
-    what = task("own", HEAD)
+    what = task("personalized", HEAD)
     with pytest.raises(ValueError, match=r"missing \['head.weight', 'head.bias'\], which this client has not kept"):
         device().train(1, what, shared(global_arrays(network()), what))
 
 
-@pytest.mark.parametrize("rule", ["joint", "ditto", "apfl", "classifier"])
+@pytest.mark.parametrize("rule", ["fedavg", "ditto", "apfl", "classifier"])
 def test_personalised_rows_get_what_the_rule_makes(rule: str) -> None:
     client, what = device(local_epochs=2), task(rule)
     arrays = global_arrays(network(seed=4))
     for round in (1, 2):
         arrays, _ = client.train(round, what, arrays)
-    rows = [Row("own", "none", base="personalised"), Row("global", "none")]
+    rows = [Row("personalized", "none", base="personalised"), Row("global", "none")]
     _, results = client.evaluate(3, what, arrays, None, rows, ["original", "out_of_client"])
     found = {(one["method"], one["shift"]): one["correct"] for one in results}
 
@@ -102,13 +101,13 @@ def test_personalised_rows_get_what_the_rule_makes(rule: str) -> None:
     own = {name[4:]: torch.tensor(value) for name, value in private.items() if name.startswith("own.")}
     model = network()
     model.load_global_state({name: torch.tensor(value) for name, value in arrays.items()})
-    data = training_set(client.federation, 0, client.settings, client.device)
+    data = TrainingSet.of_client(client.federation, 0, client.settings, client.device)
     draw = generator(client.settings.seed, "personalise", 3, 0)
     before = tiny.snapshot(model)
     correct = {"global": right(model, client, "original")}
-    RULES[rule].personalise(Local(model, data, cross_entropy, client.settings, draw, own))
+    ALGORITHMS[rule].personalize(LocalContext(model, data, cross_entropy, client.settings, draw, own))
     assert tiny.changed(before, model)
-    correct["own"] = right(model, client, "original")
+    correct["personalized"] = right(model, client, "original")
     assert {name: found[name, "original"] for name in correct} == correct
 
 

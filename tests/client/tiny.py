@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,17 @@ import torch
 from torch import nn
 
 from client.device import Device
-from client.state import Arrays, MemoryState, PrivateState
-from client.task import Task
+from client.node import Node, make_device
+from client.serving import Served
+from client.state import MemoryState, NetworkStore, PrivateState, private_folder
 from client.training import TrainingSet
 from data import Federation, Images, Role
 from data.split import Split
+from messages.arrays import Arrays
+from messages.replies import Evaluated
+from messages.requests import Adapt, AdapterRow, Evaluate, Identify, RefineRates, Summarize, Train, TrainingTask
 from models import TwoHead
-from settings import Settings
+from settings import Settings, to_json
 
 CLASSES = 3
 FEATURES = 6
@@ -52,8 +58,8 @@ def federation(count: int = 120, clients: int = 3, seed: int = 1) -> Federation:
     return Federation.create(images(count), clients, scheme="iid", seed=seed)
 
 
-def federation_of_splits(pictures: Images, *sizes: tuple[int, int, int]) -> Federation:
-    """Deal pictures out in order: (train, validation, test) sizes for each client."""
+def federation_of_splits(images_: Images, *sizes: tuple[int, int, int]) -> Federation:
+    """Deal images_ out in order: (train, validation, test) sizes for each client."""
     splits, at = [], 0
     for client in sizes:
         parts = []
@@ -61,7 +67,7 @@ def federation_of_splits(pictures: Images, *sizes: tuple[int, int, int]) -> Fede
             parts.append(np.arange(at, at + size))
             at += size
         splits.append(Split(*parts))
-    return Federation(pictures, tuple(splits), 1)
+    return Federation(images_, tuple(splits), 1)
 
 
 def network(
@@ -83,6 +89,113 @@ def network(
         return TwoHead(nn.Sequential(layers), FEATURES, classes, rotation_head=rotation)
 
 
+@dataclass(frozen=True)
+class Task:
+    """A training task, and the names of the arrays that are aggregated (None: all)."""
+
+    training: str
+    algorithm: str = "fedavg"
+    objective: str = "cross_entropy"
+    aggregated: Collection[str] | None = None
+
+    @property
+    def wire(self) -> TrainingTask:
+        return TrainingTask(self.training, self.algorithm, self.objective)
+
+
+class Client:
+    """A device with short calls: each makes the request and returns arrays and values of the reply."""
+
+    def __init__(self, device: Device) -> None:
+        self.inner = device
+        self.about: dict[str, Any] = {"settings": to_json(device.settings), "run": "run1"}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def serve(self, round: int, task: Task, arrays: Arrays, statistics: Arrays | None, row: AdapterRow) -> Served:
+        return self.inner.serve(self.evaluation(round, task, arrays, statistics, [row], []), row)
+
+    def describe(self) -> dict[str, Any]:
+        values = self.inner.identify(Identify(**self.about)).to_record().values
+        return {key: value for key, value in values.items() if key not in ("num-examples", "saved")}
+
+    def request(
+        self, round: int, task: Task, arrays: Arrays, proximal_mu: float = 0.0, client_metrics: Sequence[str] = ()
+    ) -> Train:
+        aggregated = None if task.aggregated is None else sorted(task.aggregated)
+        more: dict[str, Any] = {"aggregated": aggregated, "client_metrics": list(client_metrics)}
+        return Train(round=round, task=task.wire, arrays=arrays, proximal_mu=proximal_mu, **more, **self.about)
+
+    def train(
+        self, round: int, task: Task, arrays: Arrays, lend: bool = False, **more: Any
+    ) -> tuple[Arrays, dict[str, Any]]:
+        reply = replace(self.inner, lends=lend).train(self.request(round, task, arrays, **more))
+        return reply.arrays, reply.to_record().values
+
+    def statistics(
+        self, round: int, task: Task, arrays: Arrays, wanted: Collection[str] = ()
+    ) -> tuple[Arrays, dict[str, Any]]:
+        request = Summarize(round=round, task=task.wire, arrays=arrays, wanted=list(wanted), **self.about)
+        reply = self.inner.summarize(request)
+        return reply.statistics, reply.to_record().values
+
+    def refine_rates(
+        self, round: int, arrays: Arrays, rates: Mapping[str, float], variant: Any, network: str = "net"
+    ) -> tuple[dict[str, float], dict[str, Any]]:
+        start = {name: np.asarray(value, np.float64) for name, value in rates.items()}
+        request = RefineRates(round=round, variant=variant, network=network, arrays=arrays, rates=start, **self.about)
+        reply = self.inner.refine_rates(request)
+        return {name: float(value) for name, value in reply.rates.items()}, reply.to_record().values
+
+    def adapt(self, round: int, cell: str, arrays: Arrays, row: AdapterRow, **more: Any) -> Any:
+        about = {"share": "all", "network": "net", "send_normalization": True, "send_start": True}
+        return self.inner.adapt(
+            Adapt(round=round, cell=cell, arrays=arrays, row=row, **{**about, **more}, **self.about)
+        )
+
+    def evaluate(
+        self,
+        round: int,
+        task: Task,
+        arrays: Arrays,
+        statistics: Arrays | None,
+        rows: Sequence[AdapterRow],
+        shifts: Sequence[str],
+        rates: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> tuple[dict[str, int], list[dict[str, Any]]]:
+        reply = self.inner.evaluate(self.evaluation(round, task, arrays, statistics, rows, shifts, rates))
+        return {"checked": reply.checked, "leaked": reply.leaked}, results_of(reply)
+
+    def evaluation(
+        self,
+        round: int,
+        task: Task,
+        arrays: Arrays,
+        statistics: Arrays | None,
+        rows: Sequence[AdapterRow],
+        shifts: Sequence[str],
+        rates: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> Evaluate:
+        numbers = {
+            variant: {name: np.asarray(value, np.float64) for name, value in one.items()}
+            for variant, one in (rates or {}).items()
+        }
+        more: dict[str, Any] = {"rows": list(rows), "shifts": list(shifts), "rates": numbers}
+        return Evaluate(round=round, task=task.wire, arrays=arrays, statistics=statistics, **more, **self.about)
+
+
+def results_of(reply: Evaluated) -> list[dict[str, Any]]:
+    """Return the results of an evaluation as dictionaries, without what they do not have."""
+    found = []
+    for one in reply.results:
+        weights = {"weight_histogram": one.weight_histogram, "weight_mean": one.weight_mean}
+        known = {"correct": one.correct, "total": one.total, "seconds": one.seconds, **one.metrics}
+        weights = {key: value for key, value in weights.items() if value is not None}
+        found.append({"method": one.label, "shift": one.shift, **known, **weights})
+    return found
+
+
 def device(
     partition: int = 0,
     state: PrivateState | None = None,
@@ -92,19 +205,28 @@ def device(
     memory: PrivateState | None = None,
     role: Role | None = None,
     **changes: Any,
-) -> Device:
-    own = federation() if world is None else world
-    return Device(
-        own,
-        partition,
-        network() if model is None else model,
-        MemoryState() if state is None else state,
-        MemoryState() if memory is None else memory,
-        settings(**changes),
-        torch.device("cpu"),
-        own.roles[partition] if role is None else role,
-        natural,
+) -> Client:
+    own, chosen = federation() if world is None else world, settings(**changes)
+    return Client(
+        Device(
+            own,
+            partition,
+            network() if model is None else model,
+            MemoryState() if state is None else state,
+            MemoryState() if memory is None else memory,
+            chosen,
+            torch.device("cpu"),
+            own.roles[partition] if role is None else role,
+            NetworkStore(private_folder(chosen) / "networks"),
+            natural,
+        )
     )
+
+
+def made(settings: Settings, partition: int, role: str | None = None) -> Client:
+    """Return the device that a node makes for a request with these settings."""
+    node = Node(partition, settings.clients, MemoryState(), role, memory=MemoryState())
+    return Client(make_device(Identify(settings=to_json(settings), run="run1"), node))
 
 
 def global_arrays(model: TwoHead) -> dict[str, np.ndarray]:
@@ -119,12 +241,12 @@ def training_set(count: int, shape: tuple[int, ...] = (1, 1, 1), classes: int = 
     return TrainingSet(np.arange(count), pixels, labels, torch.bincount(labels, minlength=classes))
 
 
-def picture_set(count: int) -> TrainingSet:
+def image_set(count: int) -> TrainingSet:
     """A training split of `images`."""
-    pictures = images(count)
-    labels = torch.tensor(pictures.labels)
+    images_ = images(count)
+    labels = torch.tensor(images_.labels)
     return TrainingSet(
-        np.arange(count), torch.tensor(pictures.pixels), labels, torch.bincount(labels, minlength=CLASSES)
+        np.arange(count), torch.tensor(images_.pixels), labels, torch.bincount(labels, minlength=CLASSES)
     )
 
 
@@ -141,12 +263,12 @@ def same(one: Arrays, other: Arrays) -> bool:
     return set(one) == set(other) and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
-def state_of(device: Device) -> MemoryState:
+def state_of(device: Client | Device) -> MemoryState:
     assert isinstance(device.state, MemoryState)
     return device.state
 
 
-def through_statistics(client: Device, rounds: int = 2) -> tuple[Arrays, Arrays]:
+def through_statistics(client: Client, rounds: int = 2) -> tuple[Arrays, Arrays]:
     """Train alone for some rounds and take statistics in the next one."""
     arrays = global_arrays(network(seed=9))
     for round in range(1, rounds + 1):

@@ -10,23 +10,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from client.local_data import contrastive_views
-from client.rules import contrastive as rounds
-from client.rules.base import Local
-from client.rules.contrastive import Classifier, Contrastive
-from client.rules.rotation import Rotation
+from client.algorithms import fedicon as rounds
+from client.algorithms.base import LocalContext
+from client.algorithms.fedicon import Classifier, Contrastive
+from client.algorithms.ttt import TTT
+from client.training import contrastive_views
 from data import DATASETS
 from models import TwoHead
 from settings import Settings
-from tests.client.test_rules import assert_close, batches, both, descend, draw, network64, objective, options, shared
-from tests.client.test_rules import turn as plain_turn
+from tests.client.test_algorithms import (
+    assert_close,
+    batches,
+    both,
+    descend,
+    draw,
+    network64,
+    objective,
+    options,
+    shared,
+)
+from tests.client.test_algorithms import turn as plain_turn
 from tests.client.tiny import network
 from tta.contrastive_views import ContrastiveViews
 
 EPOCHS, TEMPERATURE = 2, 0.3
 
 
-def turn(model: TwoHead, **changes: Any) -> Local:
+def turn(model: TwoHead, **changes: Any) -> LocalContext:
     return plain_turn(model, temperature=TEMPERATURE, **changes)
 
 
@@ -65,7 +75,7 @@ def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels
     assert_close(model, twin)
     assert loss == pytest.approx(mean)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    Contrastive(with_labels).personalise(turn(model))
+    Contrastive(with_labels).personalize(turn(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
@@ -84,7 +94,7 @@ def test_classifier_rounds_and_the_clients_own_classifier(norm: bool) -> None:
     for x, y in batches(EPOCHS, g, 1):
         descend(head, torch.autograd.grad(objective(twin(x), y), head))
     assert_close(model, twin)
-    Classifier().personalise(turn(model, seed=5, classifier_epochs=3))
+    Classifier().personalize(turn(model, seed=5, classifier_epochs=3))
     g = draw(5)
     for x, y in batches(3, g, 1):
         descend(head, torch.autograd.grad(objective(twin(x), y), head))
@@ -95,7 +105,7 @@ def test_classifier_rounds_and_the_clients_own_classifier(norm: bool) -> None:
 @pytest.mark.parametrize("weight", [0.0, 0.7])
 def test_rotations_are_told_apart_beside_the_classes(norm: bool, weight: float) -> None:
     model, twin = (network(norm, rotation=True).double() for _ in range(2))
-    loss, g = Rotation().train(turn(model, rotation_weight=weight)), draw(3)
+    loss, g = TTT().train(turn(model, rotation_weight=weight)), draw(3)
     assert twin.rotation_head is not None
     weights = [*shared(twin), *twin.rotation_head.parameters()]
     twin.train()

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from client.objectives import balanced_softmax
-from client.rules import RULES, rule
-from client.rules.apfl import APFL
-from client.rules.base import Local
-from client.rules.fedrep import FedRep
+from client.algorithms import ALGORITHMS, find_algorithm
+from client.algorithms.apfl import APFL
+from client.algorithms.base import LocalContext
+from client.algorithms.fedrep import FedRep
+from client.training import balanced_softmax
 from models import TwoHead
-from tests.client.tiny import changed, network, picture_set, settings, snapshot
+from tests.client.tiny import changed, image_set, network, settings, snapshot
 
 COUNT, BATCH, EPOCHS = 9, 4, 2
-EVERY = list(RULES)
+EVERY = list(ALGORITHMS)
 both = pytest.mark.parametrize("norm", [False, True])
 #: Beginnings of the names that a rule leaves as they are; the personal head, for those that are not here.
 LEFT = {
@@ -30,24 +30,26 @@ LEFT = {
 
 def made_for(name: str, norm: bool = False, seed: int = 0) -> TwoHead:
     """A network with all that a rule trains."""
-    return network(norm, seed, rotation=name == "rotation")
+    return network(norm, seed, rotation=name == "ttt")
 
 
-def turn(model: Any, seed: int = 3, own: dict[str, Tensor] | None = None, count: int = COUNT, **changes: Any) -> Local:
+def turn(
+    model: Any, seed: int = 3, own: dict[str, Tensor] | None = None, count: int = COUNT, **changes: Any
+) -> LocalContext:
     options = settings(**{"learning_rate": 0.05, "batch_size": BATCH, "local_epochs": EPOCHS, **changes})
     draw = torch.Generator().manual_seed(seed)
-    return Local(model.eval(), picture_set(count), balanced_softmax, options, draw, {} if own is None else own)
+    return LocalContext(model.eval(), image_set(count), balanced_softmax, options, draw, {} if own is None else own)
 
 
 def test_rules_by_name() -> None:
     assert EVERY == [
-        "joint", "own", "fedrep", "ditto", "apfl", "fedrod",
-        "rotation", "supervised_contrastive", "self_contrastive", "classifier",
+        "fedavg", "personalized", "fedrep", "ditto", "apfl", "fedrod",
+        "ttt", "supervised_contrastive", "self_contrastive", "classifier",
     ]  # fmt: skip
-    assert rule("apfl") is RULES["apfl"]
-    assert {name for name in EVERY if RULES[name].uses_personal_head} == {"joint", "own", "rotation"}
-    with pytest.raises(ValueError, match="unknown rule 'scaffold'; there are: joint, own, fedrep"):
-        rule("scaffold")
+    assert find_algorithm("apfl") is ALGORITHMS["apfl"]
+    assert {name for name in EVERY if ALGORITHMS[name].uses_personal_head} == {"fedavg", "personalized", "ttt"}
+    with pytest.raises(ValueError, match="unknown local algorithm 'scaffold'; there are: fedavg, personalized, fedrep"):
+        find_algorithm("scaffold")
     for bad in (lambda: FedRep(0), lambda: APFL(-0.1), lambda: APFL(float("nan"))):
         with pytest.raises(ValueError, match="allowed is"):
             bad()
@@ -59,17 +61,17 @@ def test_what_a_turn_changes(name: str, norm: bool) -> None:
     model = made_for(name, norm)
     grads = {n: p.requires_grad for n, p in model.named_parameters()}
     before, local = snapshot(model), turn(model, momentum=0.9)
-    loss = rule(name).train(local)
+    loss = find_algorithm(name).train(local)
     assert loss > 0
     assert not model.training
     left = LEFT.get(name, ("personal_head.",))
     assert changed(before, model) == {key for key in before if not key.startswith(left)}
-    if norm and name == "rotation":  # a batch of turned images follows every batch
+    if norm and name == "ttt":  # a batch of turned images follows every batch
         assert int(model.state_dict()["encoder.norm.num_batches_tracked"]) == 2 * 2 * EPOCHS
     elif norm and name != "classifier":  # 9 samples in batches of 4: the last one is left out
         epochs = 1 if name == "fedrep" else EPOCHS
         assert int(model.state_dict()["encoder.norm.num_batches_tracked"]) == 2 * epochs
-    rule(name).personalise(local)
+    find_algorithm(name).personalize(local)
     assert not model.training
     assert {n: p.requires_grad for n, p in model.named_parameters()} == grads
     assert bool(local.own) == (name in ("ditto", "apfl"))
@@ -85,10 +87,10 @@ def test_two_rounds_are_the_same_bits_after_storage(name: str, autocast: bool) -
         own: dict[str, Tensor] = {}
         for round in (1, 2):
             model = made_for(name, True, round)
-            rule(name).train(turn(model, seed=round, own=own, autocast=autocast))
+            find_algorithm(name).train(turn(model, seed=round, own=own, autocast=autocast))
             if store:
                 own = {key: torch.tensor(value.numpy().copy()) for key, value in own.items()}
-        rule(name).personalise(turn(model, seed=9, own=own, autocast=autocast))
+        find_algorithm(name).personalize(turn(model, seed=9, own=own, autocast=autocast))
         results.append((model, own))
     (one, first), (other, second) = results
     assert not changed(snapshot(one), other)
@@ -99,12 +101,12 @@ def test_two_rounds_are_the_same_bits_after_storage(name: str, autocast: bool) -
 @pytest.mark.parametrize("name", EVERY)
 def test_divergence_is_an_error_and_leaves_no_trace(name: str) -> None:
     model, own = made_for(name), {}
-    rule(name).train(turn(model, own=own))
+    find_algorithm(name).train(turn(model, own=own))
     kept = {key: value.clone() for key, value in own.items()}
     with torch.no_grad():
         model.encoder.fc.weight *= 1e3
     with pytest.raises(FloatingPointError, match="diverged"):
-        rule(name).train(turn(model, own=own, learning_rate=1e38))
+        find_algorithm(name).train(turn(model, own=own, learning_rate=1e38))
     assert set(own) == set(kept)
     assert all(torch.equal(own[key], kept[key]) for key in kept)
 
@@ -114,30 +116,30 @@ def test_batchnorm_needs_two_samples(name: str) -> None:
     model = made_for(name, norm=True)
     before = snapshot(model)
     if name == "classifier":  # the encoder stays in evaluation mode
-        assert rule(name).train(turn(model, batch_size=1)) > 0
+        assert find_algorithm(name).train(turn(model, batch_size=1)) > 0
         return
     with pytest.raises(ValueError, match=r"batch-size = 1.*BatchNorm"):
-        rule(name).train(turn(model, batch_size=1))
+        find_algorithm(name).train(turn(model, batch_size=1))
     assert not changed(before, model)
     one = turn(model, count=1)
-    assert rule(name).train(one) == 0
+    assert find_algorithm(name).train(one) == 0
     assert changed(before, model) == ({"head.weight", "head.bias"} if name == "fedrep" else set())
-    rule(name).personalise(one)
+    find_algorithm(name).personalize(one)
 
 
 @pytest.mark.parametrize("name", ["ditto", "apfl"])
 def test_private_tensors_that_do_not_fit_are_refused(name: str) -> None:
     own: dict[str, Tensor] = {}
     before = snapshot(network())
-    rule(name).personalise(turn(model := network()))
+    find_algorithm(name).personalize(turn(model := network()))
     assert not changed(before, model), "a client that never trained tests with what it received"
-    rule(name).train(turn(model, own=own))
+    find_algorithm(name).train(turn(model, own=own))
     for key, message in ((f"{name}.head.bias", r"missing \['head.bias'\]"), ("apfl.alpha", "apfl.alpha = None")):
         if key in own:
             with pytest.raises(ValueError, match=message):
-                rule(name).train(turn(network(), own={k: value for k, value in own.items() if k != key}))
+                find_algorithm(name).train(turn(network(), own={k: value for k, value in own.items() if k != key}))
     if name == "apfl":
         with pytest.raises(ValueError, match="no model that belongs to it"):
             APFL().train(turn(network(), own={"apfl.alpha": own["apfl.alpha"]}))
         with pytest.raises(ValueError, match="expected is one number from 0 to 1"):
-            APFL().personalise(turn(network(), own={**own, "apfl.alpha": torch.tensor([1.5])}))
+            APFL().personalize(turn(network(), own={**own, "apfl.alpha": torch.tensor([1.5])}))

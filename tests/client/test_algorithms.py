@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from client.objectives import balanced_softmax
-from client.rules.apfl import APFL
-from client.rules.base import Local
-from client.rules.ditto import Ditto
-from client.rules.fedrep import FedRep
-from client.rules.fedrod import FedRoD
-from client.rules.joint import Joint
-from client.training import TrainingSet, train_network
+from client.algorithms.apfl import APFL
+from client.algorithms.base import LocalContext
+from client.algorithms.ditto import Ditto
+from client.algorithms.fedavg import FedAvg
+from client.algorithms.fedrep import FedRep
+from client.algorithms.fedrod import FedRoD
+from client.training import TrainingSet, balanced_softmax, train_network
 from models import TwoHead
 from settings import Settings
-from tests.client.tiny import changed, network, picture_set, settings, snapshot
+from tests.client.tiny import changed, image_set, network, settings, snapshot
 
 RATE, DECAY, BATCH, COUNT, EPOCHS = 0.05, 0.1, 4, 9, 2
 both = pytest.mark.parametrize("norm", [False, True])
@@ -37,7 +36,7 @@ def options(**changes: Any) -> Settings:
 
 
 def data64(count: int = COUNT) -> TrainingSet:
-    plain = picture_set(count)
+    plain = image_set(count)
     return TrainingSet(plain.index, plain.pixels, plain.labels, plain.counts, lambda x, _: x.double())
 
 
@@ -45,13 +44,15 @@ def network64(norm: bool, seed: int = 0) -> TwoHead:
     return network(norm, seed).double()
 
 
-def turn(model: TwoHead, seed: int = 3, own: dict[str, Tensor] | None = None, **changes: Any) -> Local:
-    data = data64() if next(model.parameters()).dtype == torch.float64 else picture_set(COUNT)
-    return Local(model.eval(), data, balanced_softmax, options(**changes), draw(seed), {} if own is None else own)
+def turn(model: TwoHead, seed: int = 3, own: dict[str, Tensor] | None = None, **changes: Any) -> LocalContext:
+    data = data64() if next(model.parameters()).dtype == torch.float64 else image_set(COUNT)
+    return LocalContext(
+        model.eval(), data, balanced_softmax, options(**changes), draw(seed), {} if own is None else own
+    )
 
 
 def batches(epochs: int, generator: torch.Generator, smallest: int) -> Iterator[tuple[Tensor, Tensor]]:
-    data = picture_set(COUNT)
+    data = image_set(COUNT)
     for _ in range(epochs):
         for chosen in torch.randperm(COUNT, generator=generator).split(BATCH):
             if len(chosen) >= smallest:
@@ -59,7 +60,7 @@ def batches(epochs: int, generator: torch.Generator, smallest: int) -> Iterator[
 
 
 def objective(logits: Tensor, labels: Tensor) -> Tensor:
-    adjusted = logits + torch.log(picture_set(COUNT).counts.double() + 1)
+    adjusted = logits + torch.log(image_set(COUNT).counts.double() + 1)
     return -torch.log_softmax(adjusted, 1).gather(1, labels[:, None]).mean()
 
 
@@ -81,21 +82,21 @@ def assert_close(model: TwoHead, expected: TwoHead) -> None:
 @both
 def test_joint_is_local_training_and_its_fine_tuning_a_loop(norm: bool) -> None:
     model, twin = network(norm), network(norm)
-    loss = Joint().train(turn(model))
-    assert loss == train_network(twin, picture_set(COUNT), balanced_softmax, options(), draw(3))
+    loss = FedAvg().train(turn(model))
+    assert loss == train_network(twin, image_set(COUNT), balanced_softmax, options(), draw(3))
     assert not changed(snapshot(twin), model)
 
     model, twin = network64(norm), network64(norm)
-    Joint().personalise(turn(model, aggregation="fedprox", proximal_mu=5.0))  # the pull is no part of fine-tuning
+    FedAvg().personalize(turn(model, aggregation="fedprox", proximal_mu=5.0))  # the pull is no part of fine-tuning
     twin.train()
     for x, y in batches(1, draw(3), 1 + norm):
         descend(shared(twin), torch.autograd.grad(objective(twin(x), y), shared(twin)))
     assert_close(model, twin)
     before = snapshot(model)
-    Joint(finetune=False).personalise(turn(model))
+    FedAvg(finetune=False).personalize(turn(model))
     without = turn(model)
     object.__setattr__(without.settings, "finetune_epochs", 0)
-    Joint().personalise(without)
+    FedAvg().personalize(without)
     assert not changed(before, model)
 
 
@@ -140,7 +141,7 @@ def test_ditto_over_two_rounds(norm: bool, strength: float) -> None:
         v.eval()
     assert set(own) == {f"ditto.{name}" for name in v.global_state()}
     received = network64(norm, seed=7)
-    Ditto().personalise(turn(received, own=own))
+    Ditto().personalize(turn(received, own=own))
     for name, value in v.global_state().items():
         torch.testing.assert_close(received.global_state()[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
@@ -182,7 +183,7 @@ def test_apfl_over_three_rounds(norm: bool) -> None:
     assert set(own) == {"apfl.alpha", *(f"apfl.{name}" for name in v.global_state())}
     received = network64(norm, seed=7)
     expected = mixed(alpha, v, received).global_state()
-    APFL().personalise(turn(received, own=own))
+    APFL().personalize(turn(received, own=own))
     for name, value in expected.items():
         torch.testing.assert_close(received.global_state()[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
@@ -210,7 +211,7 @@ def test_apfl_at_its_ends(alpha: float) -> None:
     assert torch.equal(own["apfl.head.weight"], start) == (alpha == 0)
     received = network64(False, seed=4)
     expected = received.head.weight.clone() if alpha == 0 else own["apfl.head.weight"]
-    APFL().personalise(turn(received, own=own))
+    APFL().personalize(turn(received, own=own))
     torch.testing.assert_close(received.head.weight, expected)
 
 
@@ -218,7 +219,7 @@ def test_apfls_global_model_is_fedavgs_bit_for_bit() -> None:
     model, twin = network(norm=True), network(norm=True)
     loss = APFL().train(turn(model, momentum=0.9))
     assert loss == pytest.approx(
-        train_network(twin, picture_set(COUNT), balanced_softmax, options(momentum=0.9), draw(3)), rel=1e-6
+        train_network(twin, image_set(COUNT), balanced_softmax, options(momentum=0.9), draw(3)), rel=1e-6
     )
     assert not changed(snapshot(twin), model)
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import tta
-from client.collaboration import Adapted, adapt, score
-from client.device import Device
-from client.evaluation import Row, make_adapter
+from client.adaptation import Adaptation, adapt, batch_of, score, streams_of
+from client.evaluation import make_adapter
 from client.state import DirectoryState, MemoryState
-from client.streams import batch_of, streams_of
 from data import CORRUPTIONS
+from messages.requests import AdapterRow as Row
 from models import TwoHead, build
 from tests.client import tiny
+from tests.client.tiny import Client as Device
 from tta.collaborator import Collaborator
 
 TENT = Row("tent", "tent", {"lr": 0.01})
@@ -83,7 +83,10 @@ def test_first_the_memory_then_the_mixture_then_the_batch() -> None:
     assert {name: value.tolist() for name, value in made.state.items()} == {
         "gamma": [12.0], "mean": [9.0], "batches": 5,
     }  # fmt: skip
-    assert {name: value.tolist() for name, value in made.domain.items()} == {"bn.mean": [9.0], "bn.variance": [12.0]}
+    assert {name: value.tolist() for name, value in made.normalization.items()} == {
+        "bn.mean": [9.0],
+        "bn.variance": [12.0],
+    }
     assert made.probabilities.shape == (3, 2)
     assert made.seconds >= 0
     assert (state["gamma"], received["gamma"]) == (5.0, 10.0)  # not written to
@@ -106,7 +109,12 @@ def test_what_is_returned_is_not_the_adapters_own() -> None:
     fake = Fake()
     made = adapt(fake, X, "all", None, None)
     fake.predict(X)
-    assert made.shared["gamma"].tolist() == made.state["gamma"].tolist() == made.domain["bn.variance"].tolist() == [3.0]
+    assert (
+        made.shared["gamma"].tolist()
+        == made.state["gamma"].tolist()
+        == made.normalization["bn.variance"].tolist()
+        == [3.0]
+    )
 
 
 def test_a_mixture_of_another_share_is_refused() -> None:
@@ -117,8 +125,8 @@ def test_a_mixture_of_another_share_is_refused() -> None:
 def test_counts_by_hand() -> None:
     probabilities = torch.tensor([[0.9, 0.1, 0.0], [0.2, 0.3, 0.5], [0.1, 0.8, 0.1], [0.6, 0.3, 0.1]])
     made = score(probabilities, np.array([0, 1, 1, 1]), 4)
-    assert made == {"correct": [1, 1, 0, 0], "total": [1, 3, 0, 0]}
-    assert score(probabilities[:0], np.zeros(0, np.int64), 2) == {"correct": [0, 0], "total": [0, 0]}
+    assert made == ([1, 1, 0, 0], [1, 3, 0, 0])
+    assert score(probabilities[:0], np.zeros(0, np.int64), 2) == ([0, 0], [0, 0])
 
 
 def test_labels_are_no_argument_of_adaptation() -> None:
@@ -126,7 +134,7 @@ def test_labels_are_no_argument_of_adaptation() -> None:
     assert list(inspect.signature(adapt).parameters) == ["adapter", "x", "share", "state", "received"]
     assert list(inspect.signature(tta.Adapter.predict).parameters) == ["self", "x"]
     assert list(inspect.signature(score).parameters) == ["probabilities", "labels", "classes"]
-    assert not {"labels", "y"} & set(Adapted.__dataclass_fields__)
+    assert not {"labels", "y"} & set(Adaptation.__dataclass_fields__)
 
 
 def batchnorm() -> TwoHead:
@@ -138,9 +146,9 @@ def device(memory: Any = None, **changes: Any) -> Device:
     return tiny.device(model=batchnorm(), memory=memory, **{**streams, **changes})
 
 
-def adapted(client: Device, round: int, received: Any = None, row: Row = TENT, **options: Any) -> tuple[Adapted, Any]:
-    arrays = tiny.global_arrays(batchnorm())
-    return client.adapt(round, "cell", arrays, row, "all", received, **options)
+def adapted(client: Device, round: int, received: Any = None, row: Row = TENT, **more: Any) -> tuple[Any, Any]:
+    reply = client.adapt(round, "cell", tiny.global_arrays(batchnorm()), row, shared=received, **more)
+    return reply, reply.to_record().values
 
 
 def test_a_device_is_one_long_lived_adapter_on_its_stream(tmp_path) -> None:
@@ -152,7 +160,7 @@ def test_a_device_is_one_long_lived_adapter_on_its_stream(tmp_path) -> None:
         stream = streams_of(client.settings, client.federation)
         x, labels, corruption = batch_of(stream, 0, round, client.device)
         expected = lasting.predict(x)
-        assert torch.equal(made.probabilities, expected)
+        assert tiny.same(made.shared, {key: value.numpy() for key, value in lasting.shared("all").items()})
         right = (expected.argmax(1).numpy() == labels).sum()
         assert sum(metrics["correct"]) == right
         assert metrics["total"] == np.bincount(labels, minlength=tiny.CLASSES).tolist()
@@ -174,11 +182,11 @@ def test_every_method_survives_a_process_for_each_message(tmp_path, name: str) -
     received = None
     for round in range(1, 4):
         client = device(DirectoryState(tmp_path, "run", 0))
-        made, _ = adapted(client, round, received, row, proximal=0.5)
+        made, metrics = adapted(client, round, received, row, proximal_mu=0.5)
         if received is not None:
             lasting.load_shared({key: torch.tensor(value) for key, value in received.items()})
-        x, _, _ = batch_of(streams_of(client.settings, client.federation), 0, round, client.device)
-        assert torch.equal(made.probabilities, lasting.predict(x))
+        x, labels, _ = batch_of(streams_of(client.settings, client.federation), 0, round, client.device)
+        assert sum(metrics["correct"]) == int((lasting.predict(x).argmax(1).numpy() == labels).sum())
         shared = {key: value.numpy() for key, value in lasting.shared("all").items()}
         assert tiny.same(made.shared, shared)
         received = {key: value * value.dtype.type(1.01) for key, value in shared.items()}
@@ -189,11 +197,11 @@ def test_cells_have_memories_of_their_own() -> None:
     client = device()
     arrays = tiny.global_arrays(client.model)
     for key in ("one", "other"):
-        first, _ = client.adapt(1, key, arrays, TENT, "all", None)
-        second, _ = client.adapt(2, key, arrays, TENT, "all", None)
+        first = client.adapt(1, key, arrays, TENT)
+        second = client.adapt(2, key, arrays, TENT)
         alone = device()
-        alone.adapt(1, key, arrays, TENT, "all", None)
-        assert tiny.same(second.shared, alone.adapt(2, key, arrays, TENT, "all", None)[0].shared)
+        alone.adapt(1, key, arrays, TENT)
+        assert tiny.same(second.shared, alone.adapt(2, key, arrays, TENT).shared)
         assert not tiny.same(first.shared, second.shared)
     assert isinstance(client.memory, MemoryState)
     assert {key for key, _ in client.memory.entries} == {"one", "other"}
@@ -254,6 +262,6 @@ def test_a_method_that_cannot_collaborate_is_refused() -> None:
 def test_the_pull_of_fedprox_reaches_the_adapter() -> None:
     """With two steps a batch the second is pulled back to where the first began."""
     row = Row("tent", "tent", {"lr": 0.05, "steps": 2})
-    free, pulled, again = (adapted(device(), 1, row=row, proximal=mu)[0].shared for mu in (0.0, 50.0, 0.0))
+    free, pulled, again = (adapted(device(), 1, row=row, proximal_mu=mu)[0].shared for mu in (0.0, 50.0, 0.0))
     assert tiny.same(free, again)
     assert not tiny.same(free, pulled)

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from client.device import Device
-from client.state import Arrays, MemoryState
-from client.task import Task
-from client.together import epoch_together, fits, padded, train_together
+from client import cohort
+from client.cohort import cohort_epoch, padded
+from client.state import MemoryState
 from client.training import epoch
 from data import Federation
+from messages.arrays import Arrays
 from models import TwoHead, build
 from models.stacked import Stacked, draws
 from tests.client.tiny import (
     CLASSES,
+    Task,
     device,
     federation_of_splits,
     global_arrays,
@@ -27,10 +28,11 @@ from tests.client.tiny import (
     network,
     training_set,
 )  # fmt: skip
+from tests.client.tiny import Client as Device
 
 RAGGED = ((9, 3, 2), (30, 4, 2), (16, 2, 2), (1, 2, 2))  # with batches of 8: two, four, two and one
 TOLERANCE = 1e-8
-TASK = Task("t", "joint", "cross_entropy")
+TASK = Task("t", "fedavg", "cross_entropy")
 
 
 @pytest.fixture(autouse=True)
@@ -48,18 +50,28 @@ def clients(model: TwoHead, splits: Federation, **changes: Any) -> list[Device]:
     return [device(i, MemoryState(), splits, model, **settings) for i in range(len(splits.splits))]
 
 
-def alone(members: list[Device], task: Task, arrays: list[Arrays], rounds: int) -> list[list[Any]]:
+def alone(members: list[Device], task: Task, arrays: list[Arrays], rounds: int, **more: Any) -> list[list[Any]]:
     """Results round by round of one client after another."""
     found = []
     for round in range(1, rounds + 1):
         results: list[Any] = []
         for one, received in zip(members, arrays, strict=True):
             try:
-                results.append(one.train(round, task, received))
+                results.append(one.train(round, task, received, **more))
             except (ValueError, FloatingPointError) as error:
                 results.append(error)
         found.append(results)
     return found
+
+
+def together(members: list[Device], round: int, task: Task, arrays: list[Arrays], **more: Any) -> list[Any]:
+    requests = [one.request(round, task, own, **more) for one, own in zip(members, arrays, strict=True)]
+    results = cohort.train([one.inner for one in members], requests)
+    return [one if isinstance(one, Exception) else (one.arrays, one.to_record().values) for one in results]
+
+
+def fits(member: Device, task: Task) -> bool:
+    return cohort.fits(member.inner, member.request(1, task, {}))
 
 
 def compare(one: tuple[Arrays, dict], other: tuple[Arrays, dict], tolerance: float) -> None:
@@ -72,14 +84,16 @@ def compare(one: tuple[Arrays, dict], other: tuple[Arrays, dict], tolerance: flo
     assert one[1]["seconds"] > 0
 
 
+#: What the server aggregation asks of clients.
+ASKED: dict[str, dict[str, Any]] = {"prox": {"proximal_mu": 0.5}, "qffl": {"client_metrics": ["global-loss"]}}
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "sgd": ({}, "cross_entropy", "plain"),
     "momentum": ({"momentum": 0.9, "weight_decay": 0.01}, "balanced_softmax", "plain"),
     "adam": ({"optimizer": "adam", "learning_rate": 1e-3, "weight_decay": 0.01}, "cross_entropy", "plain"),
-    "prox": ({"aggregation": "fedprox", "proximal_mu": 0.5}, "cross_entropy", "plain"),
+    "prox": ({}, "cross_entropy", "plain"),
     "augmented": ({"augment": True}, "cross_entropy", "plain"),
     "heads": ({"personal_objective": "balanced_softmax", "local_epochs": 1}, "cross_entropy", "plain"),
-    "qffl": ({"aggregation": "qffl"}, "cross_entropy", "plain"),
+    "qffl": ({}, "cross_entropy", "plain"),
     "batch": ({"momentum": 0.9}, "balanced_softmax", "batch"),
     "group": ({"local_epochs": 1, "personal_epochs": 1}, "cross_entropy", "group"),
     "layer": ({"momentum": 0.9}, "cross_entropy", "layer"),
@@ -98,12 +112,13 @@ def start(kind: str) -> TwoHead:
 @pytest.mark.parametrize("name", list(CASES))
 def test_two_rounds_are_those_of_one_after_another(name: str) -> None:
     changes, objective, kind = CASES[name]
-    task, model, splits = Task("t", "joint", objective), start(kind), world()
+    task, model, splits = Task("t", "fedavg", objective), start(kind), world()
     arrays = [global_arrays(model)] * len(splits.splits)
     one_by_one, at_once = clients(copy.deepcopy(model), splits, **changes), clients(model, splits, **changes)
-    expected = alone(one_by_one, task, arrays, 2)
+    asked = ASKED.get(name, {})
+    expected = alone(one_by_one, task, arrays, 2, **asked)
     for round in (1, 2):
-        found = train_together(at_once, round, task, arrays)
+        found = together(at_once, round, task, arrays, **asked)
         for ours, theirs in zip(found, expected[round - 1], strict=True):
             assert not isinstance(ours, Exception), ours
             compare(ours, theirs, TOLERANCE)
@@ -120,11 +135,11 @@ def test_clients_that_keep_a_part_train_on_different_encoders() -> None:
     model, splits = network(norm=True).double(), world(RAGGED[:3])
     arrays = global_arrays(model)
     joined = frozenset(name for name in arrays if "norm" not in name)
-    task = Task("t", "own", "cross_entropy", joined)
+    task = Task("t", "personalized", "cross_entropy", joined)
     one_by_one, at_once = clients(copy.deepcopy(model), splits), clients(model, splits)
     expected = alone(one_by_one, task, [arrays] * 3, 3)
     for round in (1, 2, 3):
-        for ours, theirs in zip(train_together(at_once, round, task, [arrays] * 3), expected[round - 1], strict=True):
+        for ours, theirs in zip(together(at_once, round, task, [arrays] * 3), expected[round - 1], strict=True):
             assert not isinstance(ours, Exception)
             compare(ours, theirs, TOLERANCE)
 
@@ -136,7 +151,7 @@ def test_who_diverges_or_has_no_labels_is_named_and_the_others_go_on() -> None:
     members = clients(model, splits)
     members[2] = device(2, MemoryState(), splits, model, role="target", **{"clients": 3})
     received = [arrays[0], wild, arrays[2]]
-    found = train_together(members, 1, TASK, received)
+    found = together(members, 1, TASK, received)
     expected = alone(clients(copy.deepcopy(model), splits)[:1], TASK, arrays[:1], 1)[0][0]
     assert not isinstance(found[0], Exception)
     compare(found[0], expected, TOLERANCE)
@@ -150,10 +165,10 @@ def test_who_diverges_or_has_no_labels_is_named_and_the_others_go_on() -> None:
 def test_arrays_that_do_not_fit_are_one_clients_failure() -> None:
     model, splits = network().double(), world(RAGGED[:2])
     arrays = global_arrays(model)
-    found = train_together(clients(model, splits), 1, TASK, [{"nothing": np.zeros(1)}, arrays])
+    found = together(clients(model, splits), 1, TASK, [{"nothing": np.zeros(1)}, arrays])
     assert isinstance(found[0], ValueError)
     assert not isinstance(found[1], Exception)
-    everybody = train_together(clients(model, splits), 1, TASK, [{"nothing": np.zeros(1)}] * 2)
+    everybody = together(clients(model, splits), 1, TASK, [{"nothing": np.zeros(1)}] * 2)
     assert all(isinstance(one, ValueError) for one in everybody)
 
 
@@ -165,7 +180,7 @@ def test_a_client_that_cannot_save_is_one_clients_failure(monkeypatch: pytest.Mo
         raise OSError("no space left")
 
     monkeypatch.setattr(members[0].state, "save", full)
-    found = train_together(members, 1, TASK, arrays)
+    found = together(members, 1, TASK, arrays)
     assert isinstance(found[0], OSError)
     assert not isinstance(found[1], Exception)
 
@@ -173,7 +188,7 @@ def test_a_client_that_cannot_save_is_one_clients_failure(monkeypatch: pytest.Mo
 def test_layers_that_draw_and_other_rules_do_not_fit() -> None:
     member = clients(network(), world())[0]
     assert fits(member, TASK)
-    assert fits(member, Task("t", "own", "cross_entropy"))
+    assert fits(member, Task("t", "personalized", "cross_entropy"))
     assert not fits(member, Task("t", "ditto", "cross_entropy"))
     noisy = build("cct-4/3x2", CLASSES, in_channels=3, image_size=16, seed=0)
     assert draws(noisy)
@@ -187,7 +202,7 @@ def test_batches_side_by_side_are_each_clients_own() -> None:
     def draws_of() -> list[torch.Generator]:
         return [torch.Generator().manual_seed(place) for place in range(4)]
 
-    found = list(epoch_together(sets, 4, draws_of()))
+    found = list(cohort_epoch(sets, 4, draws_of()))
     assert [len(batch.x) for batch in found] == [4, 3, 1]
     for place, (data, draw) in enumerate(zip(sets, draws_of(), strict=True)):
         for number, (x, labels) in enumerate(epoch(data, 4, draw)):
@@ -197,7 +212,7 @@ def test_batches_side_by_side_are_each_clients_own() -> None:
             assert torch.equal(batch.x[place][there], x)
             assert torch.equal(batch.labels[place][there], labels)
             assert not batch.x[place][~there].any()
-    assert [len(batch.x) for batch in epoch_together(sets, 4, draws_of(), smallest=2)] == [3, 1]
+    assert [len(batch.x) for batch in cohort_epoch(sets, 4, draws_of(), smallest=2)] == [3, 1]
 
 
 def test_padding_moves_no_running_statistics() -> None:
