@@ -219,7 +219,7 @@ def _round(federation: Federation, cell: Cell, round: int) -> None:
     outcome = Round(federation, cell.check, cell.training, round, cell.name, strategy).ask(
         lambda: federation.configured(strategy, round, {}, template, federation.testers)
     )
-    strategy.aggregate_train(round, [_message(one, cell.check.records) for one in outcome.replies])
+    strategy.aggregate_train(round, [strategy_message(one, cell.check.records) for one in outcome.replies])
     for one in outcome.replies:
         reply: Adapted = one.reply
         federation.events(
@@ -235,7 +235,7 @@ def _round(federation: Federation, cell: Cell, round: int) -> None:
     _report(federation, cell, round, outcome, time.perf_counter() - start)
 
 
-def _message(replied: Replied, fields: Sequence[str]) -> Any:
+def strategy_message(replied: Replied, fields: Sequence[str]) -> Any:
     """Return a reply as a collaborative strategy aggregates it."""
     arrays: dict[str, Arrays] = {RECORDS[name]: getattr(replied.reply, name) for name in fields}
     return strategy_reply(replied.node, arrays, {"num-examples": replied.reply.num_examples})

@@ -1,88 +1,97 @@
-"""Who is there, sampling, and collecting replies in whatever order they come."""
+"""Nodes by partition: identities, sampling, answers in one order, and nodes that come back as others."""
+
+from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.errors import NodesMissing
-from server.events import Events
-from server.nodes import REST, CohortGrid, gather, grouped, identify, sample, wait_for_nodes
-from tests.flower import LocalGrid
+from messages.replies import Identity, Reply
+from messages.requests import Identify, Request
+from messages.transport import Addressed
+from server.events import Event, Events, NodesMissing, RunError
+from server.nodes import FederationInfo, Nodes, gather, grouped, identify, sample, wait_for_nodes
+from tests.transports import Client, Clock, FakeTransport
 
 SILENT = Events()
+WHO = Identify(settings="{}", run="run")
+IDENTITY = Identity(
+    partition_id=0, num_partitions=3, classes=["cat", "dog"], channels=3, mean=[0.5], std=[0.2], shifts=["original"],
+    note="", corruptions=["fog"], stream_rounds=15, sizes=[5, 4, 3], role="both",
+)  # fmt: skip
 
 
-def identity(partition: int, **more: object) -> RecordDict:
-    return RecordDict({"identity": ConfigRecord({"partition-id": partition, **more})})
+def says(partition: int, **changes: Any) -> Client:
+    """A node that reports an identity."""
+    return lambda request: replace(IDENTITY, partition_id=partition, **changes)
 
 
-def messages(nodes: list[int]) -> list[Message]:
-    return [Message(RecordDict({"c": ConfigRecord({})}), dst_node_id=n, message_type="train") for n in nodes]
+def raises(request: Request) -> Reply:
+    raise RuntimeError("disk full")
 
 
-def test_nodes_are_known_by_their_partition() -> None:
-    grid = LocalGrid({70: lambda m: identity(1), 50: lambda m: identity(0)}, order=lambda ids: ids[::-1])
-    nodes, identities = identify(grid, [70, 50], ConfigRecord({}), 5, SILENT)
-    assert nodes == {0: 50, 1: 70}
-    assert list(identities) == [0, 1]
+def silent(request: Request) -> None:
+    return None
 
 
-def test_who_cannot_be_identified_is_named() -> None:
-    def broken(message: Message) -> RecordDict:
-        raise ValueError("data file x.webp is damaged")
+# -- the start of a run
 
-    grid = LocalGrid({7: broken, 8: lambda m: identity(0), 9: lambda m: identity(0)})
-    with pytest.raises(NodesMissing, match=r"node 7: error 2: data file x.webp is damaged.*both hold partition 0"):
-        identify(grid, [7, 8, 9], ConfigRecord({}), 5, SILENT)
+
+def test_nodes_are_identified_by_their_partition() -> None:
+    transport = FakeTransport({70: says(1), 50: says(0)}, order=lambda found: found[::-1])
+    by_partition, identities = identify(transport, [70, 50], WHO, 5, SILENT)
+    assert by_partition == {0: 50, 1: 70}
+    assert [identity.partition_id for identity in identities.values()] == [0, 1]
+
+
+def test_nodes_that_cannot_be_identified_are_named() -> None:
+    transport = FakeTransport({7: raises, 8: says(0), 9: says(0)})
+    with pytest.raises(NodesMissing, match=r"node 7: RuntimeError: disk full; nodes 8 and 9 both hold partition 0"):
+        identify(transport, [7, 8, 9], WHO, 5, SILENT)
+
+
+def test_waiting_for_nodes_is_bounded() -> None:
+    with pytest.raises(NodesMissing, match="2 of 3 nodes are connected"):
+        wait_for_nodes(FakeTransport({1: silent, 2: silent}), 3, timeout=0.01)
+
+
+def test_clients_must_agree_about_their_data() -> None:
+    info = FederationInfo.agree({1: replace(IDENTITY, role="target", sizes=[0, 0, 3]), 0: IDENTITY})
+    assert (info.roles, info.sizes, info.classes) == (["both", "target"], [[5, 4, 3], [0, 0, 3]], ["cat", "dog"])
+    assert (info.corruptions, info.stream_rounds) == (["fog"], 15)
+    with pytest.raises(RunError, match=r"client 1: classes = \['b'\], others have \['cat', 'dog'\]"):
+        FederationInfo.agree({0: IDENTITY, 1: replace(IDENTITY, classes=["b"])})
+    with pytest.raises(RunError, match="client 1: stream-rounds = 7, others have 15"):
+        FederationInfo.agree({0: IDENTITY, 1: replace(IDENTITY, stream_rounds=7)})
+
+
+# -- a round
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_answers_are_sorted_by_partition_whatever_the_order_of_arrival(order: tuple[int, ...]) -> None:
+    clients = {10: says(2), 11: raises, 12: silent}
+    transport = FakeTransport(clients, order=lambda found: [found[i] for i in order])
+    seen: list[Event] = []
+    requests = [Addressed(node, WHO) for node in (11, 12, 13, 10)][:3] + [Addressed(10, WHO)]
+    transport.order = lambda found: [found[i] for i in (*order, 3)]
+    answers = gather(transport, requests, {10: 2, 11: 0, 12: 1, 13: 3}, 7.5, Events(seen.append), "train")
+    assert [(one.node, one.kind) for one in answers] == [(11, "failed"), (12, "late"), (10, ""), (13, "failed")]
+    assert [one.reason for one in answers] == [
+        "RuntimeError: disk full", "no reply within 7.5 s", "", "the node is not there"
+    ]  # fmt: skip
+    assert seen[0] == {**seen[0], "event": "phase", "name": "train", "total": 4}
+    assert {one["partition"] for one in seen[1:]} == {0, 2, 3}, "a late reply is no answer"
 
 
 def test_equal_reasons_are_told_once() -> None:
     lines = grouped("client", {0: "disk full", 1: "no reply", 4: "disk full"})
     assert lines == ["clients 0, 4: disk full", "client 1: no reply"]
-
-
-def test_waiting_for_nodes_is_bounded() -> None:
-    with pytest.raises(NodesMissing, match="2 of 3"):
-        wait_for_nodes(LocalGrid({1: identity, 2: identity}), 3, timeout=0.01, poll=0.001)  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_answers_are_sorted_by_partition_whatever_the_order_of_arrival(order: tuple[int, ...]) -> None:
-    grid = LocalGrid(dict.fromkeys((10, 11, 12), lambda m: RecordDict({})), order=lambda ids: [ids[i] for i in order])
-    answers = gather(grid, messages([11, 12, 10]), {10: 2, 11: 0, 12: 1}, 5, SILENT, "train")
-    assert [(a.partition, a.node_id) for a in answers] == [(0, 11), (1, 12), (2, 10)]
-
-
-def test_silent_and_failing_nodes_are_told_apart() -> None:
-    def fails(message: Message) -> RecordDict:
-        raise RuntimeError("out of memory")
-
-    ticks = itertools.count()
-    grid = LocalGrid({1: lambda m: RecordDict({}), 2: fails, 3: lambda m: None})
-    answers = gather(grid, messages([1, 2, 3]), {1: 0, 2: 1, 3: 2}, 3, SILENT, "train", clock=lambda: next(ticks))
-    assert [a.reply is not None for a in answers] == [True, False, False]
-    assert "out of memory" in answers[1].reason
-    assert "no reply within 3 s" in answers[2].reason
-
-
-def test_the_reason_of_an_error_is_its_last_line_without_colours() -> None:
-    def fails(message: Message) -> RecordDict:
-        raise RuntimeError("Traceback:\n  \x1b[36mray::Actor.run()\x1b[39m\nMessage: dle holds values\n")
-
-    (answer,) = gather(LocalGrid({1: fails}), messages([1]), {1: 0}, 5, SILENT, "train")
-    assert answer.reason == "error 2: Message: dle holds values"
-
-
-def test_a_message_that_cannot_be_sent_is_reported() -> None:
-    class Refusing(LocalGrid):
-        def push_messages(self, messages):
-            return [None]
-
-    answers = gather(Refusing({1: lambda m: None}), messages([1]), {1: 0}, 1, SILENT, "train")
-    assert "not accepted" in answers[0].reason
 
 
 @given(st.integers(1, 200), st.floats(0.01, 1), st.integers(0, 99), st.integers(1, 99))
@@ -97,43 +106,82 @@ def test_rounds_sample_differently() -> None:
     assert len({tuple(sample(range(50), 0.2, 1, round)) for round in range(1, 6)}) == 5
 
 
-def test_a_cohort_hides_the_others() -> None:
-    grid = LocalGrid(dict.fromkeys(range(5), lambda m: RecordDict({})))
-    view = CohortGrid(grid, [3, 1])
-    assert list(view.get_node_ids()) == [3, 1]
-    assert len(list(view.send_and_receive(messages([3])))) == 1
+# -- nodes that come back
 
 
-def test_a_message_lives_as_long_as_the_round_and_goes_to_nobody_who_is_not_there() -> None:
-    grid = LocalGrid({1: lambda m: RecordDict({})})
-    here, gone = gather(grid, messages([1, 2]), {1: 0, 2: 1}, 7.5, SILENT, "train")
-    assert here.reply is not None
-    assert (gone.reason, gone.kind, gone.partition) == ("the node is not there", "failed", 1)
-    assert [message.metadata.ttl for message in grid.sent] == [7.5]
+class Place:
+    """Three clients, of which partition 1 has lost its node 101; partition i was node 100 + i."""
+
+    def __init__(self, **others: Client) -> None:
+        self.clock, self.events = Clock(), list[Event]()
+        self.transport = FakeTransport({100: silent, 102: silent}, clock=self.clock)
+        self.transport.clients.update({int(name.removeprefix("n")): client for name, client in others.items()})
+        identities = {i: replace(IDENTITY, partition_id=i) for i in range(3)}
+        by_partition = {i: 100 + i for i in range(3)}
+        self.nodes = Nodes(self.transport, by_partition, identities, self.clock, self.clock.sleep)
+
+    def rejoin(self) -> dict[int, int]:
+        return self.nodes.rejoin(WHO, 300, Events(self.events.append), {"training": "t", "round": 2})
 
 
-def test_a_slow_look_is_followed_by_a_short_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a look may take seconds; resting many times as long would be most of the round."""
-    looked = itertools.count(step=5.0)
-    monkeypatch.setattr("server.nodes.time.perf_counter", lambda: next(looked))
-    now, rests = [0.0], []
-
-    def sleep(seconds: float) -> None:
-        rests.append(seconds)
-        now[0] += seconds
-
-    grid = LocalGrid({1: lambda message: None})
-    gather(grid, messages([1]), {1: 0}, 3, SILENT, "train", clock=lambda: now[0], sleep=sleep)
-    assert rests == [REST] * 3
+def test_a_client_that_came_back_as_another_node_replaces_its_old_node() -> None:
+    place = Place(n7=says(1))
+    assert place.nodes.missing() == [1]
+    assert place.rejoin() == {1: 101}
+    assert place.nodes.by_partition == {0: 100, 1: 7, 2: 102}
+    assert place.nodes.missing() == []
+    (event,) = [one for one in place.events if one["event"] == "rejoined"]
+    assert event == {**event, "partition": 1, "old_node_id": 101, "node_id": 7, "training": "t", "round": 2}
+    assert [timeout for _, timeout in place.transport.sent] == [300]
 
 
-def test_waiting_for_replies_ends_at_the_deadline_and_not_a_look_later() -> None:
-    now = [0.0]
+@pytest.mark.parametrize(
+    ("unknown", "kind", "partition", "reason"),
+    [
+        (says(1, sizes=[9, 4, 3]), "refused", 1, "sizes = [9, 4, 3], at first it was [5, 4, 3]"),
+        (says(1, classes=["cat", "cow"]), "refused", 1, "classes = ['cat', 'cow'], at first it was"),
+        (says(1, role="target"), "refused", 1, "role = 'target'"),
+        (says(0), "refused", 0, "node 100 holds this partition and is connected"),
+        (says(9), "refused", 9, "partition-id = 9: allowed are 0, 1, 2"),
+        (says(1, mean=[float("nan")]), "refused", None, "mean"),
+        (raises, "failed", None, "disk full"),
+        (silent, "late", None, "no reply within 300 s"),
+    ],
+)
+def test_an_unknown_node_is_asked_once_and_replaces_only_a_node_with_its_data(
+    unknown: Callable, kind: str, partition: int | None, reason: str
+) -> None:
+    place = Place(n7=unknown)
+    assert place.rejoin() == place.rejoin() == {}
+    assert place.nodes.by_partition[1] == 101
+    (told,) = [one for one in place.events if one["event"] not in ("phase", "answered")]
+    assert (told["event"], told["partition"], told["phase"], told["node_id"]) == (kind, partition, "identify", 7)
+    assert reason in told["reason"]
+    assert len(place.transport.requests(Identify, 7)) == 1
 
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
 
-    grid = LocalGrid({1: lambda m: None})
-    (answer,) = gather(grid, messages([1]), {1: 0}, 2, SILENT, "train", clock=lambda: now[0], sleep=sleep)
-    assert (answer.kind, answer.reason) == ("late", "no reply within 2 s")
-    assert now[0] == pytest.approx(2.0)
+def test_unknown_nodes_are_asked_only_while_a_node_is_missing_and_a_spare_takes_over_later() -> None:
+    place = Place(n101=silent, n7=says(0))
+    assert place.rejoin() == {}
+    assert not place.transport.sent
+    del place.transport.clients[101]
+    assert place.rejoin() == {}  # now it is identified, and its partition has a node
+    del place.transport.clients[100]
+    assert place.rejoin() == {0: 100}
+    assert len(place.transport.requests(Identify)) == 1
+
+
+def test_waiting_for_enough_nodes_looks_before_each_count_and_ends_in_time() -> None:
+    place = Place()
+    place.clock.later = {7.0: lambda: place.transport.clients.update({7: says(1)})}
+    looks: list[float] = []
+
+    def look() -> None:
+        looks.append(place.clock.now)
+        place.rejoin()
+
+    assert place.nodes.wait_for([0, 1], 2, 300, look) == 2
+    assert 7 <= place.clock.now < 8
+    assert looks[0] == 0
+    assert place.nodes.wait_for([0, 1], 3, 5, look) == 2
+    assert place.clock.now == pytest.approx(looks[0] + 7 + 5, abs=0.5)
