@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,6 +19,7 @@ from messages.transport import Addressed, Answer, answer_of, late, reason_of, un
 from settings import SettingsError
 
 READY = 60.0  # seconds for an agent to be reachable: one that has just been restarted loads its model first
+LOOK = 0.1  # seconds between two looks
 MAX_BYTES = 1 << 30  # of a message, in either direction
 SOCKET_PATH = 107  # bytes in the path of a Unix socket, at most
 #: Keys of the node config that belong in the agent's own file.
@@ -139,19 +141,31 @@ def socket_path(address: str) -> Path:
 def _call(address: str, message: pb.Work, timeout: float, ready: float) -> pb.Done:
     """Send a request to an agent; raises what `relay` does."""
     end, path = time.monotonic() + timeout, socket_path(address)
+    if not _listens(path, min(ready, timeout)):
+        raised: type[Exception] = ConnectionError if ready < timeout else TimeoutError
+        raise raised(f"no agent answers at {address} within {min(ready, timeout):g} s")
     with grpc.insecure_channel(f"unix:{path}", OPTIONS) as channel:
-        try:
-            grpc.channel_ready_future(channel).result(min(ready, timeout))
-        except grpc.FutureTimeoutError as error:
-            kind = ConnectionError if ready < timeout else TimeoutError
-            raise kind(f"no agent answers at {address} within {min(ready, timeout):g} s") from error
         try:
             return agent_pb2_grpc.RelayStub(channel).Perform(
                 message, timeout=end - time.monotonic(), wait_for_ready=True
             )
         except grpc.RpcError as error:
-            kind = RAISED.get(error.code(), RuntimeError)
-            raise kind(_reason(address, message.phase, timeout, error)) from error
+            raised = RAISED.get(error.code(), RuntimeError)
+            raise raised(_reason(address, message.phase, timeout, error)) from error
+
+
+def _listens(path: Path, seconds: float) -> bool:
+    """Wait until a process listens at a socket, at most so many seconds; return whether one does."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.connect(str(path))
+            return True
+        except OSError:
+            if time.monotonic() >= end:
+                return False
+        time.sleep(min(LOOK, max(0.0, end - time.monotonic())))
 
 
 def _reason(address: str, kind: str, timeout: float, error: grpc.RpcError) -> str:

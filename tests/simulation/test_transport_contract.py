@@ -1,0 +1,160 @@
+"""The contract of transports: the same requests over all five, and the same answers from all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from client.app import app as client_app
+from client.relay import RelayTransport
+from messages.flower import GridTransport
+from messages.requests import REQUESTS
+from simulation import deployment, flower
+from simulation.superlink import PROJECT
+from simulation.vectorized import VectorizedTransport
+from simulation.workers import ray_transport
+from tests.simulation.exchanges import CLIENTS, SETTINGS, UNKNOWN, Heard, Played, load, play, save
+
+DEPLOYED = 900.0  # seconds for the deployed exchanges, on a busy machine
+KINDS = {"identify": "query.identify", "train": "train", "summarize": "train.statistics", "refine": "train.rates",
+         "adapt": "train.adapt", "evaluate": "evaluate"}  # fmt: skip
+#: The ServerApp of the deployed exchanges, in a bundle of ours.
+APP = """
+from pathlib import Path
+from flwr.serverapp import ServerApp
+from messages.flower import GridTransport
+from server.exchanges import play, save
+
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    save(play(GridTransport(grid)), Path(context.run_config["results"]))
+"""
+
+
+def vectorized(folder: Path) -> Played:
+    return play(VectorizedTransport(CLIENTS, stacked=1))
+
+
+def ray(folder: Path) -> Played:
+    with ray_transport(SETTINGS.replace(state_dir=str(folder / "state"))) as (settings, transport):
+        return play(transport, settings)
+
+
+def flower_simulation(folder: Path) -> Played:
+    settings, played = SETTINGS.replace(state_dir=str(folder / "state")), Played()
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        played.update(play(GridTransport(grid, window=2), settings))
+
+    flower.start(app, client_app, settings)
+    return played
+
+
+def relay(folder: Path) -> Played:
+    """Agents as processes: clients of one process share a network, and agents answer at the same time."""
+    with deployment.sockets_folder() as sockets, ExitStack() as stack:
+        agents = {}
+        for i in range(CLIENTS):
+            config = deployment.agent_config(folder, sockets, i, CLIENTS, {"device": "cpu"})
+            agents[f"unix:{sockets}/a{i}"] = deployment.start_agent(folder / f"home-{i}", config)
+            stack.callback(agents[f"unix:{sockets}/a{i}"].wait, DEPLOYED)
+            stack.callback(agents[f"unix:{sockets}/a{i}"].terminate)
+        deployment.wait_for_agents(agents)
+        return play(RelayTransport({10 + i: f"unix:{sockets}/r{i}" for i in range(CLIENTS)}))
+
+
+def grpc(folder: Path) -> Played:
+    """SuperLink and SuperNodes as processes; the exchanges are those of a ServerApp in a bundle of its own."""
+    project, home = folder / "project", folder / "flower"
+    for name in ("server", "client", "strategies", "tta", "models", "data", "messages", "settings"):
+        shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(Path(__file__).with_name("exchanges.py"), project / "server" / "exchanges.py")
+    (project / "server" / "contract.py").write_text(APP)
+    text = (PROJECT / "pyproject.toml").read_text().replace("server.app:app", "server.contract:app")
+    (project / "pyproject.toml").write_text(text)
+    shutil.copy(PROJECT / "LICENSE", project)
+    shutil.copy(PROJECT / "README.md", project)
+    home.mkdir()
+    nodes = [
+        {"partition-id": i, "num-partitions": CLIENTS, "state-dir": str(folder / f"state {i}")} for i in range(CLIENTS)
+    ]
+    with deployment.deployment(home, nodes):
+        deployment.run(home, {"results": str(folder)}, DEPLOYED, project=project)
+    return load(folder)
+
+
+SLOW = [pytest.mark.slow, pytest.mark.timeout(3 * DEPLOYED)]
+TRANSPORTS: list[Callable[[Path], Played]] = [vectorized, relay, ray, flower_simulation, grpc]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    return vectorized(tmp_path_factory.mktemp("reference"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, id=one.__name__, marks=SLOW if i else []) for i, one in enumerate(TRANSPORTS)],
+)
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    return request.param(tmp_path_factory.mktemp(request.param.__name__))
+
+
+def replies(answers: list[Heard]) -> list[tuple[object, ...]]:
+    return [(one.partition, one.reply, one.values, one.arrays) for one in answers]
+
+
+@pytest.mark.parametrize("exchange", KINDS)
+def test_every_client_answers_every_kind_of_request_with_its_reply(played: Played, exchange: str) -> None:
+    answers = played[exchange]
+    assert [(one.partition, one.kind, one.reason) for one in answers] == [(i, "", "") for i in range(CLIENTS)]
+    assert {one.reply for one in answers} == {REQUESTS[KINDS[exchange]].reply.kind}
+    assert all(one.read_only for one in answers)
+    if exchange not in ("identify", "evaluate"):
+        assert all(one.arrays for one in answers)
+
+
+@pytest.mark.parametrize("exchange", KINDS)
+def test_equal_requests_have_equal_bits_over_every_transport(played: Played, reference: Played, exchange: str) -> None:
+    assert replies(played[exchange]) == replies(reference[exchange])
+    assert len({str(one.arrays) + str(one.values) for one in played[exchange]}) > 1  # clients differ
+
+
+def test_the_order_of_requests_does_not_matter(played: Played) -> None:
+    assert replies(played["reversed"]) == replies(played["train"])
+
+
+def test_a_client_that_fails_is_named_with_its_reason_and_fails_alone(played: Played) -> None:
+    first, failed, last = played["one fails"]
+    assert replies([first, last]) == replies([played["train"][0], played["train"][2]])
+    assert (failed.partition, failed.kind, failed.reply) == (1, "failed", "")
+    assert "ValueError" in failed.reason or "shape" in failed.reason
+    assert "\n" not in failed.reason
+
+
+def test_a_request_to_an_unknown_node_fails(played: Played) -> None:
+    known, unknown = played["unknown"]
+    assert (known.partition, known.kind) == (0, "")
+    assert (unknown.partition, unknown.kind, unknown.reason) == (UNKNOWN, "failed", "the node is not there")
+
+
+def test_a_request_without_a_reply_in_time_is_late_and_the_next_exchange_is_undisturbed(played: Played) -> None:
+    assert [one.partition for one in played["late"]] == list(range(CLIENTS))
+    assert {one.kind for one in played["late"][1:]} == {"late"}
+    assert all(one.reason for one in played["late"] if one.kind)
+    assert replies(played["after"]) == replies(played["train"])
+
+
+def test_what_is_saved_is_what_is_loaded(reference: Played, tmp_path: Path) -> None:
+    save(reference, tmp_path)
+    assert load(tmp_path) == reference
