@@ -123,13 +123,16 @@ def read_only(message: TypedT, known: dict[int, tuple[Arrays, Arrays]] | None = 
         return known[id(arrays)][1]
 
     changes: dict[str, Any] = {}
-    for name, how in _layout(type(message)).items():
+    message_: Any = message
+    kind: Any = type(message)
+    for name, how in _layout(kind).items():
         value = getattr(message, name)
         if how == "arrays" and value is not None:
             changes[name] = view(value)
         elif how == "sets":
             changes[name] = {key: view(one) for key, one in value.items()}
-    return dataclasses.replace(message, **changes)
+    replaced: TypedT = dataclasses.replace(message_, **changes)
+    return replaced
 
 
 def _read_only(value: NDArray[Any]) -> NDArray[Any]:

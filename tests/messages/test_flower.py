@@ -1,0 +1,208 @@
+"""Flower arrays by reference: Flower's own in all but memory, also after they were shipped between processes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as drawn
+from numpy.typing import NDArray
+
+from messages.arrays import channels_last
+from messages.flower import (
+    CONTENT,
+    GridTransport,
+    HeldArray,
+    NodesView,
+    from_content,
+    held_record,
+    read_arrays,
+    requests_of,
+    strategy_config,
+    strategy_reply,
+    to_content,
+)
+from messages.replies import Trained
+from messages.requests import Train, TrainingTask
+from messages.transport import Addressed
+from settings import Settings, to_json
+from strategies import FedAvg, FedProx
+from tests.flower import LocalGrid
+
+FLOATS = drawn.arrays("f4", drawn.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))
+
+
+def described(array: Array) -> tuple[object, ...]:
+    return array.dtype, array.shape, array.stype, array.data
+
+
+@given(value=FLOATS, laid=st.booleans())
+@example(value=np.arange(6, dtype="f4").reshape(2, 3, 1, 1), laid=True)
+@example(value=np.arange(6, dtype="f4").reshape(1, 2, 1, 3), laid=True)  # lies in Fortran's order then
+def test_they_are_flowers_arrays(value: NDArray, laid: bool) -> None:
+    own = channels_last(value) if laid else value
+    held, plain = HeldArray(own), Array(value)
+    assert np.shares_memory(held.numpy(), own) or not value.size
+    assert not held.numpy().flags.writeable
+    assert own.flags.writeable
+    assert described(held) == described(plain)
+    np.testing.assert_array_equal(Array(*described(held)).numpy(), value)
+    record, usual = held_record({"a": own}), ArrayRecord({"a": plain})
+    assert record.object_id == usual.object_id
+    assert {name: one.deflate() for name, one in record.children.items()} == {
+        name: one.deflate() for name, one in usual.children.items()
+    }
+
+
+@given(value=FLOATS, laid=st.booleans())
+def test_they_are_shipped_outside_of_the_bytes(value: NDArray, laid: bool) -> None:
+    own = channels_last(value) if laid else value
+    held, buffers = HeldArray(own), []
+    record = held_record({"a": own})
+    assert record.object_id  # makes Flower's chunks, which no pickle may hold
+    data = pickle.dumps(record, protocol=5, buffer_callback=buffers.append)
+    back = pickle.loads(data, buffers=buffers)["a"]
+    assert isinstance(back, HeldArray)
+    assert described(back) == described(held)
+    if value.size:
+        assert len(buffers) == 1
+        assert np.shares_memory(back.numpy(), own)
+        assert back.numpy().strides == own.strides
+
+
+def test_bytes_are_read_in_their_memory_and_what_is_no_array_is_refused_by_name() -> None:
+    good = Array(np.arange(3.0))
+    value = read_arrays(ArrayRecord({"good": good}))["good"]
+    np.testing.assert_array_equal(value, np.arange(3.0))
+    assert value.base is not None
+    assert not value.flags.writeable
+    header = good.data[:20]
+    for bad in (
+        Array("float64", (3,), "torch", good.data),
+        Array("float64", (3,), "numpy.ndarray", b"\x93NUMPY"),
+        Array("float64", (3,), "numpy.ndarray", good.data[:-1]),
+        Array("float64", (3,), "numpy.ndarray", header + b"(" * 100),
+    ):
+        with pytest.raises(ValueError, match="array bad cannot be read"):
+            read_arrays(ArrayRecord({"bad": bad}))
+
+
+SETTINGS = Settings()
+ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+
+
+def training(**changes: Any) -> Train:
+    about = {"settings": to_json(SETTINGS), "run": "r", "round": 1, "task": TrainingTask("t"), "arrays": {}}
+    return Train(**{**about, **changes})
+
+
+def trained(**changes: Any) -> Trained:
+    counts = {"validation_total": 4, "validation_correct": 2, "num_examples": 3}
+    return Trained(**{"arrays": ARRAYS, "train_loss": 0.5, "seconds": 0.1, **counts, **changes})
+
+
+@pytest.mark.parametrize(("strategy", "mu"), [(FedAvg, 0.0), (lambda **more: FedProx(0.5, **more), 0.5)])
+def test_what_a_strategy_configures_is_a_request(strategy: Any, mu: float) -> None:
+    """One set of arrays for all nodes; the strategy's round and μ are in it, and nothing of the settings."""
+    made = strategy(fraction_train=1.0, min_train_nodes=1, min_available_nodes=1)
+    config = strategy_config(training(), SETTINGS.flat())
+    messages = list(made.configure_train(7, held_record(ARRAYS), config, NodesView([5, 9])))
+    found = requests_of(messages)
+    assert [one.node for one in found] == [5, 9]
+    for one in found:
+        request = one.request
+        assert isinstance(request, Train)
+        assert (request.round, request.proximal_mu, request.task.training) == (7, mu, "t")
+        assert request.arrays is found[0].request.arrays  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(request.arrays["w"], ARRAYS["w"])
+
+
+def test_a_strategy_aggregates_what_was_validated() -> None:
+    made = FedAvg(fraction_train=1.0, min_train_nodes=1, min_available_nodes=1)
+    other = {"w": ARRAYS["w"] + 4}
+    replies = [
+        strategy_reply(node, {"arrays": arrays}, {"num-examples": examples, "train-loss": 1.0})
+        for node, arrays, examples in ((5, ARRAYS, 1), (9, other, 3))
+    ]
+    assert [reply.metadata.src_node_id for reply in replies] == [5, 9]
+    model, _ = made.aggregate_train(1, replies)
+    assert model is not None
+    np.testing.assert_allclose(model["w"].numpy(), ARRAYS["w"] + 3)
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"x": 1}, {CONTENT: 3}, {CONTENT: "["}, {CONTENT: "[1]"}, {CONTENT: "[" * 9999}]
+)
+def test_records_that_are_no_message_are_refused(content: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="no trained"):
+        from_content("trained", RecordDict({"config": ConfigRecord(content)}))
+    with pytest.raises(ValueError, match="no trained"):
+        from_content("trained", RecordDict())
+
+
+class Clock:
+    """Seconds that pass when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_grid_answers_each_request_once_whatever_its_nodes_do() -> None:
+    def good(_: Message) -> RecordDict:
+        return to_content(trained().to_record())
+
+    def bad(_: Message) -> RecordDict:
+        return to_content(trained(validation_total=-1).to_record())
+
+    def broken(_: Message) -> RecordDict:
+        raise RuntimeError("out of memory")
+
+    grid, clock = LocalGrid({1: good, 2: bad, 3: broken, 4: lambda _: None}), Clock()
+    transport = GridTransport(grid, None, clock, clock.sleep)
+    assert transport.nodes() == [1, 2, 3, 4]
+    requests = [Addressed(node, training(arrays=ARRAYS)) for node in (1, 2, 3, 4, 9)]
+    answers = {one.node: one for one in transport.exchange(requests, 5.0)}
+    assert len(answers) == 5
+    assert isinstance(answers[1].reply, Trained)
+    assert {node: answers[node].kind for node in answers} == {1: "", 2: "refused", 3: "failed", 4: "late", 9: "failed"}
+    assert "validation-total = -1" in answers[2].reason
+    assert answers[3].reason.endswith("out of memory")
+    assert answers[4].reason == "no reply within 5 s"
+    assert clock.now >= 5.0
+    assert all(message.metadata.ttl == 5.0 for message in grid.sent)
+    first = next(iter(transport.exchange(requests[:1], 5.0)))
+    assert first.reply is not None
+
+
+def test_a_window_bounds_the_messages_under_way() -> None:
+    most = 0
+
+    class Counting(LocalGrid):
+        def pull_messages(self, message_ids: Any) -> Any:
+            nonlocal most
+            most = max(most, len(list(message_ids)))
+            return super().pull_messages(list(message_ids)[:1])
+
+    def good(_: Message) -> RecordDict:
+        return to_content(trained().to_record())
+
+    clock = Clock()
+    grid = Counting(dict.fromkeys(range(9), good))
+    answers = list(
+        GridTransport(grid, 2, clock, clock.sleep).exchange([Addressed(n, training()) for n in range(9)], 60)
+    )
+    assert sorted(one.node for one in answers if one.reply is not None) == list(range(9))
+    assert most == 2
+    with pytest.raises(ValueError, match="window = 0: allowed is 1 or more"):
+        GridTransport(grid, 0)

@@ -1,0 +1,168 @@
+"""Requests and replies: every field survives the wire, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from messages.flower import from_content, to_content
+from messages.record import Record, Typed
+from messages.replies import (
+    REPLIES,
+    WEIGHT_BINS,
+    Adapted,
+    Evaluated,
+    EvaluationResult,
+    Identity,
+    RefinedRates,
+    Summarized,
+    Trained,
+)
+from messages.requests import (
+    REQUESTS,
+    Adapt,
+    AdapterRow,
+    Evaluate,
+    Identify,
+    RefineRates,
+    Summarize,
+    Train,
+    TrainingTask,
+)
+
+ABOUT: dict[str, Any] = {"settings": '{"seed": 1}', "run": "r1", "checkpoint_rounds": [1, 2]}
+ONE = {"a": np.arange(4.0), "b/c": np.array(2.5)}
+ROW = AdapterRow(
+    "fedthe[beta=1]", "fedthe", {"beta": 1.0, "n": 3, "on": True, "name": "x", "none": None}, "personalised"
+)
+RESULT = EvaluationResult(
+    label="a|b", shift="s", correct=1, total=2, seconds=0.5, weight_histogram=[0] * WEIGHT_BINS, weight_mean=0.25,
+    metrics={"log_loss": -0.5},
+)  # fmt: skip
+COUNTS: dict[str, Any] = {"num_examples": 3, "validation_total": 4, "validation_correct": 2, "seconds": 0.5}
+IDENTITY = Identity(
+    partition_id=0, num_partitions=2, classes=["a", "b"], channels=3, mean=[0.5], std=[0.5], sizes=[1, 2, 3],
+    shifts=["original"], note="", role="both", saved={"t": [1, 2]},
+)  # fmt: skip
+#: One message of each kind, with every field set.
+EXAMPLES: list[Typed] = [
+    Identify(**ABOUT),
+    Train(round=1, task=TrainingTask("t"), arrays=ONE, aggregated=["a"], proximal_mu=0.5, client_metrics=["m"], **ABOUT),
+    Summarize(round=2, task=TrainingTask("t", "ditto", "balanced_softmax"), arrays=ONE, wanted=["confusion"], **ABOUT),
+    RefineRates(round=1, variant="params", network="n", arrays=ONE, rates=ONE, **ABOUT),
+    Adapt(
+        round=1, cell="c", row=ROW, share="all", network="n", arrays=ONE, shared=ONE, proximal_mu=0.5,
+        send_normalization=True, send_start=True, **ABOUT,
+    ),
+    Evaluate(
+        round=1, task=TrainingTask("t"), arrays=ONE, rows=[ROW], shifts=["s"], statistics=ONE,
+        rates={"all": ONE, "params": {}}, **ABOUT,
+    ),
+    IDENTITY,
+    Trained(arrays=ONE, train_loss=0.5, personal_validation_correct=1, global_loss=0.25, **COUNTS),
+    Summarized(statistics=ONE, personal_validation_correct=1, **COUNTS),
+    RefinedRates(rates=ONE, num_examples=3, loss=0.5, correct=2, seconds=0.5, context_bytes=7),
+    Adapted(
+        shared=ONE, normalization=ONE, start={}, num_examples=2, corruption=1, correct=[1, 0], total=[1, 1], seconds=0.5,
+    ),
+    Evaluated(num_examples=2, checked=2, leaked=0, results=[RESULT, dataclasses.replace(RESULT, metrics={})]),
+]  # fmt: skip
+
+
+def same(one: Any, other: Any) -> None:
+    for field in dataclasses.fields(one):
+        mine, yours = getattr(one, field.name), getattr(other, field.name)
+        np.testing.assert_equal(yours, mine, err_msg=field.name)
+        assert type(mine) is type(yours)
+
+
+def test_there_is_an_example_of_each() -> None:
+    assert {type(one) for one in EXAMPLES} == {*REQUESTS.values(), *REPLIES.values()}
+    assert {one.reply for one in REQUESTS.values()} == set(REPLIES.values())
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda one: one.kind)
+def test_every_field_survives_the_plain_form_and_flowers(message: Typed) -> None:
+    same(message, type(message).from_record(message.to_record()))
+    same(message, type(message).from_record(from_content(message.kind, to_content(message.to_record()))))
+    plain = message.to_record()
+    assert json.loads(json.dumps(plain.values, allow_nan=False)) == plain.values
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda one: one.kind)
+def test_fields_that_are_missing_unknown_or_of_another_type_are_refused(message: Typed) -> None:
+    record = message.to_record()
+    with pytest.raises(ValueError, match="surprise"):
+        type(message).from_record(Record(record.kind, {**record.values, "surprise": 1}, record.arrays))
+    with pytest.raises(ValueError, match="unknown arrays 'surprise'"):
+        type(message).from_record(Record(record.kind, record.values, {**record.arrays, "surprise": ONE}))
+    optional = {one.name for one in dataclasses.fields(message) if one.default is not dataclasses.MISSING}
+    optional |= {one.name for one in dataclasses.fields(message) if one.default_factory is not dataclasses.MISSING}
+    for key in record.values:
+        for odd in ({"no": object.__name__}, [[1]]):
+            with pytest.raises(ValueError, match=f"^{key}"):
+                type(message).from_record(Record(record.kind, {**record.values, key: odd}, record.arrays))
+        if key.replace("-", "_") not in optional:
+            rest = {name: value for name, value in record.values.items() if name != key}
+            with pytest.raises(ValueError, match=key):
+                type(message).from_record(Record(record.kind, rest, record.arrays))
+    for name in record.arrays:
+        if name not in optional and "." not in name:
+            rest_of = {key: one for key, one in record.arrays.items() if key != name}
+            with pytest.raises(ValueError, match=rf"arrays \['{name}'\] are missing"):
+                type(message).from_record(Record(record.kind, record.values, rest_of))
+
+
+@pytest.mark.parametrize(
+    ("reply", "changes", "told"),
+    [
+        (IDENTITY, {"partition_id": "0"}, "partition-id"),
+        (IDENTITY, {"sizes": [1, 2]}, "sizes"),
+        (IDENTITY, {"sizes": [1, 2, -3]}, "sizes"),
+        (IDENTITY, {"role": "judge"}, "role"),
+        (IDENTITY, {"mean": [math.inf]}, "mean"),
+        (EXAMPLES[7], {"train_loss": math.nan}, "train-loss"),
+        (EXAMPLES[7], {"train_loss": -1.0}, "train-loss"),
+        (EXAMPLES[7], {"num_examples": 0}, "num-examples"),
+        (EXAMPLES[7], {"num_examples": 2.5}, "num-examples"),
+        (EXAMPLES[7], {"validation_correct": True}, "validation-correct"),
+        (EXAMPLES[10], {"correct": [1, -1]}, "correct"),
+        (EXAMPLES[11], {"leaked": -1}, "leaked"),
+        (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, weight_mean=1.5)]}, "weight_mean"),
+        (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, weight_histogram=[1])]}, "weight_histogram"),
+        (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, total=-1)]}, "total"),
+        (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, metrics={"x": math.nan})]}, "metrics"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(reply: Any, changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        type(reply).from_record(dataclasses.replace(reply, **changes).to_record())
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(
+    message=st.sampled_from(EXAMPLES), values=st.dictionaries(st.text(max_size=12), JSON, max_size=4), data=st.data()
+)
+def test_nothing_but_a_value_error_escapes(message: Typed, values: dict[str, Any], data: st.DataObject) -> None:
+    record = message.to_record()
+    key = data.draw(st.sampled_from(sorted(record.values)))
+    changed = {**record.values, key: data.draw(JSON)}
+    for odd in (values, changed):
+        try:
+            found = type(message).from_record(Record(record.kind, odd, record.arrays))
+        except ValueError:
+            continue
+        assert isinstance(found, type(message))
