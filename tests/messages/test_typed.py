@@ -54,7 +54,7 @@ IDENTITY = Identity(
 #: One message of each kind, with every field set.
 EXAMPLES: list[Typed] = [
     Identify(**ABOUT),
-    Train(round=1, task=TrainingTask("t"), arrays=ONE, aggregated=["a"], proximal_mu=0.5, client_metrics=["m"], **ABOUT),
+    Train(round=1, task=TrainingTask("t"), arrays=ONE, aggregated=["a"], proximal_mu=0.5, client_metrics=[], **ABOUT),
     Summarize(round=2, task=TrainingTask("t", "ditto", "balanced_softmax"), arrays=ONE, wanted=["confusion"], **ABOUT),
     RefineRates(round=1, variant="params", network="n", arrays=ONE, rates=ONE, **ABOUT),
     Adapt(
@@ -70,9 +70,9 @@ EXAMPLES: list[Typed] = [
     Summarized(statistics=ONE, personal_validation_correct=1, **COUNTS),
     RefinedRates(rates=ONE, num_examples=3, loss=0.5, correct=2, seconds=0.5, context_bytes=7),
     Adapted(
-        shared=ONE, normalization=ONE, start={}, num_examples=2, corruption=1, correct=[1, 0], total=[1, 1], seconds=0.5,
+        shared=ONE, normalization=ONE, start={}, num_examples=2, corruption=1, correct=[1, 0], total=[1, 1], seconds=1.0,
     ),
-    Evaluated(num_examples=2, checked=2, leaked=0, results=[RESULT, dataclasses.replace(RESULT, metrics={})]),
+    Evaluated(num_examples=2, checked=2, leaked=0, results=[RESULT]),
 ]  # fmt: skip
 
 

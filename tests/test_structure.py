@@ -1,0 +1,180 @@
+"""The structure of the code: imports without cycles, one direction, and facts that are stated once."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from settings import GROUPS, Settings, keys_in
+from settings.schema import fields_by_key
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = (
+    "benchmarks", "client", "data", "messages", "models", "server", "settings", "simulation", "strategies", "tta",
+)  # fmt: skip
+#: Package → the packages of ours that it may import.
+ALLOWED: dict[str, set[str]] = {
+    "settings": set(),
+    "messages": set(),
+    "models": {"settings"},
+    "data": {"models", "settings"},
+    "tta": {"models", "settings"},
+    "strategies": {"messages", "settings"},
+    "client": {"data", "messages", "models", "settings", "tta"},
+    "server": {"messages", "models", "settings", "strategies", "tta"},
+    "simulation": {"client", "data", "messages", "models", "server", "settings", "strategies", "tta"},
+    "benchmarks": set(PACKAGES),
+}
+
+
+def files() -> dict[str, Path]:
+    """Return module name → file of the product."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {name.removesuffix(".__init__"): path for name, path in names.items()}
+
+
+def imports(known: dict[str, Path]) -> dict[str, set[str]]:
+    """Return module → the modules of ours that it imports, wherever in the file; type checking counts, too."""
+    graph: dict[str, set[str]] = {}
+    for name, path in known.items():
+        found: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {one.name for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                members = {f"{node.module}.{one.name}" for one in node.names}
+                found |= {one if one in known else node.module for one in members}
+        graph[name] = {one for one in found if one in known} - {name}
+    return graph
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Return one cycle of a graph, or nothing."""
+    done: set[str] = set()
+
+    def search(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for following in sorted(graph.get(node, ())):
+            if found := search(following, [*path, node]):
+                return found
+        done.add(node)
+        return []
+
+    for node in sorted(graph):
+        if found := search(node, []):
+            return found
+    return []
+
+
+def folder(module: str, known: dict[str, Path]) -> str:
+    """Return the folder that a module is in, as a dotted name."""
+    return ".".join(known[module].relative_to(ROOT).parent.parts)
+
+
+KNOWN = files()
+GRAPH = imports(KNOWN)
+
+
+def test_no_file_imports_itself_around_a_corner() -> None:
+    assert len(GRAPH) > 120
+    assert cycle(GRAPH) == []
+
+
+def test_no_folder_imports_itself_around_a_corner() -> None:
+    folders: dict[str, set[str]] = {}
+    for module, found in GRAPH.items():
+        home = folder(module, KNOWN)
+        folders.setdefault(home, set()).update({folder(one, KNOWN) for one in found} - {home})
+    # a package that collects its own subpackages (its __init__ or registry) is no cycle; the way back would be
+    assert cycle(folders) == []
+
+
+def test_imports_point_one_way() -> None:
+    for module, found in GRAPH.items():
+        home = module.split(".")[0]
+        others = {one.split(".")[0] for one in found} - {home}
+        assert others <= ALLOWED[home], f"{module} imports {sorted(others - ALLOWED[home])}"
+
+
+def test_the_checks_see_a_cycle() -> None:
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+# -- facts that are stated once
+
+#: A collection of at least this many keys of settings is a list of settings.
+LISTED = 4
+#: Where single settings are named on purpose: the schema itself, and the arguments of a call that builds from settings.
+NAMES = set(fields_by_key()) | {key.replace("-", "_") for key in fields_by_key()}
+
+
+def listed(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
+    """Yield the line and the keys of every literal collection of settings' keys."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set):
+            words = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            keys = [word for word in words if word in NAMES]
+            if len(keys) >= LISTED and len(keys) == len(node.elts):
+                yield node.lineno, keys
+
+
+def test_no_list_of_settings_stands_beside_the_groups() -> None:
+    found = [
+        f"{module}, line {line}: {keys}"
+        for module, path in KNOWN.items()
+        for line, keys in listed(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found
+
+
+def test_the_check_sees_a_list_of_settings() -> None:
+    assert list(listed(ast.parse('X = ("dataset", "alpha", "step-ratio", "clients")')))
+    assert not list(listed(ast.parse('X = ("dataset", "alpha", "of", "clients")')))
+
+
+def test_every_setting_has_a_group_and_every_group_settings() -> None:
+    for key, field in fields_by_key().items():
+        assert field.metadata["groups"], f"{key} has no group"
+        assert set(field.metadata["groups"]) <= set(GROUPS)
+    assert all(keys_in(group) for group in GROUPS)
+    with pytest.raises(ValueError, match="unknown groups"):
+        Settings().select("weather")
+
+
+#: Variables and attributes that hold the name of a method, a local algorithm, an aggregation or a rule.
+DISPATCHED = re.compile(r"\b(adapter|algorithm|aggregation|method|rule|training|collaboration)(\.name)?$")
+
+
+def dispatches(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield every comparison of such a name with a text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and DISPATCHED.search(ast.unparse(node.left)):
+            if not all(isinstance(one, ast.Eq | ast.NotEq | ast.In | ast.NotIn) for one in node.ops):
+                continue
+            texts = [one for right in node.comparators for one in ast.walk(right) if isinstance(one, ast.Constant)]
+            if any(isinstance(one.value, str) and one.value for one in texts):
+                yield node.lineno, ast.unparse(node)
+
+
+def test_no_method_algorithm_or_aggregation_is_named_in_an_if() -> None:
+    found = [
+        f"{module}, line {line}: {text}"
+        for module, path in KNOWN.items()
+        for line, text in dispatches(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found
+
+
+def test_the_check_sees_a_dispatch() -> None:
+    assert list(dispatches(ast.parse('if settings.aggregation == "fedprox":\n    pass')))
+    assert list(dispatches(ast.parse('x = task.algorithm in ("a", "b")')))
+    assert not list(dispatches(ast.parse("if settings.aggregation == own:\n    pass")))
