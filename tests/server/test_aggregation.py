@@ -127,7 +127,9 @@ def test_a_strategy_continues_from_a_checkpoint_with_the_same_bits(aggregation: 
     strategy = make_strategy(TrainingStage(), settings)
     half, seen = rounds_of(strategy, 1, 2, start)
     records = {"arrays": {n: a.numpy() for n, a in half.items()}, **strategy_records(strategy)}
-    write_checkpoint(tmp_path / "c.safetensors", Checkpoint(Position("t", "training", "", 2), "run", {}, records=records))
+    write_checkpoint(
+        tmp_path / "c.safetensors", Checkpoint(Position("t", "training", "", 2), "run", {}, records=records)
+    )
     records = read_checkpoint(tmp_path / "c.safetensors").records
     again = make_strategy(TrainingStage(), settings)
     load_strategy_records(again, records)

@@ -1,39 +1,36 @@
-"""Checkpoint files, what strategies keep, and every reason to refuse to go on with a run."""
+"""Checkpoint files, and every reason to refuse to resume a run."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+import client.device
+from messages.flower import allow_messages
+from messages.requests import Train
 from models import load_arrays
 from server.app import run_folder, serve
 from server.checkpoints import (
     Checkpoint,
     Checkpoints,
-    Place,
+    Position,
     checkpoint_files,
     memory_key,
     read_checkpoint,
     write_checkpoint,
 )
-from server.errors import RunError
-from server.resume import FREE, alone, find
-from server.run import make_strategy
-from server.strategy_state import load_strategy_records, strategy_records
-from server.trainings import Phase
+from server.events import RunError
+from server.resume import find_checkpoint, locked
 from settings import Settings, SettingsError
-from settings.schema import fields_by_key
-from tests.flower import LocalGrid, record, reply
 from tests.server.test_resume import SMALL, Killed, Killer, assert_same, devices, quicken, run
 
 
@@ -50,15 +47,16 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run folder and the clients' folders of a run that was killed in its second round."""
     with pytest.MonkeyPatch.context() as patch:
-        from flwr.supercore.task_identity import TaskIdentity
-
-        for name in ("task_id", "run_id", "node_id"):
-            patch.setattr(TaskIdentity, f"_{name}", 1)
+        allow_messages()
         quicken(patch)
         folder = tmp_path_factory.mktemp("killed")
         settings = SMALL.replace(methods="fedrep", state_dir=str(folder / "state"))
         with pytest.raises(Killed):
-            serve(devices(settings, killer=Killer("answered", only=lambda p: p[4] == "2")), settings, folder / "r")
+            serve(
+                devices(settings, killer=Killer("answered", only=lambda p: p[:3] == (Train.kind, "fedrep", "2"))),
+                settings,
+                folder / "r",
+            )
         yield folder
 
 
@@ -82,7 +80,7 @@ def checkpoint(**changes: Any) -> Checkpoint:
         "strategy": {},
     }
     known: dict[str, Any] = {
-        "place": Place("fedrep", "training", "", 3), "run": "abc", "settings": {"seed": 1, "alpha": 0.1, "b": True},
+        "position": Position("fedrep", "training", "", 3), "run": "abc", "settings": {"seed": 1, "alpha": 0.1, "b": True},
         "world": {"sizes": [[1, 2, 3]]}, "finished": ("x", "y"), "replied": {"fedrep": {0: 3, 11: 1}}, "seconds": 1.5,
         "offset": 77, "records": records, "notes": {"signature": {"shared": {"w": [[2], "float32"]}}},
     }  # fmt: skip
@@ -99,7 +97,7 @@ def test_a_checkpoint_comes_back_with_all_bits_and_in_order(tmp_path: Path) -> N
         for name, value in named.items():
             other = back.records[key][name]
             assert (other.dtype, other.shape, other.tobytes()) == (value.dtype, value.shape, value.tobytes())
-    for name in ("place", "run", "settings", "world", "finished", "replied", "seconds", "offset", "notes"):
+    for name in ("position", "run", "settings", "world", "finished", "replied", "seconds", "offset", "notes"):
         assert getattr(back, name) == getattr(one, name), name
 
 
@@ -134,10 +132,10 @@ def test_how_many_are_written_and_kept(
     written = []
     for round in range(1, rounds + 1):
         if checkpoints.due(round, rounds):
-            checkpoints.save(Place("t", "training", round=round), {"arrays": {"w": np.ones(round)}})
+            checkpoints.save(Position("t", "training", round=round), {"arrays": {"w": np.ones(round)}})
             written.append(round)
         files = checkpoint_files(folder)
-        there = [read_checkpoint(path).place.round for path in files.values()]
+        there = [read_checkpoint(path).position.round for path in files.values()]
         # what clients are told to be able to go back to is exactly what the server could go back to
         assert there == checkpoints.rounds("t") == written[-kept:]
         assert checkpoints.rounds("u") == []
@@ -148,11 +146,11 @@ def test_how_many_are_written_and_kept(
 def test_only_private_state_of_the_same_thing_can_be_gone_back_to(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, Settings(checkpoints_kept=9))
     cell = memory_key("tent[lr=0.01]", "fedavg")
-    for place in (
-        Place("t", "training", round=4), Place("t", "statistics", round=5), Place("t", "rates", "all", 7),
-        Place("t", "finished"), Place("u", "training", round=1), Place("u", "cell", cell, 2),
+    for position in (
+        Position("t", "training", round=4), Position("t", "statistics", round=5), Position("t", "rates", "all", 7),
+        Position("t", "finished"), Position("u", "training", round=1), Position("u", "cell", cell, 2),
     ):  # fmt: skip
-        checkpoints.save(place, {})
+        checkpoints.save(position, {})
     assert [checkpoints.rounds(key) for key in ("t", "u", cell, "all", "")] == [[4, 5], [1], [2], [], []]
 
 
@@ -160,56 +158,10 @@ def test_the_strategy_of_a_loop_that_has_ended_is_left_behind(tmp_path: Path) ->
     checkpoints = Checkpoints(tmp_path, Settings())
     checkpoints.open("t")
     one = {"w": np.ones(1)}
-    checkpoints.save(Place("t", "training", round=1), {"arrays": one, "strategy.momentum": one})
-    checkpoints.save(Place("t", "statistics", round=2), {"statistics": {"dle": np.ones(1)}})
+    checkpoints.save(Position("t", "training", round=1), {"arrays": one, "strategy.momentum": one})
+    checkpoints.save(Position("t", "statistics", round=2), {"statistics": {"dle": np.ones(1)}})
     last = read_checkpoint(list(checkpoint_files(tmp_path).values())[-1])
     assert set(last.records) == {"arrays", "statistics"}
-
-
-# -- strategies
-
-STRATEGIES = list(fields_by_key()["aggregation"].metadata["choices"])
-#: What is noted anew in each round, or only spares messages.
-NOTED = {"_sent", "_lipschitz", "sent_bytes", "_met", "_asked"}
-
-
-def rounds_of(strategy: Any, first: int, last: int, arrays: ArrayRecord) -> tuple[ArrayRecord, list[dict[str, Any]]]:
-    """Run rounds with made-up replies; return the model and what the strategy's attributes were after each."""
-    seen = []
-    nodes: dict[int, Callable[[Message], RecordDict | None]] = {node: lambda message: None for node in range(6)}
-    for round in range(first, last + 1):
-        list(strategy.configure_train(round, arrays, ConfigRecord({"learning-rate": 0.1}), LocalGrid(nodes)))
-        replies = []
-        for node in nodes:
-            draw = np.random.default_rng([round, node])
-            sent = {name: array.numpy() for name, array in arrays.items()}
-            moved = {n: (v + abs(draw.normal(size=v.shape))).astype(v.dtype) for n, v in sent.items()}
-            replies.append(reply(record(**moved), examples=node + 1, node=node, **{"global-loss": 1.0 + node}))
-        new, _ = strategy.aggregate_train(round, replies)
-        assert new is not None
-        arrays = record(**{n: a.numpy().astype(arrays[n].dtype) for n, a in new.items()})
-        seen.append({name: repr(value) for name, value in vars(strategy).items()})
-    return arrays, seen
-
-
-@pytest.mark.parametrize("aggregation", STRATEGIES)
-def test_a_strategy_goes_on_from_a_checkpoint_as_if_nothing_had_been(aggregation: str, tmp_path: Path) -> None:
-    settings = Settings(aggregation=aggregation)
-    start = record(**{"z": np.float32([1, 2]), "n.running_var": np.ones(2, np.float32), "a": np.float64([0.5])})
-    whole, _ = rounds_of(make_strategy(Phase(), settings), 1, 4, start)
-    strategy = make_strategy(Phase(), settings)
-    half, seen = rounds_of(strategy, 1, 2, start)
-    records = {"arrays": {n: a.numpy() for n, a in half.items()}, **strategy_records(strategy)}
-    write_checkpoint(tmp_path / "c.safetensors", checkpoint(records=records))
-    records = read_checkpoint(tmp_path / "c.safetensors").records
-    again = make_strategy(Phase(), settings)
-    load_strategy_records(again, records)
-    resumed, _ = rounds_of(again, 3, 4, record(**records["arrays"]))
-    assert {n: a.numpy().tobytes() for n, a in resumed.items()} == {n: a.numpy().tobytes() for n, a in whole.items()}
-    # a strategy with state that nobody saves would show here, even if these numbers did not
-    changed = {name for name in seen[0] if seen[0][name] != seen[1][name]}
-    assert changed - NOTED <= ({"current_arrays", "momentum_vector"} if aggregation == "fedavgm" else set())
-    assert (set(records) > {"arrays"}) == (aggregation == "fedavgm")
 
 
 # -- refused
@@ -227,7 +179,7 @@ def test_no_such_run(cut: Path, tmp_path: Path) -> None:
         run_folder(SMALL.replace(resume="/nowhere"))
     refused(cut, SettingsError, "allowed is the folder of a run", resume=str(cut / "r" / "settings.toml"))
     other = SMALL.replace(methods="fedrep", resume=str(cut / "r"))
-    with pytest.raises(SettingsError, match="a run goes on in its own folder, not in"):
+    with pytest.raises(SettingsError, match="a run is resumed in its own folder, not in"):
         serve(devices(other), other, tmp_path / "elsewhere")
     assert not (tmp_path / "elsewhere").exists()
     assert run_folder(other) == cut / "r"
@@ -248,7 +200,6 @@ def test_other_settings(change: dict, told: str, cut: Path) -> None:
 
 
 def test_places_and_pace_may_change(cut: Path, tmp_path: Path) -> None:
-    assert set(FREE) <= set(fields_by_key())
     whole = run(tmp_path / "whole", SMALL.replace(methods="fedrep"))
     shutil.copytree(cut / "state", tmp_path / "moved")
     changes: dict[str, Any] = {
@@ -258,7 +209,7 @@ def test_places_and_pace_may_change(cut: Path, tmp_path: Path) -> None:
     settings = SMALL.replace(methods="fedrep", resume=str(cut / "r"), state_dir=str(tmp_path / "moved"), **changes)
     serve(devices(settings), settings, run_folder(settings))
     assert_same(whole, cut / "r")
-    refused(cut, SettingsError, "this run is complete; there is nothing to go on with")
+    refused(cut, SettingsError, "this run is complete; there is nothing to resume")
     refused(cut, SettingsError, "this run is complete", seed=3)
 
 
@@ -269,16 +220,16 @@ def test_no_readable_checkpoint(cut: Path) -> None:
     refused(cut, RunError, f"no checkpoint can be used: .*{paths[0].name}: .*; .*{paths[1].name}: ")
     refused(cut, RunError, f"no checkpoint can be used: .*{paths[0].name}: corrupt[^;]*$", resume=str(paths[0]))
     shutil.rmtree(cut / "r" / "checkpoints")
-    refused(cut, RunError, "no checkpoint can be used: there is none; start the run anew")
+    refused(cut, RunError, "no checkpoint can be used: there is none; start a new run")
 
 
 def test_a_metrics_file_that_is_shorter_than_the_checkpoint_knows(cut: Path) -> None:
     metrics = cut / "r" / "metrics.jsonl"
-    found = find(SMALL.replace(methods="fedrep", resume=str(cut / "r")))
-    assert found.checkpoint.place.round == 1
+    found = find_checkpoint(SMALL.replace(methods="fedrep", resume=str(cut / "r")))
+    assert found.checkpoint.position.round == 1
     metrics.write_bytes(metrics.read_bytes()[: found.checkpoint.offset - 1])
-    found = find(SMALL.replace(methods="fedrep", resume=str(cut / "r")))
-    assert found.checkpoint.place.stage == "begun"
+    found = find_checkpoint(SMALL.replace(methods="fedrep", resume=str(cut / "r")))
+    assert found.checkpoint.position.stage == "begun"
     assert "metrics.jsonl has" in next(iter(found.damaged.values()))
 
 
@@ -289,7 +240,7 @@ def test_clients_that_have_lost_their_state(cut: Path) -> None:
     for _ in range(2):  # a refusal costs nothing: the next attempt finds the same
         with pytest.raises(RunError, match=told):
             resume(cut)
-        assert find(SMALL.replace(methods="fedrep", resume=str(cut / "r"))).checkpoint.place.round == 1
+        assert find_checkpoint(SMALL.replace(methods="fedrep", resume=str(cut / "r"))).checkpoint.position.round == 1
     kept = state / "0" / "fedrep@1.safetensors"
     assert load_arrays(kept)[0]
     kept.unlink()  # it has that of round 2, which is of no use
@@ -298,14 +249,12 @@ def test_clients_that_have_lost_their_state(cut: Path) -> None:
 
 
 def test_clients_with_other_data(cut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import client.identity
-
-    monkeypatch.setattr(client.identity, "resolve", lambda shifts, natural: (["original", "fog"], None))
+    monkeypatch.setattr(client.device, "resolve", lambda shifts, natural: (["original", "fog"], None))
     with pytest.raises(RunError, match=r"clients now have shifts = \['original', 'fog'\], in the run it is \['orig"):
         resume(cut)
 
 
 def test_a_run_that_somebody_else_is_writing(cut: Path) -> None:
-    with alone(cut / "r"):
+    with locked(cut / "r"):
         refused(cut, RunError, "r: another process is writing this run")
     resume(cut)

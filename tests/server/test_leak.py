@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.supercore.task_identity import TaskIdentity
 
 from client import device
-from client.runtime import federation_of
+from client.node import federation_of
 from data import stream
-from server.errors import Leak
+from messages.flower import allow_messages
+from server.events import Leak
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
 LEAKY = SMALL.replace(split="published", rounds=5, methods="fedavg,personal,fedthe", shifts="original,corrupted")
@@ -20,10 +20,8 @@ LEAKY = SMALL.replace(split="published", rounds=5, methods="fedavg,personal,fedt
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("task_id", "run_id", "node_id"):
-            patch.setattr(TaskIdentity, f"_{name}", 1)
-        return run(tmp_path_factory.mktemp("leak") / "r", LEAKY)
+    allow_messages()
+    return run(tmp_path_factory.mktemp("leak") / "r", LEAKY)
 
 
 def test_a_published_run_says_how_many_test_samples_had_been_trained_on(published: Path) -> None:
@@ -42,7 +40,7 @@ def test_a_published_run_says_how_many_test_samples_had_been_trained_on(publishe
         (told,) = [one for one in happened if one["event"] == "leak_check" and one["training"] == training]
         assert {name: told[name] for name in check} == check
         (note,) = [one["text"] for one in happened if one["event"] == "note" and one["text"].startswith(training)]
-        assert "drawn anew in every round, as in the published code" in note
+        assert "redrawn in every round, as in the published code" in note
         assert f"{leaked:,} of {checked:,} test samples ({100 * leaked / checked:.1f} %) had been trained on" in note
         assert "accuracies on clients' own data are optimistic" in note
         page = (published / "report.html").read_text()

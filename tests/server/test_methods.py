@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-from client.objectives import OBJECTIVES
-from client.rules import RULES
+from client.algorithms import ALGORITHMS
+from client.training import OBJECTIVES
 from server import methods as table_of_methods
-from server.methods import METHODS, check_roles, choose, parse_rows, plan
-from server.run import left_out_notes
+from server.methods import METHODS, check_roles, choose, left_out_notes, parse_rows, plan
 from server.trainings import TRAININGS
 from settings import Settings, SettingsError
 from tests.server.test_run import SMALL, events, run
@@ -21,10 +20,9 @@ def test_every_method_names_things_that_exist() -> None:
         assert method.adapter in ADAPTERS
         assert method.training in TRAININGS
     for recipe in TRAININGS.values():
-        for phase in recipe.phases:
-            assert phase.rule in RULES
-            assert phase.objective in OBJECTIVES
-        assert recipe.makes_personal_head == RULES[recipe.phases[-1].rule].uses_personal_head
+        for stage in recipe.stages:
+            assert stage.personal_head == ALGORITHMS[stage.algorithm].uses_personal_head
+            assert stage.objective in OBJECTIVES
         recipe.settings(Settings())  # its changes are settings
 
 
@@ -62,10 +60,10 @@ def test_the_network_that_an_adapter_gets() -> None:
 
 def test_what_a_training_changes_and_keeps_on_clients() -> None:
     names = ["encoder.a.weight", "encoder.n.weight", "encoder.n.running_mean", "head.weight"]
-    assert TRAININGS["fedrep"].joined_names(names) == names[:3]
-    assert TRAININGS["fedbn"].joined_names(names) == [names[0], names[3]]
-    assert TRAININGS["local"].joined_names(names) == []
-    assert TRAININGS["fedicon"].joined_names(names) == names
+    assert TRAININGS["fedrep"].aggregated_names(names) == names[:3]
+    assert TRAININGS["fedbn"].aggregated_names(names) == [names[0], names[3]]
+    assert TRAININGS["local"].aggregated_names(names) == []
+    assert TRAININGS["fedicon"].aggregated_names(names) == names
     settings = Settings(rounds=7, classifier_rounds=3, model_options="width=4")
     assert TRAININGS["fedicon"].rounds(settings) == 10
     assert TRAININGS["fedper"].rounds(settings) == 7

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Context, Message, RecordDict
 
 import server.app
 import server.checkpoints
 import server.run
-from client.app import app as client_app
+from messages.requests import Adapt, Identify, RefineRates, Request
 from models import load_arrays
 from server.app import serve
 from server.checkpoints import checkpoint_files, read_checkpoint
 from server.environment import describe
 from settings import Settings
-from tests.flower import LocalGrid
+from tests import transports
+from tests.transports import FakeTransport
 
 SMALL = Settings(
     clients=2,
@@ -100,28 +100,40 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("flwr"), "disabled", True)
 
 
-def devices(settings: Settings, first: int = 100, killer: Killer | None = None) -> LocalGrid:
-    """Devices that have just been started: no Flower context, ids of their own; what they kept is on the disk."""
+class Killable(FakeTransport):
+    """Clients that have just been started, with a server that may be killed before or after each reply."""
 
-    def make(partition: int) -> Callable[[Message], RecordDict]:
-        node = {"partition-id": partition, "num-partitions": settings.clients}
-        context = Context(run_id=1, node_id=partition, node_config=node, state=RecordDict(), run_config={})
+    def __init__(self, started: FakeTransport, partitions: dict[int, int], killer: Killer | None) -> None:
+        super().__init__(started.clients)
+        for node, client in started.clients.items():
+            self.clients[node] = self._killable(client, partitions[node], killer)
 
-        def answer(message: Message) -> RecordDict:
-            config = message.content.config_records["config"]
-            about = [config.get(key) for key in ("training", "cell", "variant", "server-round")]
-            point = (message.metadata.message_type, *map(str, about), partition)
+    def _killable(self, client: transports.Client, partition: int, killer: Killer | None) -> transports.Client:
+        def answer(request: Request) -> Any:
+            point = (*point_of(request), partition)
             if killer is not None:
                 killer.reach("asked", *point)
-            content = client_app(message, context).content
+            reply = client(request)
             if killer is not None:
                 killer.reach("answered", *point)
-            return content
+            return reply
 
         return answer
 
-    # the order of ids, and with it that of messages to identify, is not the order of partitions
-    return LocalGrid({first + (7 * i) % 10: make(i) for i in reversed(range(settings.clients))})
+
+def point_of(request: Request) -> tuple[str, str, str]:
+    """Return kind, training, cell or variant, and round of a request."""
+    task = getattr(request, "task", None)
+    part = request.cell if isinstance(request, Adapt) else request.variant if isinstance(request, RefineRates) else ""
+    return request.kind, task.training if task else part, str(getattr(request, "round", None))
+
+
+def devices(settings: Settings, first: int = 100, killer: Killer | None = None) -> FakeTransport:
+    """Clients that have just been started, with node ids of their own; their private state is on the disk."""
+    # the order of ids, and with it that of requests to identify, is not the order of partitions
+    ids = {i: first + (7 * i) % 10 for i in range(settings.clients)}
+    started = transports.devices(settings, ids=lambda partition: ids[partition])
+    return Killable(started, {node: partition for partition, node in ids.items()}, killer)
 
 
 def run(folder: Path, settings: Settings, **changes: Any) -> Path:
@@ -192,7 +204,7 @@ def test_killed_after_every_message_it_ends_with_the_same_bits(name: str, tmp_pa
     whole = run(tmp_path / "whole", settings)
     killer = Killer("answered")
     kills = go_on_to_the_end(tmp_path / "cut", settings, killer)
-    asked = {key for key in killer.met if key[1] != "query.identify"}
+    asked = {key for key in killer.met if key[1] != Identify.kind}
     assert kills == len(killer.met) > len(asked) > 2 * settings.clients
     assert_same(whole, tmp_path / "cut" / "r")
 
@@ -203,9 +215,9 @@ def test_killed_at_every_event_and_around_every_checkpoint(tmp_path: Path, monke
     write = server.checkpoints.write_checkpoint
 
     def dangerous(path: Path, checkpoint: Any) -> None:
-        killer.reach("before", str(checkpoint.place))
+        killer.reach("before", str(checkpoint.position))
         write(path, checkpoint)
-        killer.reach("after", str(checkpoint.place))
+        killer.reach("after", str(checkpoint.position))
 
     monkeypatch.setattr(server.checkpoints, "write_checkpoint", dangerous)
     kills = go_on_to_the_end(tmp_path / "cut", SMALL.replace(methods="fedrep,btfl"), killer)
@@ -281,7 +293,7 @@ def test_nothing_that_was_written_is_lost_and_the_folder_tells_the_story(tmp_pat
     firsts = [json.loads(path.read_text().splitlines()[0]) for path in cuts]
     assert [event["event"] for event in firsts] == ["round", "round", "evaluation", "resumed", "resumed", "resumed"]
     notes = [event["text"] for event in events(folder, "note")]
-    about = "resumed after the statistics of cross_entropy (checkpoints/000004.safetensors); what came later is in "
+    about = "resumed after the statistics of cross_entropy (checkpoints/000004.safetensors); later events are in "
     assert notes[-1] == about + last["cut"]
     assert len(events(folder, "run")) == len(events(folder, "plan")) == len(events(folder, "clients")) == 1
     assert len(checkpoint_files(folder)) == 2
@@ -290,7 +302,7 @@ def test_nothing_that_was_written_is_lost_and_the_folder_tells_the_story(tmp_pat
 def test_the_files_are_few_and_say_where_the_run_is(tmp_path: Path) -> None:
     folder = run(tmp_path, SMALL, checkpoints_kept=20)
     found = [read_checkpoint(path) for path in checkpoint_files(folder).values()]
-    assert [str(one.place) for one in found] == [
+    assert [str(one.position) for one in found] == [
         "the start", "round 1 of cross_entropy", "round 2 of cross_entropy", "the statistics of cross_entropy",
         "all of cross_entropy",
     ]  # fmt: skip
@@ -300,7 +312,7 @@ def test_the_files_are_few_and_say_where_the_run_is(tmp_path: Path) -> None:
     for one in found:
         head = (folder / "metrics.jsonl").read_bytes()[: one.offset]
         assert head.endswith(b"\n")
-        assert head.count(b'"event": "round"') == min(one.place.round, 2) + 2 * (one.place.stage == "finished")
+        assert head.count(b'"event": "round"') == min(one.position.round, 2) + 2 * (one.position.stage == "finished")
     few = run(tmp_path / "few", SMALL, checkpoints_kept=1)
     assert [path.name for path in checkpoint_files(few).values()] == ["000005.safetensors"]
 
@@ -312,6 +324,6 @@ def test_an_older_checkpoint_can_be_named(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         serve(devices(settings, killer=Killer("asked", only=lambda p: p[0] == "evaluate")), settings, folder)
     files = checkpoint_files(folder)
-    assert str(read_checkpoint(files[2]).place) == "round 1 of fedrep"
+    assert str(read_checkpoint(files[2]).position) == "round 1 of fedrep"
     assert_same(whole, run(tmp_path / "cut", settings, resume=str(files[2])))
     assert sorted(path.name for path in (folder / "checkpoints").glob("*.cut")) == ["000003.cut", "000004.cut"]

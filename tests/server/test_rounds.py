@@ -38,7 +38,9 @@ COUNTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def client(value: float, num_examples: int = 1, change: Callable[[Arrays], Arrays] | None = None, **fields: Any) -> Client:
+def client(
+    value: float, num_examples: int = 1, change: Callable[[Arrays], Arrays] | None = None, **fields: Any
+) -> Client:
     """A client that trains every array to `value`."""
 
     def answer(request: Request) -> Reply:
@@ -117,7 +119,9 @@ def test_order_of_arrival_does_not_change_a_bit(order: list[int], seed: int) -> 
 
 def test_qffl_without_fairness_is_the_plain_mean_of_the_clients() -> None:
     """q = 0: Δ_k = L (w - w_k), h_k = L: (1 + 5) / 2 whatever their examples and losses."""
-    place = Place({0: client(1, 1, global_loss=9.0), 1: client(5, 3, global_loss=0.5)}, aggregation="qffl", fairness=0.0)
+    place = Place(
+        {0: client(1, 1, global_loss=9.0), 1: client(5, 3, global_loss=0.5)}, aggregation="qffl", fairness=0.0
+    )
     np.testing.assert_allclose(place.round()["w"], 3.0, rtol=1e-6)
     assert {tuple(request.client_metrics) for request in place.transport.requests(Train)} == {("global-loss",)}
 

@@ -1,4 +1,4 @@
-"""A whole run, server and real devices, in one process on a grid of functions."""
+"""Whole runs, server and real clients, in one process."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
 
-from client.app import app as client_app
+from client.node import federation_of
+from messages.flower import allow_messages
+from messages.requests import Evaluate, Request, Summarize, Train
 from models import load_arrays, load_model
 from server.app import run_folder, serve
-from server.errors import NodesMissing, NoReplies, RunError
+from server.events import NodesMissing, NoReplies
+from server.nodes import FederationInfo
 from server.report import read_results, table
-from server.run import World, initial_model, model_spec
+from server.run import initial_model, model_spec
 from settings import Settings, SettingsError
-from tests.flower import LocalGrid
+from tests.transports import devices
 
 SMALL = Settings(
     clients=3,
@@ -33,32 +35,12 @@ SMALL = Settings(
 )
 
 
-def nodes(
-    settings: Settings,
-    change: Callable[[int, Message], Message | None] | None = None,
-    own: Callable[[int], dict[str, str]] = lambda partition: {},
-) -> LocalGrid:
-    """Real ClientApps, one context each; `change(partition, message)` may raise; `own(partition)` is a node's config.
-
-    Partition i is node 900 - i.
-    """
-
-    def make(partition: int) -> Callable[[Message], RecordDict]:
-        config = {"partition-id": partition, "num-partitions": settings.clients, **own(partition)}
-        context = Context(run_id=1, node_id=partition, node_config=config, state=RecordDict(), run_config={})
-
-        def answer(message: Message) -> RecordDict:
-            if change is not None:
-                change(partition, message)
-            return client_app(message, context).content
-
-        return answer
-
-    return LocalGrid({900 - i: make(i) for i in range(settings.clients)})
+Watch = Callable[[int, Request], object]
 
 
-def run(folder: Path, settings: Settings = SMALL, change: Callable | None = None) -> Path:
-    serve(nodes(settings, change), settings, folder)
+def run(folder: Path, settings: Settings = SMALL, watch: Watch = lambda partition, request: None) -> Path:
+    """Run with real clients; `watch` is called with partition and request before each reply, and may raise."""
+    serve(devices(settings, watch=watch), settings, folder)
     return folder
 
 
@@ -78,9 +60,7 @@ def assert_same_results(one: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from flwr.supercore.task_identity import TaskIdentity
-
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    allow_messages()
     return run(tmp_path_factory.mktemp("run") / "r")
 
 
@@ -102,8 +82,6 @@ def test_no_test_sample_was_trained_on(finished: Path) -> None:
 
 
 def test_statistics_file_is_the_mean_over_clients_of_the_saved_model(finished: Path) -> None:
-    from client.runtime import federation_of
-
     model, spec = load_model(finished / "model.safetensors")
     assert spec["name"] == "cnn"
     federation = federation_of(SMALL)
@@ -118,8 +96,6 @@ def test_statistics_file_is_the_mean_over_clients_of_the_saved_model(finished: P
 
 
 def test_fedavg_row_is_the_saved_model_on_the_test_splits(finished: Path) -> None:
-    from client.runtime import federation_of
-
     model, _ = load_model(finished / "model.safetensors")
     federation = federation_of(SMALL)
     for event in events(finished):
@@ -150,12 +126,11 @@ def test_private_state_in_a_folder_gives_the_same_bits(finished: Path, tmp_path:
 
 
 def test_a_client_that_raises_mid_round_is_reported_and_the_round_goes_on(tmp_path: Path) -> None:
-    def change(partition: int, message: Message) -> None:
-        config = message.content.config_records["config"]
-        if partition == 1 and message.metadata.message_type == "train" and config["server-round"] == 2:
+    def watch(partition: int, request: Request) -> None:
+        if partition == 1 and isinstance(request, Train) and request.round == 2:
             raise RuntimeError("sensor unplugged")
 
-    folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,btfl"), change)
+    folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,btfl"), watch)
     (failed,) = [event for event in events(folder) if event["event"] == "failed"]
     assert (failed["partition"], failed["round"], failed["training"]) == (1, 2, "cross_entropy")
     assert "sensor unplugged" in failed["reason"]
@@ -165,11 +140,11 @@ def test_a_client_that_raises_mid_round_is_reported_and_the_round_goes_on(tmp_pa
 
 
 def test_means_that_do_not_speak_for_all_clients_say_so(tmp_path: Path) -> None:
-    def change(partition: int, message: Message) -> None:
-        if partition == 1 and message.metadata.message_type in ("train.statistics", "evaluate"):
+    def watch(partition: int, request: Request) -> None:
+        if partition == 1 and isinstance(request, Summarize | Evaluate):
             raise RuntimeError("gone")
 
-    folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,btfl", rounds=1), change)
+    folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,btfl", rounds=1), watch)
     notes = [event["text"] for event in events(folder) if event["event"] == "note"]
     assert notes[-2:] == [
         f"cross_entropy: {what} of 2 of 3 clients only; missing: [1]" for what in ("statistics", "accuracies")
@@ -224,12 +199,12 @@ def test_init_starts_from_a_file_without_training(finished: Path, tmp_path: Path
 
 
 def test_a_run_that_fails_says_so_in_its_files(tmp_path: Path) -> None:
-    def change(partition: int, message: Message) -> None:
-        if message.metadata.message_type == "train":
+    def watch(partition: int, request: Request) -> None:
+        if isinstance(request, Train):
             raise RuntimeError("no")
 
-    with pytest.raises(NoReplies, match=r"clients 0, 1, 2: error 2: no"):
-        run(tmp_path / "r", change=change)
+    with pytest.raises(NoReplies, match=r"clients 0, 1, 2: RuntimeError: no"):
+        run(tmp_path / "r", watch=watch)
     assert events(tmp_path / "r")[-1]["status"].startswith("failed: NoReplies")
     assert (tmp_path / "r" / "report.html").exists()
 
@@ -252,41 +227,20 @@ def test_unknown_names_stop_the_run_before_training_and_list_what_exists(
 
 def test_fewer_nodes_than_clients(tmp_path: Path) -> None:
     with pytest.raises(NodesMissing, match="3 of 5"):
-        serve(nodes(SMALL), SMALL.replace(clients=5, node_timeout=0.05), tmp_path / "r")
+        serve(devices(SMALL), SMALL.replace(clients=5, node_timeout=0.05), tmp_path / "r")
 
 
-WORLD = World(["a", "b"], 3, [0.5] * 3, [0.5] * 3, ["original"], "", [[1, 1, 1]])
-
-
-def test_nodes_must_agree() -> None:
-    identity = {
-        "num-partitions": 2,
-        "classes": ["a"],
-        "channels": 3,
-        "mean": [0.5],
-        "std": [0.5],
-        "shifts": ["x"],
-        "note": "",
-    }
-    identity |= {"sizes": [1, 1, 1], "role": "both", "corruptions": ["fog"], "stream-rounds": 15}
-    assert World.agree({0: identity, 1: identity}).classes == ["a"]
-    with pytest.raises(RunError, match=r"client 1: classes = \['b'\]"):
-        World.agree({0: identity, 1: identity | {"classes": ["b"]}})
-    with pytest.raises(RunError, match="client 1: stream-rounds = 7, others have 15"):
-        World.agree({0: identity, 1: identity | {"stream-rounds": 7}})
-    world = World.agree({1: identity | {"role": "target", "sizes": [0, 0, 3]}, 0: identity})
-    assert (world.roles, world.sizes) == (["both", "target"], [[1, 1, 1], [0, 0, 3]])
-    assert (world.corruptions, world.stream_rounds) == (["fog"], 15)
+INFO = FederationInfo(["a", "b"], 3, [0.5] * 3, [0.5] * 3, ["original"], "", [[1, 1, 1]])
 
 
 def test_bad_model_options_and_init_files_are_settings_errors(tmp_path: Path) -> None:
     settings = Settings(model_options="widht=3")
     with pytest.raises(SettingsError, match="widht"):
-        initial_model(settings, model_spec(settings, WORLD))
+        initial_model(settings, model_spec(settings, INFO))
     path = tmp_path / "cut.safetensors"
     path.write_bytes(b"half a file")
     with pytest.raises(SettingsError, match=r"cut\.safetensors"):
-        initial_model(Settings(init=str(path)), model_spec(Settings(), WORLD))
+        initial_model(Settings(init=str(path)), model_spec(Settings(), INFO))
 
 
 def test_a_run_folder_is_not_used_twice(tmp_path: Path) -> None:

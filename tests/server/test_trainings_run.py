@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from flwr.app import Message
 
+from messages.flower import allow_messages
+from messages.requests import Evaluate, Request, Summarize, Train
 from models import load_arrays
 from server.report import read_results, table
-from server.report.pictures import plots
-from server.report.plots_many import MANY_ROWS, MANY_TRAININGS
 from server.trainings import TRAININGS
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
@@ -27,27 +26,23 @@ EVERY = SMALL.replace(
 )
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[int, Message]]]:
-    from flwr.supercore.task_identity import TaskIdentity
+Seen = list[tuple[int, Request]]
 
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
-    seen: list[tuple[int, Message]] = []
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Seen]:
+    allow_messages()
+    seen: Seen = []
     return run(tmp_path_factory.mktemp("run") / "r", EVERY, lambda *one: seen.append(one)), seen
 
 
-def names_sent(seen: list[tuple[int, Message]], training: str, kind: str, partition: int = 0) -> list[set[str]]:
-    """The arrays in each message of a training to one client, in order."""
-    return [
-        set(message.content.array_records["arrays"])
-        for to, message in seen
-        if to == partition
-        and message.metadata.message_type.startswith(kind)
-        and message.content.config_records["config"].get("training") == training
-    ]
+def names_sent(seen: Seen, training: str, *kinds: type[Request]) -> list[set[str]]:
+    """The arrays in each request of a training to client 0, in order."""
+    found = [request for partition, request in seen if partition == 0 and isinstance(request, kinds)]
+    return [set(one.arrays) for one in found if one.task.training == training]  # type: ignore[attr-defined]
 
 
-def test_every_training_ends_in_a_row(finished: tuple[Path, list[tuple[int, Message]]]) -> None:
+def test_every_training_ends_in_a_row(finished: tuple[Path, Seen]) -> None:
     folder, _ = finished
     assert set(ROWS) == set(TRAININGS)
     assert {row.method for row in table(read_results(folder / "metrics.jsonl"))} == set(ROWS.values())
@@ -58,38 +53,10 @@ def test_every_training_ends_in_a_row(finished: tuple[Path, list[tuple[int, Mess
     # a head that nobody trains has no accuracy worth showing
     for event in (one for one in events(folder) if one["event"] == "round"):
         known = event["personal_validation_accuracy"] is not None
-        assert known == TRAININGS[event["training"]].makes_personal_head, event["training"]
+        assert known == TRAININGS[event["training"]].personal_head, event["training"]
 
 
-def test_pictures_of_many_methods_and_trainings(finished: tuple[Path, list[tuple[int, Message]]]) -> None:
-    folder, _ = finished
-    results = read_results(folder / "metrics.jsonl")
-    drawn = {plot.name: plot for plot in plots(results)}
-    rows = sorted(table(results), key=lambda row: row.average or 0)
-    assert len(rows) >= MANY_ROWS
-    assert len(TRAININGS) >= MANY_TRAININGS
-    (axes,) = drawn["accuracy"].figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [row.label for row in rows]
-    marks = {x: y for line in axes.get_lines() for x, y in zip(*line.get_data(), strict=True)}
-    assert len(marks) == len({row.average for row in rows})  # one distribution: a mark each
-    assert all(
-        f"{row.label}: original {100 * row.average:.1f} %" in drawn["accuracy"].alt for row in rows if row.average
-    )
-    panels = {axes.get_title(loc="left"): axes for axes in drawn["curves"].figure.axes if axes.get_visible()}
-    assert set(panels) == set(TRAININGS)
-    assert len(panels["fedicon"].get_lines()[0].get_xdata()) == 3
-    (axes,) = drawn["times"].figure.axes
-    assert {label.get_text() for label in axes.get_yticklabels()} == set(TRAININGS)
-    walls = [
-        event["wall_seconds"] for event in events(folder) if event.get("training") == "ditto" and "sampled" in event
-    ]
-    width = {
-        axes.get_yticklabels()[n].get_text(): bar.get_x() + bar.get_width() for n, bar in enumerate(axes.containers[1])
-    }
-    assert width["ditto"] == pytest.approx(sum(walls) / len(walls))
-
-
-def test_what_a_training_keeps_on_the_clients_travels_once(finished: tuple[Path, list[tuple[int, Message]]]) -> None:
+def test_what_a_training_keeps_on_the_clients_travels_once(finished: tuple[Path, Seen]) -> None:
     folder, seen = finished
     whole = set(load_arrays(folder / "model.safetensors")[0])
     head = {name for name in whole if name.startswith("head.")}
@@ -98,19 +65,19 @@ def test_what_a_training_keeps_on_the_clients_travels_once(finished: tuple[Path,
     assert head
     assert norm
     for training, kept in (("fedrep", head), ("fedper", head), ("fedbn", norm), ("local", whole)):
-        assert names_sent(seen, training, "train") == [whole, whole - kept]
-        assert names_sent(seen, training, "evaluate") == [whole - kept]
+        assert names_sent(seen, training, Train, Summarize) == [whole, whole - kept]
+        assert names_sent(seen, training, Evaluate) == [whole - kept]
         (_, second) = [
             event for event in events(folder) if (event["event"], event.get("training")) == ("round", training)
         ]
         arrays = load_arrays(folder / "model.safetensors")[0]
         assert second["bytes_down"] == second["bytes_up"] == 3 * sum(arrays[name].nbytes for name in whole - kept)
     # FedICON: encoder rounds, then the classifier's; in the end all that was joined
-    assert names_sent(seen, "fedicon", "train") == [whole, whole - head, whole]
-    assert names_sent(seen, "fedicon", "evaluate") == [whole]
+    assert names_sent(seen, "fedicon", Train, Summarize) == [whole, whole - head, whole]
+    assert names_sent(seen, "fedicon", Evaluate) == [whole]
 
 
-def test_trainings_change_what_they_should(finished: tuple[Path, list[tuple[int, Message]]]) -> None:
+def test_trainings_change_what_they_should(finished: tuple[Path, Seen]) -> None:
     folder, _ = finished
     models = {
         name: load_arrays(folder / f"model-{name}.safetensors")[0] for name in TRAININGS if name != "cross_entropy"
@@ -146,11 +113,10 @@ def test_a_client_whose_first_reply_is_lost_gets_everything_again(tmp_path: Path
     """Until the server has heard of it once; from then on only what is shared travels."""
     seen: list[set[str]] = []
 
-    def unplugged(partition: int, message: Message) -> None:
-        config = message.content.config_records["config"]
-        if partition == 1 and message.metadata.message_type == "train":
-            seen.append(set(message.content.array_records["arrays"]))
-            if config["server-round"] == 1:
+    def unplugged(partition: int, request: Request) -> None:
+        if partition == 1 and isinstance(request, Train):
+            seen.append(set(request.arrays))
+            if request.round == 1:
                 raise RuntimeError("unplugged")
 
     settings = EVERY.replace(methods="fedrep", rounds=3)

@@ -186,7 +186,9 @@ def test_metrics_that_are_needed_are_there() -> None:
         (ADAPTED, {"shared": None}), (ADAPTED, {"context_bytes": -1}), (RATES, {"loss": math.nan}),
     ],
 )  # fmt: skip
-def test_a_field_of_the_wrong_type_or_range_is_refused_when_the_reply_is_read(kind: Any, change: dict[str, Any]) -> None:
+def test_a_field_of_the_wrong_type_or_range_is_refused_when_the_reply_is_read(
+    kind: Any, change: dict[str, Any]
+) -> None:
     type(kind).from_record(kind.to_record())
     record = replace(kind, **change).to_record()
     with pytest.raises(ValueError, match=next(iter(change)).replace("_", ".")):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.app import serve
-from server.branch import TESTS, branch
+from server.fork import fork
 from settings import Settings
 from tests.server.test_resume import BATCHNORM, SMALL, assert_same, devices, events, quicken, run
 
@@ -18,7 +18,7 @@ LATER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "both heads": ({}, {"methods": "fedavg,personal,btfl,em", "shifts": "original,corrupted", "severity": 3}),
     "heads that stay": ({"methods": "fedavg[training=fedrep]"}, {"methods": "fedrep,memo[training=fedrep]"}),
     "own models": ({"methods": "fedavg[training=apfl]"}, {"methods": "apfl,t3a[training=apfl;base=personalised]"}),
-    "two phases": (
+    "two stages": (
         {"methods": "fedavg[training=fedicon]", "classifier_rounds": 2},
         {"methods": "fedicon,fedavg[training=fedicon;base=personalised]", "adapt_batch_size": 7},
     ),
@@ -35,7 +35,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(folder: Path, **changes: Any) -> tuple[Path, Settings]:
-    """Train, test FedAvg's head, and keep what a branch needs."""
+    """Train, test FedAvg's head, and keep what a fork needs."""
     settings = SMALL.replace(**{"methods": "fedavg", "checkpoints_kept": 3, **changes})
     return run(folder / "first", settings), settings.replace(state_dir=str(folder / "first" / "state"))
 
@@ -44,7 +44,7 @@ def go_on(source: Path, target: Path, settings: Settings) -> Path:
     """Test in a folder of its own, with a copy of the clients' private state."""
     shutil.copytree(settings.state_dir, target / "state")
     settings = settings.replace(state_dir=str(target / "state"))
-    serve(devices(settings), branch(source, target / "r", settings), target / "r")
+    serve(devices(settings), fork(source, target / "r", settings), target / "r")
     return target / "r"
 
 
@@ -62,14 +62,14 @@ def test_a_shorter_training_is_the_beginning_of_a_longer_one(tmp_path: Path) -> 
     short = settings.replace(rounds=1, methods="fedavg,personal,btfl")
     assert_same(go_on(source, tmp_path / "later", short), run(tmp_path / "alone", short))
     with pytest.raises(ValueError, match="no checkpoint after round 4"):
-        branch(source, tmp_path / "longer", settings.replace(rounds=4))
+        fork(source, tmp_path / "longer", settings.replace(rounds=4))
 
 
-def test_phases_are_no_beginning_of_longer_ones(tmp_path: Path) -> None:
+def test_stages_are_no_beginning_of_longer_ones(tmp_path: Path) -> None:
     phases = {"methods": "fedavg[training=fedicon]", "rounds": 2, "classifier_rounds": 1, "checkpoints_kept": 9}
     source, settings = trained(tmp_path, **phases)
     with pytest.raises(ValueError, match="rounds = 1, there it is 2"):
-        branch(source, tmp_path / "later", settings.replace(rounds=1))
+        fork(source, tmp_path / "later", settings.replace(rounds=1))
 
 
 def test_the_new_folder_tells_what_was_trained_and_what_was_tested(tmp_path: Path) -> None:
@@ -100,19 +100,15 @@ def test_the_new_folder_tells_what_was_trained_and_what_was_tested(tmp_path: Pat
 def test_another_training_is_refused_and_nothing_is_written(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     source, settings = trained(tmp_path)
     with pytest.raises(ValueError, match=words):
-        branch(source, tmp_path / "later", settings.replace(**change))
+        fork(source, tmp_path / "later", settings.replace(**change))
     assert not (tmp_path / "later").exists()
 
 
 def test_a_checkpoint_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
     source, settings = trained(tmp_path, checkpoints_kept=1)
     with pytest.raises(ValueError, match="no checkpoint after round 2 of cross_entropy"):
-        branch(source, tmp_path / "later", settings)
+        fork(source, tmp_path / "later", settings)
     (path,) = (source / "checkpoints").iterdir()
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match=path.name):
-        branch(source, tmp_path / "later", settings)
-
-
-def test_tests_are_settings() -> None:
-    assert set(TESTS) <= set(Settings().flat())
+        fork(source, tmp_path / "later", settings)
