@@ -9,8 +9,6 @@ from flwr.app import Message
 
 from models import load_arrays
 from server.report import read_results, table
-from server.report.pictures import plots
-from server.report.plots_many import MANY_ROWS, MANY_TRAININGS
 from server.trainings import TRAININGS
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
@@ -59,34 +57,6 @@ def test_every_training_ends_in_a_row(finished: tuple[Path, list[tuple[int, Mess
     for event in (one for one in events(folder) if one["event"] == "round"):
         known = event["personal_validation_accuracy"] is not None
         assert known == TRAININGS[event["training"]].makes_personal_head, event["training"]
-
-
-def test_pictures_of_many_methods_and_trainings(finished: tuple[Path, list[tuple[int, Message]]]) -> None:
-    folder, _ = finished
-    results = read_results(folder / "metrics.jsonl")
-    drawn = {plot.name: plot for plot in plots(results)}
-    rows = sorted(table(results), key=lambda row: row.average or 0)
-    assert len(rows) >= MANY_ROWS
-    assert len(TRAININGS) >= MANY_TRAININGS
-    (axes,) = drawn["accuracy"].figure.axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == [row.label for row in rows]
-    marks = {x: y for line in axes.get_lines() for x, y in zip(*line.get_data(), strict=True)}
-    assert len(marks) == len({row.average for row in rows})  # one distribution: a mark each
-    assert all(
-        f"{row.label}: original {100 * row.average:.1f} %" in drawn["accuracy"].alt for row in rows if row.average
-    )
-    panels = {axes.get_title(loc="left"): axes for axes in drawn["curves"].figure.axes if axes.get_visible()}
-    assert set(panels) == set(TRAININGS)
-    assert len(panels["fedicon"].get_lines()[0].get_xdata()) == 3
-    (axes,) = drawn["times"].figure.axes
-    assert {label.get_text() for label in axes.get_yticklabels()} == set(TRAININGS)
-    walls = [
-        event["wall_seconds"] for event in events(folder) if event.get("training") == "ditto" and "sampled" in event
-    ]
-    width = {
-        axes.get_yticklabels()[n].get_text(): bar.get_x() + bar.get_width() for n, bar in enumerate(axes.containers[1])
-    }
-    assert width["ditto"] == pytest.approx(sum(walls) / len(walls))
 
 
 def test_what_a_training_keeps_on_the_clients_travels_once(finished: tuple[Path, list[tuple[int, Message]]]) -> None:
