@@ -42,17 +42,19 @@ def _metric_table(rows: list[Row], metric: Metric, more: str = "") -> str:
     if not any(any(row.cells.values()) for row in rows):
         return ""
     tops = [metric.top(row.mean(shift) for row in rows) for shift in shifts]
+    top_average = metric.top(row.average for row in rows)
     body = []
     for row in rows:
         cells = [
             _shown(metric, row.mean(shift), top, cell.sd if (cell := row.cells[shift]) else None)
             for shift, top in zip(shifts, tops, strict=True)
         ]
-        average = _shown(metric, row.average, metric.top(one.average for one in rows), row.average_sd)
+        average = _shown(metric, row.average, top_average, row.average_sd)
         body.append([breakable(row.label), average, *cells])
-    spread = " ± standard deviation" if metric.over == "clients" else ""
+    spread = " (average: over distributions)" if metric.over == "clients" else ""
+    plus = " ± standard deviation" if spread else ""
     bold = " Bold: best of the column." if metric.best else ""
-    caption = f"<strong>{escape(metric.title)}</strong>, mean{spread} over {metric.over}.{bold} {more}"
+    caption = f"<strong>{escape(metric.title)}</strong>, mean{plus} over {metric.over}{spread}.{bold} {more}"
     return data_table(["method", "average", *map(breakable, shifts)], body, caption, kind="average")
 
 
@@ -75,7 +77,7 @@ def _tested_model(results: Results) -> str:
         state = f"after round {last[name]}" if name in last else "not trained in this run"
         states.setdefault(state, []).append(escape(name))
     words = "; ".join(f"{', '.join(names)} {state}" for state, names in states.items())
-    return f"Model: {words}. Each method starts from it on each distribution."
+    return f"Model: {words}. Each method starts from this state on each distribution."
 
 
 def _fewer_clients(rows: list[Row]) -> str:
@@ -104,24 +106,17 @@ def client_section(results: Results) -> str:
     caption = (
         "<strong>Accuracy of each client in %</strong>, mean over its test distributions. Stronger color is higher."
     )
-    labels = row_labels(results)
+    labels, clients = row_labels(results), 1 + max((entry.partition for entry in results.evaluations), default=-1)
     body = []
     for pair, shifts in by_method(results).items():
         for shift, entries in shifts.items():
-            accuracy = {entry.partition: ACCURACY.of(entry) for entry in entries}
-            body.append(
-                [f"{breakable(labels[pair])} · {breakable(shift)}"]
-                + [percent(accuracy.get(client)) for client in range(min(_number(results), LISTED))]
-            )
-    head = ["method · distribution", *map(str, range(min(_number(results), LISTED)))]
-    more = f" The first {LISTED} clients; all are in {METRICS_FILE}." if _number(results) > LISTED else ""
+            found = {entry.partition: ACCURACY.of(entry) for entry in entries}
+            shown = [percent(found.get(client)) for client in range(min(clients, LISTED))]
+            body.append([f"{breakable(labels[pair])} · {breakable(shift)}", *shown])
+    head = ["method · distribution", *map(str, range(min(clients, LISTED)))]
+    more = f" The first {LISTED} clients; all are in {METRICS_FILE}." if clients > LISTED else ""
     details = data_table(head, body, f"<strong>Accuracy of each client</strong> in %.{more}") if body else ""
     return "<h2>Accuracy of each client</h2>" + plot_figure(plot, caption) + folded("By distribution", details)
-
-
-def _number(results: Results) -> int:
-    """Return the number of clients with evaluations, counted from client 0."""
-    return 1 + max((entry.partition for entry in results.evaluations), default=-1)
 
 
 def collaboration_section(results: Results, found: Matrix | None) -> str:

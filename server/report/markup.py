@@ -138,7 +138,12 @@ a { color: var(--accent); }
 .facts dd { font-size: .95rem; }
 dt { color: var(--muted); font-size: .8rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background:  /* a shadow at the edge where the table goes on */
+  linear-gradient(to right, var(--page) 50%, transparent) 0 / 2.5rem 100% local,
+  linear-gradient(to left, var(--page) 50%, transparent) 100% / 2.5rem 100% local,
+  linear-gradient(to right, var(--line), transparent) 0 / .8rem 100%,
+  linear-gradient(to left, var(--line), transparent) 100% / .8rem 100%;
+  background-repeat: no-repeat; }
 table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
 figcaption { text-align: left; color: var(--muted); font-size: .86rem; line-height: 1.5; margin-top: .6rem; }
 figcaption strong { color: var(--ink); }
@@ -177,10 +182,11 @@ footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line
   main { padding: 1.5rem 1rem 3rem; }
   h1 { font-size: 1.5rem; }
   .facts { grid-template-columns: 1fr 1fr; gap: .8rem 1rem; }
-  th, td { padding: .38rem .45rem; }
+  th, td { padding: .36rem .3rem; }
   thead th, tbody th { white-space: normal; }
-  tbody th { min-width: 5.5rem; max-width: 9rem; }
-  .data table:not(.text) { font-size: .85rem; }
+  tbody th { min-width: 4.5rem; max-width: 9rem; }
+  .data table { font-size: .8rem; }
+  thead th { font-size: .76rem; }
   .sd { display: block; }
 }
 @media print {

@@ -186,10 +186,10 @@ def _cell(evaluations: list[Evaluation], metric: Metric) -> Cell | None:
 
 def client_accuracy(results: Results) -> dict[str, dict[int, float]]:
     """Return label → client → accuracy, as the mean over the distributions on which the client has samples."""
-    found = {}
+    found, labels = {}, row_labels(results)
     for pair, shifts in by_method(results).items():
         values: dict[int, list[float]] = {}
         for entry in (entry for entries in shifts.values() for entry in entries if entry.total):
             values.setdefault(entry.partition, []).append(_accuracy(entry))
-        found[row_labels(results)[pair]] = {client: statistics.fmean(values[client]) for client in sorted(values)}
+        found[labels[pair]] = {client: statistics.fmean(values[client]) for client in sorted(values)}
     return {label: values for label, values in found.items() if values}
