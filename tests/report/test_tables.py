@@ -88,6 +88,12 @@ def test_terminal_tables_of_collaborations(tmp_path: Path) -> None:
     assert not re.search(r"\x1b\[1m *66\.7", styled)
 
 
+def test_an_incomplete_cell_is_not_bold_even_in_a_tie(tmp_path: Path) -> None:
+    tie = adapted(1, 0, [2, 0, 0], [4, 0, 0], method="tent")
+    styled = printed(results_of(tmp_path, [*FULL, tie]), styles=True)
+    assert len(re.findall(r"\x1b\[1m *50\.0", styled)) == 2  # one cell in each of the two matrices
+
+
 @pytest.mark.parametrize(
     ("events", "number"),
     [([], 1), ([BY_HAND[0]], 1), (FULL, 3), ([BY_HAND[0], *FULL], 4), ([adapted(1, 0, [0], [0])], 1)],
