@@ -25,8 +25,7 @@ from client.runtime import federation_of
 from client.streams import streams_of
 from models import write_atomically
 from server.report import Results
-from server.report.collaboration import matrix
-from server.report.plots_collaboration import mixing_rounds, plain_mixing
+from server.report.collaboration import matrix, mixing_rounds, plain_mixing
 from settings import Settings, SettingsError
 
 

@@ -13,9 +13,8 @@ from models import load_arrays
 from server.report import Results
 from server.report.drawing import Plot
 from server.report.events import AdaptRound, Rates
-from server.report.markup import picture
-from server.report.plots_collaboration import weight_maps
-from server.report.plots_rates import rates_by_module
+from server.report.markup import plot_figure
+from server.report.plots import rates_by_module, weight_maps
 
 #: Whose weights are drawn: the paper's method; the others' are in collaborate.json.
 SHOWN = {("bbn", "pfedbbn"), ("bbn", "pfedbbn[share=statistics]")}
@@ -35,7 +34,7 @@ def pages(out: Path) -> list[Path]:
 def _section(path: Path) -> str:
     """Return a page as HTML, with the pictures of what is kept beside it."""
     plot, caption = PICTURES[path.stem](path.parent)
-    drawn = [picture(plot, caption)] if plot else []
+    drawn = [plot_figure(plot, caption)] if plot else []
     return prose(path.stem, path.read_text(), *drawn)
 
 

@@ -24,12 +24,10 @@ from models import write_atomically
 from server.report import Evaluation, Results
 from server.report.drawing import Plot, bare, legend_above, log_x, new_figure, series_style, styled, to_svg
 from server.report.events import Round
-from server.report.markup import data_table, picture
-from server.report.plots import accuracy_bars, weight_histograms
-from server.report.plots_run import learning_curves
-from server.report.tables import Cell as TableCell
-from server.report.tables import Row
-from server.report.theme import CSS
+from server.report.markup import CSS, data_table, plot_figure
+from server.report.plots import accuracy_by_shift, training_curves, weight_histograms
+from server.report.scores import Cell as TableCell
+from server.report.scores import Row
 
 REPORT = "report.html"
 
@@ -107,16 +105,16 @@ def section(protocol: Protocol, cell: Cell, contents: Mapping[int, Content]) -> 
     if cell.reference is not None and (far := beyond_words(summary, cell.reference.why)):
         parts.append(f'<p class="small">{escape(far)}</p>')
     pictures = (
-        (accuracy_bars(rows), "<strong>Accuracy</strong> by test distribution; whiskers ± one sd over seeds."),
+        (accuracy_by_shift(rows), "<strong>Accuracy</strong> by test distribution, mean over seeds."),
         (cost_plot(contents, summary), "<strong>Cost against accuracy</strong>: time at test, as it ran, by row."),
-        (weight_histograms(results, rows), "<strong>Weight e of the global head</strong>, all clients and seeds."),
+        (weight_histograms(results), "<strong>Weight e of the global head</strong>, all clients and seeds."),
         (
             curve_panels(contents),
             "<strong>Accuracy over the rounds</strong> on each test distribution, mean over seeds.",
         ),
-        (learning_curves(results), f"<strong>Learning curves</strong> of seed {min(contents)}."),
+        (training_curves(results), f"<strong>Learning curves</strong> of seed {min(contents)}."),
     )
-    parts += [picture(unique(plot, f"{protocol.name}-{cell.name}"), caption) for plot, caption in pictures if plot]
+    parts += [plot_figure(unique(plot, f"{protocol.name}-{cell.name}"), caption) for plot, caption in pictures if plot]
     lines = "".join(f"<li>Seed {seed}: {escape(run_words(one))}</li>" for seed, one in sorted(contents.items()))
     notes = "".join(
         f"<li>{escape(note)}</li>" for note in dict.fromkeys(n for c in contents.values() for n in c["notes"])
@@ -131,16 +129,12 @@ def words(text: str) -> str:
 
 def html_table(summary: Summary, cell: Cell) -> str:
     """Return the table: ours, and under it the paper's and the difference where it has the number."""
-    head = [">row", *(f">{escape(column)}" for column in summary.columns)]
+    head = ["row", *(escape(column) for column in summary.columns)]
     body = []
     for label, row in summary.cells.items():
         theirs = summary.paper.get(label, {})
         places = [_place(row.get(column, ()), theirs.get(column)) for column in summary.columns]
-        cells = "".join(
-            f"<td{' class=average' if column == AVERAGE else ''}>{place}</td>"
-            for column, place in zip(summary.columns, places, strict=True)
-        )
-        body.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
+        body.append([escape(label), *places])
     beside = ""
     if cell.reference is not None and summary.paper:
         beside = f" Below it the paper's ({cell.reference.paper}, Table {cell.reference.table}) and the difference."
@@ -164,13 +158,11 @@ def table_rows(summary: Summary) -> list[Row]:
     rows = []
     for label, row in summary.cells.items():
         cells = {
-            shift: TableCell(_mean(row[shift]), float(np.std(row[shift])) / 100, _mean(row[shift]), 0, 0, None)
-            if shift in row
-            else None
+            shift: TableCell(_mean(row[shift]), float(np.std(row[shift])) / 100, 0) if shift in row else None
             for shift in shifts
         }
         average = _mean(row[AVERAGE])
-        rows.append(Row("", label, label, cells, average, None, average))
+        rows.append(Row("", label, label, cells, average, None))
     return rows
 
 

@@ -27,8 +27,7 @@ from benchmarks.speed.options import options
 from benchmarks.speed.picture import picture
 from benchmarks.speed.pieces import aggregation, data_path
 from models import write_atomically
-from server.report.pictures import standalone, to_png
-from server.report.theme import LIGHT
+from server.report.drawing import standalone, to_png
 from settings import SettingsError
 
 QUICK = Path("results/quick")
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         write_json(out / "speed.json", {part: content[part] for part in PARTS if part in content})
     plot = picture({part: content[part] for part in PARTS if part in content})
     write_atomically(out / "speed.svg", standalone(plot).encode())
-    write_atomically(out / "speed.png", to_png(plot.figure, LIGHT))
+    write_atomically(out / "speed.png", to_png(plot))
     console.print(f"Written: {out}/speed.json, speed.svg, speed.png", highlight=False)
 
 

@@ -1,6 +1,6 @@
-"""``python -m server.report RUN_DIR``: write table.csv and report.html of a run folder again.
+"""``python -m server.report RUN_DIR``: write `table.csv` and `report.html` of a run folder again.
 
-A run with collaborative rounds at test time gets collaboration.csv, too.
+A run with collaborative rounds at test time also gets `collaboration.csv`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from server.report.collaboration import COLLABORATION_FILE, render_tables
+from models import write_atomically
+from server.report.drawing import standalone, to_png
 from server.report.page import write_report
-from server.report.pictures import PLOTS_FOLDER, write_pictures
-from server.report.results import METRICS_FILE, read_results
-from server.report.tables import TABLE_FILE, write_table
+from server.report.plots import plots
+from server.report.results import METRICS_FILE, Results, read_results
+from server.report.tables import COLLABORATION_FILE, TABLE_FILE, render_tables, write_table
+
+PLOTS_FOLDER = "plots"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Regenerate the files of one run folder; 0 when they are written, 2 when the metrics cannot be read."""
+    """Regenerate the files of one run folder. Return 0, or 2 if the metrics cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m server.report", description=__doc__)
-    parser.add_argument("run_dir", type=Path, help=f"a run folder, with its {METRICS_FILE}")
-    parser.add_argument("--plots", action="store_true", help=f"also write every plot to {PLOTS_FOLDER}/, SVG and PNG")
+    parser.add_argument("run_dir", type=Path, help=f"a run folder with {METRICS_FILE}")
+    parser.add_argument("--plots", action="store_true", help=f"also write each plot to {PLOTS_FOLDER}/ as SVG and PNG")
     options = parser.parse_args(arguments)
     run_dir: Path = options.run_dir
     try:
@@ -37,10 +40,20 @@ def main(arguments: list[str] | None = None) -> int:
     if results.adapted:
         written.append(run_dir / COLLABORATION_FILE)
     if options.plots:
-        written += write_pictures(results, run_dir / PLOTS_FOLDER)
+        written += write_plots(results, run_dir / PLOTS_FOLDER)
     paths = ", ".join(str(path) for path in written)
     console.print(f"wrote {paths}", soft_wrap=True, markup=False, highlight=False)
     return 0
+
+
+def write_plots(results: Results, folder: Path) -> list[Path]:
+    """Write each plot as `<name>.svg`, which follows the reader's theme, and `<name>.png`; return the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for plot in plots(results):
+        paths.append(write_atomically(folder / f"{plot.name}.svg", standalone(plot).encode()))
+        paths.append(write_atomically(folder / f"{plot.name}.png", to_png(plot)))
+    return paths
 
 
 if __name__ == "__main__":

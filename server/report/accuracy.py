@@ -1,119 +1,204 @@
-"""The page's first section: the tables of accuracies and their picture."""
+"""Sections of the page on accuracy: by method and distribution, by client, and with collaboration at test time."""
 
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Callable, Sequence
 from html import escape
 
-from server.report.drawing import METHOD_COLOURS
-from server.report.markup import data_table, missing, picture
-from server.report.plots import accuracy_bars
-from server.report.results import Results
-from server.report.tables import TABLE_FILE, Row, best, mean_of, percent, table_csv
-from server.report.wording import counted, moment
+import numpy as np
+
+from server.report import plots
+from server.report.collaboration import MEASURES, Matrix, Outcome, known, mixing_rounds, plain_mixing
+from server.report.markup import breakable, counted, data_table, folded, missing, plot_figure
+from server.report.results import METRICS_FILE, Results
+from server.report.scores import ACCURACY, METRICS, Metric, Row, by_method, percent, row_labels, table
+from server.report.tables import COLLABORATION_FILE, LISTED, TABLE_FILE, collaboration_csv, table_csv
 
 
-def _swatch(index: int) -> str:
-    """Draw the method's colour beside its name; none where hatching tells it apart."""
-    if index >= len(METHOD_COLOURS):
-        return ""
-    return f'<span class="swatch" style="background:{METHOD_COLOURS[index]}"></span>'
-
-
-def _value(value: float | None, top: str | None, sd: float | None = None) -> str:
-    shown = percent(value)
-    spread = "" if sd is None else f' <span class="sd">±{percent(sd)}</span>'
-    return (f"<strong>{shown}</strong>" if shown == top and value is not None else shown) + spread
-
-
-def accuracy(results: Results, rows: list[Row]) -> str:
-    """Give the section with the main table and its picture."""
-    plot = accuracy_bars(rows)
+def accuracy_section(results: Results) -> str:
+    """Return the section with the tables and the plot of methods and test distributions."""
+    rows = table(results)
+    plot = plots.accuracy_by_shift(rows)
     if plot is None:
-        return "<h2>Accuracy</h2>" + missing("Left out: the run has no evaluation with test samples.")
-    clients = max(cell.clients for row in rows for cell in row.cells.values() if cell)
-    caption = (
-        "<strong>Test accuracy in %</strong>, mean ± standard deviation over "
-        f"{counted(clients, 'client')}, each client counting the same. Average: mean ± standard deviation "
-        f"over the distributions. Bold: best of the column. {moment(results)}; from there each method starts "
-        "afresh on each distribution and adapts, without labels, while the test stream passes."
+        return "<h2>Accuracy</h2>" + missing("No evaluation with test samples yet.")
+    others = [_metric_table(table(results, metric), metric) for metric in METRICS if metric is not ACCURACY]
+    caption = "<strong>Accuracy</strong> of each method by test distribution, mean over clients; best average first."
+    return "".join(
+        [
+            "<h2>Accuracy</h2>",
+            _metric_table(rows, ACCURACY, _tested_model(results)),
+            _fewer_clients(rows),
+            f'<p class="small">The same numbers as a file: {_download(TABLE_FILE, table_csv(results))}</p>',
+            plot_figure(plot, caption),
+            folded("Other metrics", "".join(others)),
+        ]
     )
-    bars = (
-        "<strong>Test accuracy per distribution and method</strong>, mean over clients; whiskers: ± one "
-        "standard deviation over clients. Same models and moments as in Table 1."
-    )
-    encoded = b64encode(table_csv(rows).encode()).decode()
-    link = f'<a download="{TABLE_FILE}" href="data:text/csv;base64,{encoded}">{TABLE_FILE}</a>'
-    parts = [
-        _main_table(rows, caption),
-        _fewer_clients(rows, clients),
-        f'<p class="small">The same numbers as a file: {link}</p>',
-        picture(plot, bars),
-        _second_table(rows),
-    ]
-    return "<h2>Accuracy</h2>" + "".join(parts)
 
 
-def _main_table(rows: list[Row], caption: str) -> str:
+def _metric_table(rows: list[Row], metric: Metric, more: str = "") -> str:
+    """Return the table of a metric; empty if no method has a value. `more` follows in the caption, as HTML."""
     shifts = list(rows[0].cells)
-    tops = {shift: best(mean_of(row, shift) for row in rows) for shift in shifts}
-    top = best(row.average for row in rows)
+    if not any(any(row.cells.values()) for row in rows):
+        return ""
+    tops = [metric.top(row.mean(shift) for row in rows) for shift in shifts]
+    top_average = metric.top(row.average for row in rows)
     body = []
-    for index, row in enumerate(rows):
-        cells = "".join(
-            f"<td>{_value(cell.mean if cell else None, tops[shift], cell.sd if cell else None)}</td>"
-            for shift, cell in row.cells.items()
-        )
-        average = f'<td class="average">{_value(row.average, top, row.average_sd)}</td>'
-        body.append(f'<tr><th scope="row">{_swatch(index)}{escape(row.label)}</th>{cells}{average}</tr>')
-    head = [">method", *_columns(shifts), ' class="average">average']
-    return data_table(head, body, caption)
+    for row in rows:
+        cells = [
+            _shown(metric, row.mean(shift), top, cell.sd if (cell := row.cells[shift]) else None)
+            for shift, top in zip(shifts, tops, strict=True)
+        ]
+        average = _shown(metric, row.average, top_average, row.average_sd)
+        body.append([breakable(row.label), average, *cells])
+    spread = " (average: over distributions)" if metric.over == "clients" else ""
+    plus = " ± standard deviation" if spread else ""
+    bold = " Bold: best of the column." if metric.best else ""
+    caption = f"<strong>{escape(metric.title)}</strong>, mean{plus} over {metric.over}{spread}.{bold} {more}"
+    return data_table(["method", "average", *map(breakable, shifts)], body, caption, kind="average")
 
 
-def _columns(shifts: list[str]) -> list[str]:
-    """Give the heads of the distributions' columns; on a narrow screen they may break after an underscore."""
-    return [f">{escape(shift).replace('_', '_<wbr>')}" for shift in shifts]
+def _shown(metric: Metric, value: float | None, top: str | None, sd: float | None) -> str:
+    shown = metric.show(value)
+    bold = f"<strong>{shown}</strong>" if shown == top else shown
+    return bold if sd is None or metric.over == "samples" else f'{bold} <span class="sd">±{metric.show(sd)}</span>'
 
 
-def _fewer_clients(rows: list[Row], clients: int) -> str:
-    """Say where a mean is over fewer clients, and where there is no average."""
+def _tested_model(results: Results) -> str:
+    """Say which state of the model the accuracies belong to, as HTML."""
+    last = {training: rounds[-1].round for training, rounds in results.by_training().items()}
+    tested = dict.fromkeys(entry.training for entry in results.evaluations)
+    if not any(training in last for training in tested):
+        start = results.setting("init")
+        origin = f"read from {escape(str(start))}" if start else "as initialized"
+        return f"No round was trained in this run: the model is {origin}."
+    states: dict[str, list[str]] = {}
+    for name in tested:
+        state = f"after round {last[name]}" if name in last else "not trained in this run"
+        states.setdefault(state, []).append(escape(name))
+    words = "; ".join(f"{', '.join(names)} {state}" for state, names in states.items())
+    return f"Model: {words}. Each method starts from this state on each distribution."
+
+
+def _fewer_clients(rows: list[Row]) -> str:
+    """List the means over fewer clients than others."""
+    most = max(cell.clients for row in rows for cell in row.cells.values() if cell)
     few = [
         f"{row.label} on {shift}: {counted(cell.clients, 'client') if cell else 'no samples'}"
         for row in rows
         for shift, cell in row.cells.items()
-        if cell is None or cell.clients < clients
+        if cell is None or cell.clients < most
     ]
-    if not few:
+    words = "Means are over clients with test samples, and averages over all distributions. Exceptions: "
+    return missing(f"{words}{'; '.join(few)}.") if few else ""
+
+
+def _download(name: str, content: str) -> str:
+    encoded = b64encode(content.encode()).decode()
+    return f'<a download="{name}" href="data:text/csv;base64,{encoded}">{name}</a>'
+
+
+def client_section(results: Results) -> str:
+    """Return the section on the accuracy of each client; empty without accuracies."""
+    plot = plots.accuracy_by_client(results)
+    if plot is None:
         return ""
-    return missing(
-        "Clients without test samples are left out; a method without samples on a distribution has no "
-        f"average. {'; '.join(few)}."
-    )
-
-
-def _second_table(rows: list[Row]) -> str:
-    """Give the sample-weighted view, and what a prediction cost, folded away."""
-    shifts = list(rows[0].cells)
-    tops = {shift: best(c.weighted if (c := row.cells[shift]) else None for row in rows) for shift in shifts}
-    top = best(row.weighted_average for row in rows)
-    body = []
-    for index, row in enumerate(rows):
-        cells = "".join(
-            f"<td>{_value(cell.weighted if cell else None, tops[shift])}</td>" for shift, cell in row.cells.items()
-        )
-        average = f'<td class="average">{_value(row.weighted_average, top)}</td>'
-        name = f'<th scope="row">{_swatch(index)}{escape(row.label)}</th>'
-        body.append(f"<tr>{name}{cells}{average}<td>{_cost(row)}</td></tr>")
-    head = [">method", *_columns(shifts), ' class="average">average', ">ms per sample"]
     caption = (
-        "<strong>The same, each test sample counting the same</strong> (clients with more samples weigh "
-        "more), in %, and the time of one prediction, adaptation included, on the clients' hardware."
+        "<strong>Accuracy of each client in %</strong>, mean over its test distributions. Stronger color is higher."
     )
-    summary = "<summary>Weighted by samples, and time</summary>"
-    return f"<details>{summary}{data_table(head, body, caption)}</details>"
+    labels, clients = row_labels(results), 1 + max((entry.partition for entry in results.evaluations), default=-1)
+    body = []
+    for pair, shifts in by_method(results).items():
+        for shift, entries in shifts.items():
+            found = {entry.partition: ACCURACY.of(entry) for entry in entries}
+            shown = [percent(found.get(client)) for client in range(min(clients, LISTED))]
+            body.append([f"{breakable(labels[pair])} · {breakable(shift)}", *shown])
+    head = ["method · distribution", *map(str, range(min(clients, LISTED)))]
+    more = f" The first {LISTED} clients; all are in {METRICS_FILE}." if clients > LISTED else ""
+    details = data_table(head, body, f"<strong>Accuracy of each client</strong> in %.{more}") if body else ""
+    return "<h2>Accuracy of each client</h2>" + plot_figure(plot, caption) + folded("By distribution", details)
 
 
-def _cost(row: Row) -> str:
-    timed = [cell for cell in row.cells.values() if cell and cell.seconds is not None]
-    samples = sum(cell.samples for cell in timed)
-    return f"{1000 * sum(cell.seconds or 0 for cell in timed) / samples:.2f}" if samples else "–"
+def collaboration_section(results: Results, found: Matrix | None) -> str:
+    """Return the section on adaptation in collaborative rounds; empty if the run has none."""
+    if not results.adapt_rounds and not results.adapted:
+        return ""
+    title, plot = "<h2>Collaboration at test time</h2>", plots.collaboration(results)
+    if found is None or plot is None:
+        return title + missing("No client has had a test sample yet.")
+    gaps = [f"{outcome.label}: {outcome.gap}" for outcome in found.outcomes if outcome.gap]
+    file = _download(COLLABORATION_FILE, collaboration_csv(found))
+    caption = (
+        "<strong>Accuracy over the rounds</strong>: all samples of all clients up to each round. Below, if clients "
+        "weigh each other unequally, the weights W: a row holds the weights that a client gives to other models."
+    )
+    return "".join(
+        [
+            title,
+            _best_outcome(found),
+            *(_matrix_table(found, measure) for measure in MEASURES),
+            missing(f"Incomplete cells do not compare: {'; '.join(gaps)}.") if gaps else "",
+            f'<p class="small">Also by corruption, class and client as a file: {file}</p>',
+            plot_figure(plot, caption),
+            _other_weights(results),
+            folded("By corruption", _by(found, "corruption", found.corruptions, lambda one: one.scores.per_corruption)),
+            folded("By class", _by(found, "class", found.classes, lambda one: one.scores.per_class)),
+        ]
+    )
+
+
+def _best_outcome(found: Matrix) -> str:
+    """Name the best of the complete cells."""
+    complete = [outcome for outcome in found.outcomes if not outcome.gap]
+    if not complete:
+        return ""
+    best = max(complete, key=lambda outcome: outcome.scores.accuracy)
+    top = percent(best.scores.accuracy)
+    names = " and ".join(
+        f"<strong>{escape(one.method)}</strong> with <strong>{escape(one.collaboration)}</strong>"
+        for one in complete
+        if percent(one.scores.accuracy) == top
+    )
+    return (
+        f'<p class="finding">Highest global accuracy: {names}, <strong>{top} %</strong> over '
+        f"{counted(int(best.total.sum()), 'sample')} in {counted(len(best.rounds), 'round')}. One run, one seed.</p>"
+    )
+
+
+def _matrix_table(found: Matrix, measure: str) -> str:
+    tops = found.tops(measure)
+    body = []
+    for method in found.methods:
+        cells = []
+        for name in found.collaborations:
+            outcome = found.cells.get((method, name))
+            shown = percent(known(getattr(outcome.scores, measure))) if outcome else "–"
+            if outcome and outcome.gap:
+                shown += f' <span class="sd">{outcome.gap}</span>'
+            cells.append(f"<strong>{shown}</strong>" if shown == tops[name] else shown)
+        body.append([breakable(method), *cells])
+    caption = f"<strong>{MEASURES[measure]}</strong>, over all clients and corruptions. Bold: best of the column."
+    return data_table(["method", *map(breakable, found.collaborations)], body, caption)
+
+
+def _by(found: Matrix, what: str, names: Sequence[str], values: Callable[[Outcome], np.ndarray]) -> str:
+    """Return a table of accuracies with a row for each cell of the matrix."""
+    body = [
+        [breakable(outcome.label), *(percent(known(value)) for value in values(outcome)[:LISTED])]
+        for outcome in found.outcomes
+    ]
+    more = f" The first {LISTED}; all are in {COLLABORATION_FILE}." if len(names) > LISTED else ""
+    caption = f"<strong>Accuracy by {what}</strong> in %, over all samples.{more}"
+    return data_table(["method · collaboration", *map(breakable, names[:LISTED])], body, caption)
+
+
+def _other_weights(results: Results) -> str:
+    """Describe the W that the plot leaves out."""
+    recorded = mixing_rounds(results)
+    plain = [f"{' · '.join(pair)}: {words}" for pair, rounds in recorded.items() if (words := plain_mixing(rounds))]
+    unrecorded = {(entry.method, entry.collaboration) for entry in results.adapt_rounds} - set(recorded)
+    lines = [f"Weights W: {'; '.join(plain)}."] if plain else []
+    if unrecorded:
+        names = "; ".join(" · ".join(pair) for pair in sorted(unrecorded))
+        lines.append(f"Weights not recorded because there are too many clients: {names}.")
+    return "".join(f'<p class="small">{escape(line)}</p>' for line in lines)

@@ -1,8 +1,8 @@
-"""The look all plots share: colours, axes, and the way from a matplotlib figure to SVG in a page.
+"""Common style of the plots, and their conversion from matplotlib figures to SVG and PNG.
 
-Figures are drawn with the object API on their own canvas, never through pyplot's global state. Ink, muted
-ink and grid lines are drawn in stand-in colours, which become CSS variables in the SVG: the page's light
-and dark themes then reach into the plots. Text stays text, in the page's font.
+Figures are drawn with matplotlib's object API on their own canvas, never through pyplot's global state. Text and lines
+are drawn in the colors of the light theme; in the SVG these become CSS variables, so that plots follow the page's
+light or dark theme. Text stays text, in the page's font.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import io
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import matplotlib
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.figure import Figure, FigureBase
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-WIDTH = 7.6  # inches; figures fill the text column
-INK, MUTED, GRID = "#010203", "#040506", "#070809"  # stand-ins, see `to_svg`
-# Paul Tol's "bright" scheme (personal.sron.nl/~pault): distinct for colour-blind readers, and on white and
-# black. Grey comes first: the first row of a table is usually the plain baseline.
-METHOD_COLOURS = ("#999999", "#ccbb44", "#66ccee", "#ee6677", "#4477aa", "#228833", "#aa3377")
-# Trainings are no methods: his "vibrant" scheme, with a marker each.
-TRAINING_STYLES = (("#ee7733", "o"), ("#009988", "s"), ("#ee3377", "^"), ("#0077bb", "D"))
-HATCHES = ("", "////", "....", "xxxx")  # when there are more methods than colours
-FEW = 500  # from the least to the most of a logarithmic axis that has room for more than powers of ten
+WIDTH = 5.0  # inches; text stays readable when a phone shows the plot at four fifths of this size
+#: Colors of the page and of the plots in it, as CSS variables.
+LIGHT = {"--page": "#fdfdfc", "--ink": "#1d2226", "--muted": "#5d666d", "--line": "#dcdfdd"}
+DARK = {"--page": "#14171a", "--ink": "#e4e7e8", "--muted": "#9aa4ab", "--line": "#343b41"}
+INK, MUTED, GRID = LIGHT["--ink"], LIGHT["--muted"], LIGHT["--line"]
+# Paul Tol's "bright" scheme (personal.sron.nl/~pault): distinguishable by colorblind readers, on white and on black.
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_FEW = 500  # ratio of the limits of a logarithmic axis that has room for more than powers of ten
+_DPI = 160
 
 _STYLE: Any = {
     "svg.fonttype": "none",
@@ -53,11 +53,9 @@ _STYLE: Any = {
     "ytick.major.size": 0,
     "grid.color": GRID,
     "grid.linewidth": 0.7,
-    "hatch.linewidth": 0.6,
-    "figure.constrained_layout.w_pad": 0.03,
-    "figure.constrained_layout.h_pad": 0.03,
+    "figure.constrained_layout.w_pad": 0.04,
+    "figure.constrained_layout.h_pad": 0.04,
 }
-
 
 Arguments = ParamSpec("Arguments")
 Drawn = TypeVar("Drawn")
@@ -65,7 +63,7 @@ Drawn = TypeVar("Drawn")
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture as inline SVG, and what it shows in words for those who cannot see it."""
+    """A plot as inline SVG, with an alternative text that gives its main numbers."""
 
     svg: str
     alt: str
@@ -74,7 +72,7 @@ class Plot:
 
 
 def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
-    """Let a function make and render its figure in this look; matplotlib's settings are restored after it."""
+    """Run a drawing function in this style; matplotlib's settings are restored afterwards."""
 
     @functools.wraps(draw)
     def in_style(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Drawn:
@@ -85,59 +83,68 @@ def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
 
 
 def new_figure(height: float) -> Figure:
-    """Make a figure of the page's width, `height` inches high, without background."""
+    """Return a figure of the page's width and a height in inches, without background."""
     return Figure(figsize=(WIDTH, height), facecolor="none", layout="constrained")
 
 
-def tinted(values: np.ndarray, highest: float, colour: str = "#4477aa") -> np.ndarray:
-    """Give RGBA colours [..., 4] for values [...], stronger for more (square-root scale).
-
-    Opacity carries the value, so that an empty cell is the page itself in either theme.
-    """
-    colours = np.broadcast_to(to_rgba(colour), (*values.shape, 4)).copy()
-    colours[..., 3] = 0.85 * np.sqrt(values / highest if highest > 0 else np.zeros(values.shape))
-    return colours
-
-
-def bare(axes: Axes, grid: bool = True) -> None:
-    """Leave only what helps reading: no box, no background, thin horizontal lines."""
+def bare(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
+    """Remove box and background; `grid` names the axes with grid lines."""
     axes.set_facecolor("none")
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     if grid:
-        axes.grid(axis="y")
+        axes.grid(axis=grid)
+
+
+def integer_x(axes: Axes) -> None:
+    """Place the ticks of the x axis at integers."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10], nbins=8))
 
 
 def log_x(axes: Axes) -> None:
-    """Make the x axis of what is drawn logarithmic: plain numbers at powers of ten, and 2 and 5 times them if few."""
+    """Make the x axis of a drawn plot logarithmic, with plain numbers at powers of ten (and 2 and 5 times these)."""
     axes.set_xscale("log")
     low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < FEW * low else (1.0,)))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW * low else (1.0,)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def method_style(index: int) -> dict[str, Any]:
-    """Give colour and hatch of the method in this row of the table, the same in every plot."""
-    return {
-        "facecolor": METHOD_COLOURS[index % len(METHOD_COLOURS)],
-        "hatch": HATCHES[index // len(METHOD_COLOURS) % len(HATCHES)],
-        "edgecolor": INK if index >= len(METHOD_COLOURS) else "none",
-    }
-
-
 def series_style(index: int) -> dict[str, Any]:
-    """Give colour and marker of a line, where lines are compared within a panel."""
+    """Return color, marker and line style of a series."""
     return {
-        "color": METHOD_COLOURS[index % len(METHOD_COLOURS)],
+        "color": COLORS[index % len(COLORS)],
         "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": ("-", "--", ":")[index // len(METHOD_COLOURS) % 3],
+        "linestyle": ("-", "--", ":")[index // len(COLORS) % 3],
     }
 
 
-def legend_above(figure: Figure, handles: Iterable[Artist], columns: int) -> None:
-    """Put the legend over the plot, in a line if it fits."""
-    figure.legend(handles=list(handles), loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
+def heat_map(axes: Axes, values: np.ndarray, numbers: Callable[[float], str] | None = None) -> None:
+    """Draw values [R, C] from 0 to 1 as the opacity of cells; NaN shows the page itself, in both themes.
+
+    `numbers` formats the text of a cell. Large maps are drawn as bitmaps.
+    """
+    bare(axes, grid="")
+    axes.spines["bottom"].set_visible(False)
+    rows, columns = values.shape
+    colors = np.broadcast_to(to_rgba(COLORS[0]), (rows, columns, 4)).copy()
+    colors[..., 3] = 0.75 * np.nan_to_num(values)
+    edges = np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5
+    axes.pcolormesh(*edges, colors, edgecolors="none", linewidth=0, rasterized=values.size > 2500)
+    axes.invert_yaxis()
+    if numbers:
+        size = float(np.clip(90 / max(columns, 1), 6.0, 8.5))
+        for (row, column), value in np.ndenumerate(values):
+            if not np.isnan(value):
+                axes.text(column, row, numbers(value), ha="center", va="center", fontsize=size)
+
+
+def legend_above(figure: FigureBase, handles: Iterable[Artist], columns: int) -> None:
+    """Place a legend above a figure or subfigure, in at most `columns` columns that fit the page's width."""
+    handles = list(handles)
+    longest = max((len(str(handle.get_label())) for handle in handles), default=0)
+    fitting = max(1, int(WIDTH / (0.5 + 0.075 * longest)))
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(columns, fitting), frameon=False, fontsize=9)
 
 
 def to_svg(figure: Figure, name: str, alt: str) -> Plot:
@@ -148,9 +155,9 @@ def to_svg(figure: Figure, name: str, alt: str) -> Plot:
     figure
         Drawn inside a `styled` function.
     name
-        Letters only and unique in the page: it keeps the ids of several pictures apart.
+        Letters only and unique in the page: it distinguishes the ids of several plots.
     alt
-        What the plot shows, in words.
+        Alternative text.
     """
     buffer = io.StringIO()
     no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -158,18 +165,18 @@ def to_svg(figure: Figure, name: str, alt: str) -> Plot:
         figure.savefig(buffer, format="svg", transparent=True, metadata=no_metadata)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
-    svg = compact(re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg))  # HTML parsers know SVG without being told
+    svg = compact(re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg))  # HTML needs no namespaces
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
-    for stand_in, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--line")):
-        svg = svg.replace(stand_in, f"var({variable})")
+    for color, variable in ((INK, "--ink"), (MUTED, "--muted"), (GRID, "--line")):
+        svg = svg.replace(color, f"var({variable})")
     label = html.escape(alt, quote=True)
-    svg = re.sub(r"<svg ", f'<svg role="img" aria-label="{label}" ', svg, count=1)
+    svg = re.sub(r"<svg ", lambda _: f'<svg role="img" aria-label="{label}" ', svg, count=1)
     return Plot(svg, alt, name, figure)
 
 
 def compact(svg: str) -> str:
-    """Shorten matplotlib's SVG by half: hundredths of a point, and the page's font instead of lists of fonts."""
+    """Halve the size of matplotlib's SVG: coordinates in hundredths of a point, and the page's font."""
 
     def rounded(attribute: re.Match[str]) -> str:
         return re.sub(r"(\d\.\d\d)\d+", r"\1", attribute[0])
@@ -177,5 +184,25 @@ def compact(svg: str) -> str:
     svg = re.sub(r'\s(d|x|y|points|transform)="[^"]*"', rounded, svg)
     svg = re.sub(r'\stransform="rotate\(-?0 [^"]*"', "", svg)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # nothing refers to them
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # nothing refers to the ids of groups
     return re.sub(r"[ ]*\n[ ]*", "\n", re.sub(r">\s+<", "><", svg))
+
+
+def standalone(plot: Plot) -> str:
+    """Return a plot as an SVG document of its own that follows the reader's light or dark theme."""
+    light, dark = (";".join(f"{name}:{color}" for name, color in theme.items()) for theme in (LIGHT, DARK))
+    style = (
+        f"<style>:root{{{light};background:var(--page);font-family:sans-serif}}"
+        f"@media(prefers-color-scheme:dark){{:root{{{dark}}}}}</style>"
+    )
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    opening, rest = plot.svg.replace("<svg ", f"<svg {names} ", 1).split(">", 1)
+    return f"{opening}>{style}{rest}"
+
+
+@styled
+def to_png(plot: Plot) -> bytes:
+    """Render a plot as PNG in the light theme."""
+    buffer = io.BytesIO()
+    plot.figure.savefig(buffer, format="png", dpi=_DPI, facecolor=LIGHT["--page"], metadata={"Software": None})
+    return buffer.getvalue()

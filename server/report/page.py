@@ -1,38 +1,62 @@
-"""`report.html`: one self-contained page about one run, without scripts or outside resources."""
+"""`report.html`: one self-contained page about a run, without scripts or external resources.
+
+`build_page` is a pure function of the results so far. A section without data says so, or is left out if the run is
+not of its kind.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from models import write_atomically
-from server.report import sections
-from server.report.accuracy import accuracy
-from server.report.collaboration import COLLABORATION_FILE, write_collaboration
-from server.report.markup import missing
+from server.report import plots
+from server.report.accuracy import accuracy_section, client_section, collaboration_section
+from server.report.collaboration import Matrix, matrix
+from server.report.drawing import Plot
+from server.report.events import AdaptRound, RatesRound, Round
+from server.report.markup import (
+    CSS,
+    breakable,
+    counted,
+    data_table,
+    definitions,
+    duration,
+    folded,
+    instant,
+    missing,
+    plot_figure,
+    size,
+    text,
+)
+from server.report.rates import block_of, module_type, variant_labels
 from server.report.results import METRICS_FILE, Results, read_results
-from server.report.sections_collaboration import collaboration
-from server.report.sections_rates import rates
-from server.report.tables import Row, percent, table
-from server.report.theme import CSS
-from server.report.wording import counted, duration, instant, text
+from server.report.scores import Row, percent, table
+from server.report.tables import COLLABORATION_FILE, write_collaboration
+from settings import Settings
 
 REPORT_FILE = "report.html"
 MODEL_FILE = "model.safetensors"
+_INCIDENTS = 50  # incidents and clients shown; the metrics file has them all
+_FLOAT32 = 4  # bytes
 
 
 def write_report(run_dir: Path) -> Path:
-    """Build the report of a run folder from its metrics, put it in place atomically and return its path.
+    """Write `report.html` of a run folder atomically and return its path.
 
-    A run with collaborative rounds at test time gets `collaboration.csv` beside it. Parts that the run has not (yet)
-    written are left out of the page, with a line that says so.
+    A run with collaborative rounds at test time also gets `collaboration.csv`.
 
     Raises
     ------
     FileNotFoundError
         The folder has no metrics.
     ValueError
-        A line of the metrics is malformed; file and line are named.
+        A line of the metrics is invalid; the message names file and line.
     """
     results = read_results(run_dir / METRICS_FILE)
     write_collaboration(results, run_dir / COLLABORATION_FILE)
@@ -42,20 +66,30 @@ def write_report(run_dir: Path) -> Path:
 
 
 def build_page(results: Results, name: str, network_bytes: int | None = None) -> str:
-    """Build the whole page as HTML text, for a run of this name and with a network of this size."""
-    rows = table(results)
-    tested = bool(rows) or not results.adapted  # a run that tests in rounds only has no other accuracies to miss
-    parts = [
-        _header(results, rows, name),
-        accuracy(results, rows) if tested else "",
-        collaboration(results, network_bytes),
-        sections.weights(results, rows) if tested else "",
-        rates(results),
-        sections.curves(results),
-        sections.who_has_what(results),
-        sections.time(results),
-        sections.checks(results),
-        sections.settings(results),
+    """Return the page as HTML.
+
+    Parameters
+    ----------
+    results : Results
+        All that the run has written so far.
+    name : str
+        Name of the run.
+    network_bytes : int, optional
+        Size of the network, shown beside the traffic.
+    """
+    found = matrix(results)
+    sections = [
+        _header(results, name),
+        accuracy_section(results) if results.evaluations or found is None else "",
+        collaboration_section(results, found),
+        client_section(results),
+        _weights(results),
+        _rates(results),
+        _training(results),
+        _data(results),
+        _time(results, found, network_bytes),
+        _checks(results),
+        _settings(results),
         f"<footer>Generated from {METRICS_FILE} by python -m server.report results/{escape(name)}</footer>",
     ]
     return (
@@ -63,42 +97,37 @@ def build_page(results: Results, name: str, network_bytes: int | None = None) ->
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(name)} · FedTTA</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
+        + "\n".join(part for part in sections if part)
         + "\n</main>\n</body>\n</html>\n"
     )
 
 
-def _header(results: Results, rows: list[Row], name: str) -> str:
-    """Give title, what was run in a line, the result in a line, and the facts one needs to cite it."""
+# Header
+
+
+def _header(results: Results, name: str) -> str:
+    number = len(results.clients.sizes) if results.clients else results.setting("clients")
+    rounds = len({entry.round for entry in results.rounds})
+    parts = [
+        *(text(results.setting(key)) for key in ("dataset", "model") if results.setting(key)),
+        counted(number, "client") if isinstance(number, int) else "",
+        counted(rounds, "round") if rounds else "",
+        f"seed {text(results.setting('seed'))}" if results.setting("seed") is not None else "",
+    ]
+    state = ""
+    if results.end is None:
+        state = '<p class="warning">This run has not ended. The page shows its results so far.</p>'
+    elif results.end.status != "completed":
+        state = f'<p class="warning">This run ended with status “{escape(results.end.status)}”.</p>'
+    lead = " · ".join(part for part in parts if part)
     return (
-        f'<header><p class="kicker">FedTTA run</p><h1>{escape(name)}</h1><p class="lead">{_lead(results)}</p>'
-        f"{_state(results)}{_finding(rows)}{_facts(results)}</header>"
+        f'<header><p class="kicker">FedTTA run</p><h1>{escape(name)}</h1><p class="lead">{lead}</p>'
+        f"{state}{_best_method(table(results))}{_facts(results)}</header>"
     )
 
 
-def _lead(results: Results) -> str:
-    """Say in a line what was trained on what; settings that the run does not have are left out."""
-    number = len(results.clients.sizes) if results.clients else results.setting("clients")
-    parts = [
-        text(results.setting("dataset")) if results.setting("dataset") else "",
-        text(results.setting("model")) if results.setting("model") else "",
-        counted(number, "client") if isinstance(number, int) else "",
-        counted(len({entry.round for entry in results.rounds}), "round"),
-        f"seed {text(results.setting('seed'))}" if results.setting("seed") is not None else "",
-    ]
-    return " · ".join(part for part in parts if part)
-
-
-def _state(results: Results) -> str:
-    if results.end is None:
-        return '<p class="warning">This run has not ended: what follows is what it has written so far.</p>'
-    if results.end.status != "completed":
-        return f'<p class="warning">This run ended with status “{escape(results.end.status)}”.</p>'
-    return ""
-
-
-def _finding(rows: list[Row]) -> str:
-    """Say which method is best on average, or which ones read the same, and what the next one reaches."""
+def _best_method(rows: list[Row]) -> str:
+    """Name the methods with the highest average, and the next one."""
     ranked = sorted((row for row in rows if row.average is not None), key=lambda row: -(row.average or 0))
     if not ranked:
         return ""
@@ -115,16 +144,220 @@ def _finding(rows: list[Row]) -> str:
 
 def _facts(results: Results) -> str:
     run, end = results.run, results.end
-    facts: list[tuple[str, str]] = []
-    if run:
-        facts += [("Started", text(instant(run.time)))]
-    if end:
-        facts += [("Wall time", duration(end.seconds) if end.seconds is not None else "–")]
+    facts = [("Started", text(instant(run.time)))] if run else []
+    facts += [("Wall time", duration(end.seconds))] if end else []
     if run:
         versions = ", ".join(f"{name}\N{NO-BREAK SPACE}{version}" for name, version in run.versions.items())
         facts += [("Commit", text(run.commit) if run.commit else "not recorded")]
         facts += [("Hardware", text(run.hardware)), ("Versions", text(versions))]
-    if not facts:
-        return missing("The run has not recorded when, where and with what it ran.")
-    items = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
-    return f'<dl class="facts">{items}</dl>'
+    return definitions(facts, "facts") if facts else missing("Time, hardware and versions were not recorded.")
+
+
+# Weights, rates and training
+
+
+def _figure_section(title: str, plot: Plot | None, caption: str, *more: str) -> str:
+    """Return a section around a plot; empty without one."""
+    return "".join([f"<h2>{title}</h2>", plot_figure(plot, caption), *more]) if plot else ""
+
+
+def _weights(results: Results) -> str:
+    caption = (
+        "<strong>Weight e of the global head</strong>, chosen for each test sample: 0 is the personal head alone, 1 "
+        "the global head alone. Shares of all clients' samples; line and number are the mean."
+    )
+    return _figure_section("Weight of the global head", plots.weight_histograms(results), caption)
+
+
+def _rates(results: Results) -> str:
+    caption = (
+        "<strong>Learned adaptation rates</strong>, a dot for each module; bars are means. Above the size, below with "
+        "the sign: a negative rate moves against the direction found without labels."
+    )
+    sizes = {name: number for entry in results.rates for name, number in entry.sizes.items()}
+    blocks = block_of(list(sizes))
+    body = [
+        [escape(name), escape(blocks[name]), module_type(name, sizes), f"{number:,}"]
+        + [f"{entry.rates.get(name, 0):+.4g}" if entry.rates.get(name) else "0" for entry in results.rates]
+        for name, number in sizes.items()
+    ]
+    labels = variant_labels((entry.training, entry.variant) for entry in results.rates).values()
+    head = ["module", "block", "type", "values", *map(breakable, labels)]
+    details = data_table(head, body, "<strong>All rates</strong>, in the network's order of definition.")
+    plot = plots.rates_by_module(results)
+    return _figure_section("Adaptation rates", plot, caption, folded(f"All {counted(len(sizes), 'rate')}", details))
+
+
+def _training(results: Results) -> str:
+    plot = plots.training_curves(results)
+    if plot is None:
+        return "<h2>Training</h2>" + missing("No round was trained in this run.")
+    caption = (
+        "<strong>Training curves.</strong> Left: validation accuracy, mean over clients, of the global model as "
+        "received in each round (the result of the last round is not in it); dashed: personal heads. Right: training "
+        "loss."
+    )
+    if results.rates_rounds:
+        caption += " Rates: accuracy and loss on source clients after adaptation with the rates received."
+    diverged = [
+        f"{entry.training}, round {entry.round}"
+        for entry in results.rounds
+        if entry.train_loss is not None and not math.isfinite(entry.train_loss)
+    ]
+    warning = f'<p class="warning">Training loss not finite: {escape("; ".join(diverged))}.</p>' if diverged else ""
+    return "<h2>Training</h2>" + warning + plot_figure(plot, caption)
+
+
+# Data, time, checks and settings
+
+
+def _data(results: Results) -> str:
+    title, clients = "<h2>Data of the clients</h2>", results.clients
+    if clients is None:
+        return title + missing("The run has not recorded its clients.")
+    totals = [sum(sizes) for sizes in clients.sizes]
+    line = ""
+    if totals:
+        train, validation, test = (sum(sizes[part] for sizes in clients.sizes) for part in range(3))
+        low, high = min(totals), max(totals)
+        median = f"{low:,} to {high:,} samples (median {statistics.median(totals):,.0f})"
+        line = (
+            f"<p>{counted(len(totals), 'client')} with {median if low < high else f'{low:,} samples each'}; in total "
+            f"{train:,} for training, {validation:,} for validation, {test:,} for testing.</p>"
+        )
+    if not clients.class_counts:
+        return title + line + missing("Class counts stay on the devices.")
+    roles = clients.roles or [""] * len(totals)
+    body = [
+        [f"{client} {escape(role)}" if role != "both" else str(client), *map(str, counts)]
+        for client, (counts, role) in enumerate(zip(clients.class_counts, roles, strict=False))
+    ][:_INCIDENTS]
+    more = f" The first {_INCIDENTS} clients." if len(totals) > _INCIDENTS else ""
+    caption = f"<strong>Samples of each class</strong> by client.{more}"
+    counts_table = data_table(["client", *(breakable(str(name)) for name in clients.classes)], body, caption)
+    return title + line + folded("Samples of each class", counts_table)
+
+
+def local_training_seconds(entry: Round, workers: int | None) -> float:
+    """Return the part of a round's wall time that local training explains.
+
+    For clients simulated by `workers`: the sum over clients divided by the number of workers, or of clients if there
+    are fewer. For clients on machines of their own (None): the time of the slowest client.
+    """
+    if not entry.train_seconds:
+        return 0.0
+    if workers is None:
+        return min(max(entry.train_seconds), entry.wall_seconds)
+    share = sum(entry.train_seconds) / min(workers, len(entry.train_seconds))
+    return min(share, entry.wall_seconds)
+
+
+def workers_of(results: Results) -> int | None:
+    """Return the number of workers of a simulation; None in deployment, where class counts are unknown."""
+    simulated = results.clients is not None and results.clients.class_counts is not None
+    workers = results.setting("workers")
+    return workers if simulated and isinstance(workers, int) and workers > 0 else None
+
+
+def _time(results: Results, found: Matrix | None, network_bytes: int | None) -> str:
+    title, workers = "<h2>Time and traffic</h2>", workers_of(results)
+    body = []
+    for training, rounds in results.by_training().items():
+        local = statistics.fmean(local_training_seconds(entry, workers) for entry in rounds)
+        body.append([breakable(training), *_costs(rounds), f"{local:.2f}", "–", "–"])
+    rates: dict[tuple[str, str], list[RatesRound]] = {}
+    for entry in sorted(results.rates_rounds, key=lambda entry: entry.round):
+        rates.setdefault((entry.training, entry.variant), []).append(entry)
+    for pair, label in variant_labels(rates).items():
+        context = statistics.fmean(entry.context_bytes for entry in rates[pair])
+        body.append([f"rates: {breakable(label)}", *_costs(rates[pair]), "–", "–", size(context)])
+    for outcome in found.outcomes if found else []:
+        pair = (outcome.method, outcome.collaboration)
+        adapting = [entry for entry in results.adapt_rounds if (entry.method, entry.collaboration) == pair]
+        adapting.sort(key=lambda entry: entry.round)
+        if adapting:
+            each = f"{1000 * outcome.seconds / outcome.total.sum():.2f}"
+            context = statistics.fmean(entry.context_bytes for entry in adapting)
+            body.append([breakable(outcome.label), *_costs(adapting), "–", each, size(context)])
+    if not body:
+        return title + missing("No round has ended yet.")
+    meaning = f"of all clients, divided by {counted(workers, 'worker')}" if workers else "of the slowest client"
+    weights = max((_FLOAT32 * sum(entry.sizes.values()) for entry in results.rates), default=network_bytes)
+    network = f" Size of the network: {size(weights)}." if weights else ""
+    caption = (
+        "<strong>Time and traffic of a round</strong>, means over rounds, bytes of all clients together. Local: time "
+        f"of local training, {meaning}. Context: state of the clients that Flower ships with messages.{network}"
+    )
+    head = ["", "rounds", "s a round", "down, first", "down, later", "up", "local, s", "ms a sample", "context"]
+    shown = [column for column in range(len(head)) if any(row[column] not in ("–", "0 B") for row in body)]
+    rows = [[row[column] for column in shown] for row in body]
+    return title + data_table([head[column] for column in shown], rows, caption)
+
+
+def _costs(rounds: Sequence[Round] | Sequence[RatesRound] | Sequence[AdaptRound]) -> list[str]:
+    """Return number, mean time and mean traffic of rounds; the first may also carry the network."""
+    later = [entry.bytes_down for entry in rounds[1:]] or [rounds[0].bytes_down]
+    return [
+        str(len(rounds)),
+        f"{statistics.fmean(entry.wall_seconds for entry in rounds):.2f}",
+        size(rounds[0].bytes_down),
+        size(statistics.fmean(later)),
+        size(statistics.fmean(entry.bytes_up for entry in rounds)),
+    ]
+
+
+def _checks(results: Results) -> str:
+    notes = "".join(f"<li>{escape(note)}</li>" for note in results.notes)
+    return (
+        f"<h2>Checks and incidents</h2>{_leaks(results)}{_incidents(results)}"
+        f"{f'<p>Notes of the run:</p><ul>{notes}</ul>' if notes else ''}"
+    )
+
+
+def _leaks(results: Results) -> str:
+    if not results.leak_checks:
+        return missing("No leak check was recorded.")
+    clean = sum(check.checked for check in results.leak_checks if not check.leaked)
+    published = results.setting("split") == "published"
+    what = "Leak on purpose, split = published" if published else "Leak check failed"
+    good = f'<p class="good">Leak check by index: none of {clean:,} test samples was trained on.</p>'
+    lines = [good] if clean else []
+    for check in results.leak_checks:
+        if check.leaked:
+            of = f" ({escape(check.training)})" if check.training else ""
+            words = f"{check.leaked:,} of {check.checked:,} test samples were trained on."
+            lines.append(f'<p class="warning">{what}{of}: {words}</p>')
+    return "".join(lines)
+
+
+def _incidents(results: Results) -> str:
+    if not results.incidents:
+        return '<p class="good">Every reply was accepted: none refused, failed or late.</p>'
+    totals = Counter(entry.event for entry in results.incidents)
+    body = [
+        [text(getattr(entry, name)) for name in ("event", "training", "round", "partition", "node_id", "reason")]
+        for entry in results.incidents[:_INCIDENTS]
+    ]
+    left_out = len(results.incidents) - len(body)
+    more = f" The first {_INCIDENTS} are listed, {left_out:,} more are in {METRICS_FILE}." if left_out else ""
+    summary = ", ".join(f"{number:,} {event}" for event, number in totals.items())
+    caption = f"<strong>Replies that did not count:</strong> {summary}.{more}"
+    return data_table(["event", "training", "round", "client", "node", "reason"], body, caption, kind="text")
+
+
+def _settings(results: Results) -> str:
+    """List the settings that differ from the defaults, and fold the others away."""
+    if results.run is None:
+        return "<h2>Settings</h2>" + missing("The run has not recorded its settings.")
+    defaults = {one.name: one.default for one in dataclasses.fields(Settings)}
+    changed: list[tuple[str, str]] = []
+    usual: list[tuple[str, str]] = []
+    for name, value in results.run.settings.items():
+        key = str(name).replace("-", "_")
+        item = escape(str(name)), breakable(str(value)) if isinstance(value, str) and value else text(value)
+        (usual if key in defaults and defaults[key] == value else changed).append(item)
+    first = definitions(changed, "settings") if changed else "<p>Every setting has its default.</p>"
+    resumed = f"<p>Started {counted(results.starts, 'time')}: the run was resumed.</p>" if results.starts > 1 else ""
+    rest = folded(f"{counted(len(usual), 'setting')} at the default", definitions(usual, "settings") if usual else "")
+    lead = '<p class="small">Settings that differ from the default:</p>' if changed else ""
+    return f"<h2>Settings</h2>{lead}{first}{resumed}{rest}"

@@ -1,149 +1,95 @@
-"""The table methods × test distributions: numbers, CSV file and terminal."""
+"""Tables of a run as CSV files and in a terminal."""
 
 from __future__ import annotations
 
 import csv
 import io
-import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from models import write_atomically
-from server.report.events import Evaluation
+from server.report.collaboration import MEASURES, Matrix, known, matrix
 from server.report.results import Results
+from server.report.scores import ACCURACY, METRICS, percent, table
 
 TABLE_FILE = "table.csv"
+COLLABORATION_FILE = "collaboration.csv"
+LISTED = 20  # clients, classes or corruptions in a table that is read; the files have them all
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Accuracy (0 to 1) of one method on one distribution.
+def table_csv(results: Results) -> str:
+    """Return the table of methods and distributions as CSV: percentages with two decimals, empty where unknown.
 
-    `mean` and `sd` are over clients, each client counting the same; `weighted` counts each sample the same.
-    Standard deviations are those of the clients at hand (divided by n, not n - 1): 0 for one client.
+    Each further metric of the registry that the run has adds a column for each distribution, with four decimals.
     """
-
-    mean: float
-    sd: float
-    weighted: float
-    clients: int
-    samples: int
-    seconds: float | None  # prediction time of all clients together, where it was measured
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method after one training.
-
-    `cells` has one entry for each distribution of the run, None where this method has no samples.
-    `average` and `average_sd` are the mean and standard deviation of the cells' means over the
-    distributions (FedTHE's "average"), `weighted_average` the mean of the cells' weighted accuracies.
-    They are None where a cell is: an average over fewer distributions compares with nothing.
-    """
-
-    training: str
-    method: str
-    label: str  # the method, with its training where the run has this method after several trainings
-    cells: dict[str, Cell | None]
-    average: float | None
-    average_sd: float | None
-    weighted_average: float | None
-
-
-def _cell(evaluations: list[Evaluation]) -> Cell | None:
-    """Summarise one method on one distribution; clients without samples are left out."""
-    seen = [entry for entry in evaluations if entry.total > 0]
-    if not seen:
-        return None
-    accuracies = [entry.correct / entry.total for entry in seen]
-    samples = sum(entry.total for entry in seen)
-    times = [entry.seconds for entry in seen if entry.seconds is not None]
-    return Cell(
-        mean=statistics.fmean(accuracies),
-        sd=statistics.pstdev(accuracies),
-        weighted=sum(entry.correct for entry in seen) / samples,
-        clients=len(seen),
-        samples=samples,
-        seconds=sum(times) if len(times) == len(seen) else None,
-    )
-
-
-def _row(training: str, method: str, label: str, cells: dict[str, Cell | None]) -> Row:
-    known = [cell for cell in cells.values() if cell is not None]
-    complete = bool(known) and len(known) == len(cells)
-    means = [cell.mean for cell in known]
-    return Row(
-        training=training,
-        method=method,
-        label=label,
-        cells=cells,
-        average=statistics.fmean(means) if complete else None,
-        average_sd=statistics.pstdev(means) if complete else None,
-        weighted_average=statistics.fmean([cell.weighted for cell in known]) if complete else None,
-    )
-
-
-def table(results: Results) -> list[Row]:
-    """Give one row for each method, in the order of first appearance; columns likewise.
-
-    A distribution on which no client has a sample is no column. A method that ran after several trainings
-    has a row for each, labelled with the training.
-    """
-    groups: dict[tuple[str, str], dict[str, list[Evaluation]]] = {}
-    for entry in results.evaluations:
-        shifts = groups.setdefault((entry.training, entry.method), {})
-        shifts.setdefault(entry.shift, []).append(entry)
-    columns = list(dict.fromkeys(entry.shift for entry in results.evaluations if entry.total > 0))
-    methods = [method for _, method in groups]
-    rows = []
-    for (training, method), shifts in groups.items():
-        label = method if methods.count(method) == 1 else f"{method} ({training})"
-        cells = {shift: _cell(shifts.get(shift, [])) for shift in columns}
-        rows.append(_row(training, method, label, cells))
-    return rows
-
-
-def mean_of(row: Row, shift: str) -> float | None:
-    """Give the accuracy of a row on one distribution, None where it has none."""
-    cell = row.cells[shift]
-    return cell.mean if cell else None
-
-
-def percent(value: float | None, digits: int = 1, missing: str = "–") -> str:
-    """Write an accuracy (0 to 1) as a percentage, without the sign."""
-    return missing if value is None else f"{100 * value:.{digits}f}"
-
-
-def best(values: Iterable[float | None], digits: int = 1) -> str | None:
-    """Give the highest value as it is displayed, so that values that read the same are all the best one."""
-    known = [value for value in values if value is not None]
-    return percent(max(known), digits) if known else None
-
-
-def table_csv(rows: list[Row]) -> str:
-    """Write the table as CSV text: percentages with two decimals, an empty field where there is no value."""
+    rows = table(results)
     shifts = list(rows[0].cells) if rows else []
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["method", "training", *shifts, "average", "average_sd"])
-    for row in rows:
-        means = [mean_of(row, shift) for shift in shifts]
-        values = [percent(value, 2, missing="") for value in (*means, row.average, row.average_sd)]
-        writer.writerow([row.method, row.training, *values])
-    return text.getvalue()
+    head = ["method", "training", *shifts, "average", "average_sd"]
+    lines = [
+        [row.method, row.training]
+        + [percent(value, 2, missing="") for value in (*map(row.mean, shifts), row.average, row.average_sd)]
+        for row in rows
+    ]
+    for metric in METRICS:
+        others = table(results, metric)
+        if metric is ACCURACY or not metric.in_csv or not any(any(row.cells.values()) for row in others):
+            continue
+        head += [f"{metric.name}:{shift}" for shift in shifts]
+        for line, row in zip(lines, others, strict=True):
+            line += [metric.show(row.mean(shift), 4, missing="") for shift in shifts]
+    return _csv([head, *lines])
 
 
 def write_table(results: Results, path: Path) -> Path:
     """Write `table.csv` atomically and return its path."""
-    return write_atomically(path, table_csv(table(results)).encode())
+    return write_atomically(path, table_csv(results).encode())
+
+
+def collaboration_csv(found: Matrix) -> str:
+    """Return the matrix as CSV, a row for each cell: percentages with two decimals, empty where nothing occurs."""
+    head = [
+        *("method", "collaboration", "rounds", "samples", "global", "mean_over_classes"),
+        *(f"corruption:{name}" for name in found.corruptions),
+        *(f"class:{name}" for name in found.classes),
+        *(f"client:{client}" for client in range(found.clients)),
+    ]
+    lines = []
+    for outcome in found.outcomes:
+        scores = outcome.scores
+        values = [scores.accuracy, scores.mean_class, *scores.per_corruption, *scores.per_class, *scores.per_client]
+        counts = [len(outcome.rounds), int(outcome.total.sum())]
+        shown = [percent(known(value), 2, missing="") for value in values]
+        lines.append([outcome.method, outcome.collaboration, *counts, *shown])
+    return _csv([head, *lines])
+
+
+def write_collaboration(results: Results, path: Path) -> Path | None:
+    """Write `collaboration.csv` atomically and return its path; None, and no file, if the run has no such rounds."""
+    found = matrix(results)
+    return None if found is None else write_atomically(path, collaboration_csv(found).encode())
+
+
+def _csv(lines: Iterable[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()
+
+
+def render_tables(results: Results) -> list[Table]:
+    """Return all tables of a run for a terminal."""
+    found = matrix(results)
+    rendered = [] if found and not results.evaluations else [render_table(results)]
+    if found:
+        rendered += [_render_matrix(found, measure) for measure in MEASURES]
+        rendered.append(_render_clients(found))
+    return rendered
 
 
 def render_table(results: Results) -> Table:
-    """Make the table for a terminal: percentages, best of each column bold, the average set apart."""
+    """Return the table of methods and distributions: percentages, the best of each column in bold."""
     rows = table(results)
     shifts = list(rows[0].cells) if rows else []
     rendered = Table(title="Accuracy in %, mean over clients", caption="average: mean ± sd over distributions")
@@ -151,17 +97,49 @@ def render_table(results: Results) -> Table:
     for shift in shifts:
         rendered.add_column(Text(shift), justify="right", overflow="fold")
     rendered.add_column("average", justify="right", style="cyan", no_wrap=True)
-    tops = [best(mean_of(row, shift) for row in rows) for shift in shifts]
-    top_average = best(row.average for row in rows)
+    tops = [ACCURACY.top(row.mean(shift) for row in rows) for shift in shifts]
+    top_average = ACCURACY.top(row.average for row in rows)
     for row in rows:
-        cells = [_bold_if_best(mean_of(row, shift), top) for shift, top in zip(shifts, tops, strict=True)]
-        average = _bold_if_best(row.average, top_average)
+        cells = [_bold_if(percent(row.mean(shift)), top) for shift, top in zip(shifts, tops, strict=True)]
+        average = _bold_if(percent(row.average), top_average)
         if row.average_sd is not None:
             average.append(f" ± {percent(row.average_sd)}", style="not bold")
         rendered.add_row(Text(row.label), *cells, average)
     return rendered
 
 
-def _bold_if_best(value: float | None, top: str | None) -> Text:
-    text = percent(value)
-    return Text(text, style="bold" if text == top else "")
+def _render_matrix(found: Matrix, measure: str) -> Table:
+    gaps = [f"{outcome.label}: {outcome.gap}" for outcome in found.outcomes if outcome.gap]
+    rendered = Table(title=MEASURES[measure], caption=Text("; ".join(gaps)) if gaps else None)
+    rendered.add_column("method", no_wrap=True)
+    for collaboration in found.collaborations:
+        rendered.add_column(Text(collaboration), justify="right", overflow="fold")
+    tops = found.tops(measure)
+    for method in found.methods:
+        cells = []
+        for collaboration in found.collaborations:
+            outcome = found.cells.get((method, collaboration))
+            shown = percent(known(getattr(outcome.scores, measure))) if outcome else "–"
+            incomplete = outcome is not None and bool(outcome.gap)
+            text = _bold_if(shown, None if incomplete else tops[collaboration])
+            cells.append(text.append("*", style="not bold") if incomplete else text)
+        rendered.add_row(Text(method), *cells)
+    return rendered
+
+
+def _render_clients(found: Matrix) -> Table:
+    """Return the accuracy of each client in whole %, so that ten clients fit in a line."""
+    more = f"; the first {LISTED} of {found.clients}" if found.clients > LISTED else ""
+    rendered = Table(title=f"Accuracy of each client in %{more}", padding=(0, 0, 0, 1))
+    for column in ("method", "collaboration"):
+        rendered.add_column(column, overflow="fold")
+    for client in range(min(found.clients, LISTED)):
+        rendered.add_column(str(client), justify="right", no_wrap=True)
+    for outcome in found.outcomes:
+        shown = [percent(known(value), 0) for value in outcome.scores.per_client[:LISTED]]
+        rendered.add_row(Text(outcome.method), Text(outcome.collaboration), *shown)
+    return rendered
+
+
+def _bold_if(shown: str, top: str | None) -> Text:
+    return Text(shown, style="bold" if shown == top else "")

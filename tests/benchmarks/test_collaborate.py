@@ -12,8 +12,7 @@ from benchmarks.protocol import load_protocol
 from client.runtime import federation_of
 from client.streams import streams_of
 from settings import Settings, SettingsError
-from tests.server.test_report_adapted_run import adapt_round, adapted
-from tests.server.test_report_run import results_of
+from tests.report.runs import adapt_round, adapted, results_of
 
 
 def test_the_protocol_is_the_papers() -> None:
