@@ -35,7 +35,7 @@ def statistics_round(federation: Federation, training: Training, arrays: ArrayRe
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
     everyone = federation.view(federation.sources)
     weighting: Any = federation.settings.statistics_weighting
-    averaging = StatisticsFedAvg(weighting=weighting, rule=joining_rule(federation.settings))
+    averaging = StatisticsFedAvg(weighting=weighting, aggregator=joining_rule(federation.settings))
     shapes = statistics_shapes(training, model)
     config = federation.config(name, training.recipe.phases[-1], wanted=[need for need in POOLED if need in shapes])
     messages = averaging.configure_statistics(round, joined(training, arrays), config, everyone)

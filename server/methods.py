@@ -14,6 +14,7 @@ from typing import Literal, get_args
 from models.registry import MODELS
 from server.trainings import BATCHNORM, TRAININGS, Recipe
 from settings import Settings, SettingsError, assignments
+from strategies import AGGREGATIONS
 from tta.registry import ADAPTERS, parse_options
 
 Base = Literal["global", "personalised"]
@@ -264,10 +265,11 @@ def _misfit(row: MethodRow, settings: Settings) -> str:
             return f"adapts {lacking.format('')}"
         if any(phase.kept == BATCHNORM for phase in kept):
             return f"keeps {lacking.format(' on the clients')}"
-    if settings.aggregation not in ("fedavg", own):
-        return f"is joined by {own}: aggregation = {settings.aggregation!r}; allowed are fedavg, {own}"
-    if kept and settings.aggregation != "fedavg":
-        return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is fedavg"
+    if settings.aggregation not in (Settings.aggregation, own):
+        return f"is joined by {own}: aggregation = {settings.aggregation!r}; allowed are {Settings.aggregation}, {own}"
+    if kept and not AGGREGATIONS[settings.aggregation].aggregates_partial:
+        fitting = ", ".join(name for name, one in AGGREGATIONS.items() if one.aggregates_partial)
+        return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is {fitting}"
     return ""
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from server.nodes import cohort_size
 from settings import Settings, SettingsError
-from strategies import Krum, Median, Rule, TrimmedMean
+from strategies import AGGREGATIONS, RobustAggregator
 
 #: Message types whose replies are joined, and which of the client's sizes bounds the examples that it may claim.
 JOINED = {"train": 0, "train.statistics": 0, "train.rates": 1}
 ADAPT = "train.adapt"
 
 
-def joining_rule(settings: Settings) -> Rule | None:
+def joining_rule(settings: Settings) -> RobustAggregator | None:
     """Return the robust rule that the settings ask for; None: means.
 
     Raises
@@ -22,15 +22,9 @@ def joining_rule(settings: Settings) -> Rule | None:
     SettingsError
         Its numbers fit no such rule, or the run has too few clients for it.
     """
-    rules: dict[str, Callable[[], Rule]] = {
-        "fedmedian": Median,
-        "fedtrimmedavg": lambda: TrimmedMean(settings.trim_fraction),
-        "krum": lambda: Krum(settings.krum_malicious),
-        "multikrum": lambda: Krum(settings.krum_malicious, settings.krum_keep),
-    }
-    if settings.aggregation not in rules:
+    rule = AGGREGATIONS[settings.aggregation].robust_aggregator(settings)
+    if rule is None:
         return None
-    rule = rules[settings.aggregation]()
     sampled = {
         f"fraction-train = {settings.fraction_train:g} of clients = {settings.clients} samples": cohort_size(
             settings.clients, settings.fraction_train
@@ -38,9 +32,9 @@ def joining_rule(settings: Settings) -> Rule | None:
         f"rates-clients = {settings.rates_clients} samples": settings.rates_clients or settings.clients,
     }
     for what, number in sampled.items():
-        if number < rule.least:
+        if number < rule.min_clients:
             raise SettingsError(
-                f"aggregation = {settings.aggregation!r} needs {rule.least} clients a round: {what} {number}"
+                f"aggregation = {settings.aggregation!r} needs {rule.min_clients} clients a round: {what} {number}"
             )
     return rule
 
@@ -52,7 +46,7 @@ def needed_replies(settings: Settings, kind: str, asked: int) -> int:
     it needs, which may be more than are asked.
     """
     rule = joining_rule(settings) if kind in JOINED else None
-    return max(min(settings.min_replies, asked), rule.least if rule else 1)
+    return max(min(settings.min_replies, asked), rule.min_clients if rule else 1)
 
 
 def most_examples(settings: Settings, kind: str, identity: Mapping[str, Any] | None) -> int:

@@ -53,8 +53,8 @@ def learn_rates(
     known, done = checkpoints.records.get(record), checkpoints.done("rates", variant)
     if known is not None and not done:
         return to_rates(known)
-    rule = joining_rule(settings)
-    strategy = ATPRates(network, cohort=settings.rates_clients, seed=settings.seed, rule=rule)
+    aggregator = joining_rule(settings)
+    strategy = ATPRates(network, cohort=settings.rates_clients, seed=settings.seed, aggregator=aggregator)
     sizes = {name: int(np.prod(array.shape)) for name, array in network.arrays.items()}
     rates = to_rates(known) if known else initial_rates(settings.rates_init, list(sizes), variant)
     for round in range(done + 1, settings.rates_rounds + 1):

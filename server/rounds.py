@@ -30,6 +30,7 @@ from server.strategy_state import load_strategy_records, strategy_records
 from server.trainings import Phase
 from server.validation import Expectation, Expected
 from settings import Settings
+from strategies import facts
 from strategies.broadcast import array_bytes
 from strategies.partial import shared_names
 
@@ -197,7 +198,7 @@ def train_round(
     config = federation.config(training, phase)
     sent = to_numpy(arrays)
     personal = (PERSONAL,) if phase.makes_personal_head else ()
-    numbers = (*NUMBERS, *personal, *(("global-loss",) if settings.aggregation == "qffl" else ()))
+    numbers = (*NUMBERS, *personal, *facts(strategy).client_metrics)
     shares = (*SHARES, *((one, "validation-total") for one in personal))
     joined = set(shared_names(list(sent), phase.shared, phase.kept))
     wanted = {name: value for name, value in sent.items() if name in joined}

@@ -27,7 +27,7 @@ from server.rounds import Federation, to_numpy, to_record, train
 from server.trainings import Phase
 from server.world import World
 from settings import Settings, SettingsError, assignments
-from strategies import GMA, QFFL, Broadcast, FedAvg, FedAvgM, FedProx, PartialFedAvg, Robust
+from strategies import AGGREGATIONS, Broadcast, PartialFedAvg
 from tta.registry import ADAPTERS
 
 
@@ -229,7 +229,7 @@ def make_strategy(phase: Phase, settings: Settings) -> Strategy:
     Raises
     ------
     SettingsError
-        A robust rule has too few clients, or the phase joins a part of the network only.
+        The aggregation has too few clients, or the phase joins a part of the network and the aggregation cannot.
     """
     everyone: dict[str, Any] = {
         "fraction_train": 1.0,
@@ -237,24 +237,15 @@ def make_strategy(phase: Phase, settings: Settings) -> Strategy:
         "min_evaluate_nodes": 1,
         "min_available_nodes": 1,
     }
-    rule = joining_rule(settings)
-    if rule is not None and phase.partial:
+    aggregation = AGGREGATIONS[settings.aggregation]
+    joining_rule(settings)  # refuses too few clients
+    if not phase.partial:
+        return aggregation.from_settings(settings, **everyone)
+    if not aggregation.aggregates_partial:
         raise SettingsError(
             f"aggregation = {settings.aggregation!r}: allowed where all arrays are joined; {phase.rule} keeps some"
         )
-    if rule is not None:
-        return Robust(rule, **everyone)
-    if phase.partial:
-        return PartialFedAvg(phase.shared, phase.kept, **everyone)
-    if settings.aggregation == "fedprox":
-        return FedProx(settings.proximal_mu, **everyone)
-    if settings.aggregation == "fedavgm":
-        return FedAvgM(server_momentum=settings.server_momentum, **everyone)
-    if settings.aggregation == "qffl":
-        return QFFL(settings.fairness, **everyone)
-    if settings.aggregation == "gma":
-        return GMA(settings.mask_threshold, **everyone)
-    return FedAvg(**everyone)
+    return PartialFedAvg(phase.shared, phase.kept, **everyone)
 
 
 def save_trained(path: Path, model: TwoHead, arrays: ArrayRecord, spec: dict[str, Any]) -> None:

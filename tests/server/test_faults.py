@@ -21,7 +21,7 @@ from server.run import make_strategy
 from server.trainings import TRAININGS, Phase
 from server.validation import NO_LIMITS, Expected, Limits
 from settings import Settings, SettingsError
-from strategies import ATPRates, Broadcast, FedAvg, Robust, TestTimeFedAvg
+from strategies import ATPRates, Broadcast, FedAvg, FedAvgAtTestTime, RobustFedAvg
 from strategies.collaborative import Collaborative
 from tests.flower import LocalGrid, record
 from tests.server.test_rounds import START, federation, node, of_kind, raises
@@ -325,7 +325,7 @@ def collaborate(place: Place, strategy: Collaborative, round: int) -> None:
 def test_a_node_that_came_back_gets_its_mixture_and_the_network_and_the_others_neither_anew() -> None:
     asked: dict[int, list[set[str]]] = {100: [], 101: [], 7: []}
     place = Place({0: sharing(1.0, asked[100]), 1: sharing(3.0, asked[101])})
-    strategy = TestTimeFedAvg(record(w=np.zeros(4)))
+    strategy = FedAvgAtTestTime(record(w=np.zeros(4)))
     collaborate(place, strategy, 1)
     del place.grid.nodes[101]
     place.grid.nodes[7] = known(1, sharing(5.0, asked[7]))
@@ -411,7 +411,7 @@ ROBUST = {"fedmedian": 3, "fedtrimmedavg": 5, "krum": 5, "multikrum": 6}
 def test_a_wild_client_does_not_move_a_robust_model(aggregation: str) -> None:
     values = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
     place = Place({**{i: node(v, 5) for i, v in enumerate(values)}, 6: node(1e30, 5)}, aggregation=aggregation)
-    assert isinstance(make_strategy(Phase(), place.federation.settings), Robust)
+    assert isinstance(make_strategy(Phase(), place.federation.settings), RobustFedAvg)
     assert 1.0 <= float(place.round()["w"][0]) <= 1.5
 
 

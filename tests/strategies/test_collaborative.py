@@ -9,10 +9,11 @@ import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
 from strategies import COLLABORATIONS, ATPRates, Broadcast, Collaborative, PFedBBN
+from strategies.arrays import mix
 from strategies.broadcast import digest
 from strategies.fedamp import fedamp_weights
 from strategies.pfedgraph import pfedgraph_weights
-from strategies.similarity import bn_distance, mix, similarity_weights
+from strategies.pfedbbn import bn_distance, similarity_weights
 from tests.flower import LocalGrid, record, request
 
 NETWORK = {"conv": np.arange(6, dtype=np.float32), "head": np.ones((2, 2), np.float32)}
@@ -88,9 +89,9 @@ def test_two_rounds_of_every_rule(name: str) -> None:
     rounds(strategy, grid, range(1, 2))
     sent = [dict(device.state) for device in devices.values()]
     weights = expected_weights(name, sent, [0, 1, 2, 3])
-    assert strategy.members == [70, 69, 68, 67]
+    assert strategy.node_ids == [70, 69, 68, 67]
     np.testing.assert_allclose(strategy.weights, weights, atol=1e-12)
-    for node, mixture in zip(strategy.members, mix(weights, sent), strict=True):
+    for node, mixture in zip(strategy.node_ids, mix(weights, sent), strict=True):
         for key, value in mixture.items():
             ours = strategy.personal[node][key].numpy()
             np.testing.assert_allclose(ours, value, rtol=1e-6)
@@ -157,13 +158,13 @@ def test_a_lost_node_keeps_its_mixture_and_gets_the_network_again() -> None:
     last = strategy.personal[1]
     devices[1].on = False
     rounds(strategy, grid, range(2, 4))
-    assert strategy.members == [0, 2]
+    assert strategy.node_ids == [0, 2]
     assert strategy.personal[1] is last
     devices[1].on = True
     rounds(strategy, grid, range(4, 5))
     assert devices[1].received[-1] == {"config", "arrays", "shared"}
     assert devices[0].received[-1] == {"config", "shared"}
-    assert strategy.members == [0, 1, 2]
+    assert strategy.node_ids == [0, 1, 2]
     rounds(strategy, grid, range(5, 6))
     assert devices[1].received[-1] == {"config", "shared"}
 
@@ -175,7 +176,7 @@ def test_a_failed_node_counts_as_lost_and_a_gone_one_is_not_asked() -> None:
     nodes: dict[int, Node] = {0: Device(0), 1: broken, 2: Device(2)}
     strategy, grid = begun(), LocalGrid(nodes)
     rounds(strategy, grid, range(1, 2))
-    assert strategy.members == [0, 2]
+    assert strategy.node_ids == [0, 2]
     del nodes[2]
     messages = list(strategy.configure_train(2, record(), ConfigRecord({}), grid))
     assert [(m.metadata.dst_node_id, "arrays" in m.content) for m in messages] == [(0, False), (1, True)]
@@ -188,7 +189,7 @@ def test_a_late_node_starts_from_the_network() -> None:
     devices[1] = Device(1)
     rounds(strategy, LocalGrid(devices), range(3, 4))
     assert devices[1].received == [{"config", "arrays"}]
-    assert strategy.members == [0, 1]
+    assert strategy.node_ids == [0, 1]
 
 
 def test_a_round_that_was_never_aggregated_leaves_nobody_with_the_network_for_sure() -> None:
@@ -272,7 +273,7 @@ def test_nothing_to_share(name: str) -> None:
         ("pfedbbn", [shared_reply], "node 9 sent no record 'normalisation'"),
         ("pfedbbn", [lambda n: shared_reply(n, normalisation=record(**{"a.mean": np.zeros(1)}))], "<layer>.mean"),
         ("pfedbbn", [lambda n: shared_reply(n, normalisation=record())], "<layer>.mean"),
-        ("pfedgraph", [lambda n: shared_reply(n, shared=record(w=np.zeros(1)))], "nobody .* sent the record 'start'"),
+        ("pfedgraph", [lambda n: shared_reply(n, shared=record(w=np.zeros(1)))], "none of the nodes .* sent the record 'start'"),
         ("fedavg", [lambda n: shared_reply(n, examples=0)], "node 9: num-examples = 0"),
         (
             "fedavg",
@@ -300,7 +301,7 @@ def test_replies_that_cannot_be_used(name: str, replies: list[Callable[[int], Me
 def test_a_rule_that_is_no_rule_is_refused() -> None:
     class Greedy(COLLABORATIONS["fedavg"]):
         def weigh(self, replies):
-            return np.full((len(replies.members),) * 2, 1.0)
+            return np.full((len(replies.node_ids),) * 2, 1.0)
 
     strategy = Greedy(record(**NETWORK))
     with pytest.raises(ValueError, match="sum to 2, not to one"):

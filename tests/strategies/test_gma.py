@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies.average import weighted_mean
+from strategies.arrays import weighted_mean
 from strategies.gma import GMA, masked_mean
 from tests.flower import LocalGrid, record, reply
 

@@ -12,11 +12,11 @@ from flwr.serverapp import strategy as flower
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import ATPRates, Krum, Median, Robust, Rule, StatisticsFedAvg, TrimmedMean
+from strategies import ATPRates, Krum, Median, RobustAggregator, RobustFedAvg, StatisticsFedAvg, TrimmedMean
 from strategies.robust import krum_scores, middle
 from tests.flower import record, reply, request
 
-RULES: list[Rule] = [Median(), TrimmedMean(0.2), TrimmedMean(0.34), Krum(1), Krum(2), Krum(1, 3)]
+RULES: list[RobustAggregator] = [Median(), TrimmedMean(0.2), TrimmedMean(0.34), Krum(1), Krum(2), Krum(1, 3)]
 Client = dict[str, np.ndarray]
 
 
@@ -32,7 +32,7 @@ def clients(number: int, seed: int, spread: float = 1.0) -> list[Client]:
     ]
 
 
-def withstood(rule: Rule, number: int) -> int:
+def withstood(rule: RobustAggregator, number: int) -> int:
     """How many wild clients a rule promises to withstand."""
     if isinstance(rule, Median):
         return (number - 1) // 2
@@ -90,10 +90,10 @@ def test_krum_scores_are_sums_over_the_nearest(number: int, seed: int, malicious
         (Krum(1, 3), flower.MultiKrum(num_malicious_nodes=1, num_nodes_to_select=3)),
     ],
 )
-def test_the_same_as_flowers_own_where_that_is_sound(rule: Rule, theirs: flower.FedAvg) -> None:
+def test_the_same_as_flowers_own_where_that_is_sound(rule: RobustAggregator, theirs: flower.FedAvg) -> None:
     """float32 near zero, clients of equal size."""
     models = [client["w"] for client in clients(7, 3)]
-    ours, metrics = Robust(rule).aggregate_train(1, [reply(record(w=w), 4, loss=2.0) for w in models])
+    ours, metrics = RobustFedAvg(rule).aggregate_train(1, [reply(record(w=w), 4, loss=2.0) for w in models])
     expected, _ = theirs.aggregate_train(1, [reply(record(w=w), 4, loss=2.0) for w in models])
     np.testing.assert_allclose(ours["w"].numpy(), expected["w"].numpy(), rtol=1e-5, atol=1e-7)
     assert ours["w"].numpy().dtype == np.float32
@@ -118,7 +118,7 @@ def test_krum_tells_large_weights_with_small_differences_apart() -> None:
 @settings(deadline=None, max_examples=15)
 @given(st.permutations(range(8)), st.integers(0, 999))
 def test_the_order_of_clients_changes_no_bit_and_results_lie_between_them(
-    rule: Rule, order: list[int], seed: int
+    rule: RobustAggregator, order: list[int], seed: int
 ) -> None:
     given_ = clients(8, seed)
     first, other = rule(given_), rule([given_[i] for i in order])
@@ -133,10 +133,10 @@ def test_the_order_of_clients_changes_no_bit_and_results_lie_between_them(
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 999), st.sampled_from([-3e38, 1e6, 3e38]), st.booleans())
 def test_wild_clients_do_not_move_the_result_beyond_the_good_ones(
-    rule: Rule, seed: int, value: float, together: bool
+    rule: RobustAggregator, seed: int, value: float, together: bool
 ) -> None:
     """As many as the rule withstands, together or apart, and huge in float64 too."""
-    number = max(rule.least, 9)
+    number = max(rule.min_clients, 9)
     many = withstood(rule, number)
     good = [{name: v for name, v in client.items() if name != "seen"} for client in clients(number - many, seed, 0.01)]
     wild = [
@@ -153,9 +153,9 @@ def test_wild_clients_do_not_move_the_result_beyond_the_good_ones(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_equal_clients_give_what_each_sent(rule: Rule) -> None:
+def test_equal_clients_give_what_each_sent(rule: RobustAggregator) -> None:
     one = clients(1, 0)[0]
-    for name, value in rule([one] * rule.least).items():
+    for name, value in rule([one] * rule.min_clients).items():
         np.testing.assert_array_equal(value, one[name])
 
 
@@ -168,9 +168,9 @@ def test_equal_clients_give_what_each_sent(rule: Rule) -> None:
      (Krum(1), 5), (Krum(2), 7), (Krum(1, 3), 6), (Krum(2, 2), 7)],
     ids=str,
 )  # fmt: skip
-def test_a_rule_refuses_fewer_clients_than_it_needs(rule: Rule, least: int) -> None:
+def test_a_rule_refuses_fewer_clients_than_it_needs(rule: RobustAggregator, least: int) -> None:
     """A fraction of 0.2 of 4 is nobody: the mean would be a plain one."""
-    assert rule.least == least
+    assert rule.min_clients == least
     rule(clients(least, 0))
     with pytest.raises(ValueError, match=f"needs {least} clients, not {least - 1}"):
         rule(clients(least - 1, 0))
@@ -188,7 +188,7 @@ def test_a_rule_refuses_fewer_clients_than_it_needs(rule: Rule, least: int) -> N
         (lambda: Krum(1, 0), "keep = 0"),
         (lambda: middle(clients(4, 0), 2), "nothing is left of 4"),
         (lambda: krum_scores(clients(3, 0), 1), "more than 3 clients, not 3"),
-        (lambda: StatisticsFedAvg("examples", rule=Median()), "allowed with .* is uniform only"),
+        (lambda: StatisticsFedAvg("examples", aggregator=Median()), "allowed with .* is uniform only"),
     ],
 )
 def test_impossible_numbers(make: Callable[[], object], message: str) -> None:
@@ -197,7 +197,7 @@ def test_impossible_numbers(make: Callable[[], object], message: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_arrays_that_do_not_fit_or_are_not_finite(rule: Rule) -> None:
+def test_arrays_that_do_not_fit_or_are_not_finite(rule: RobustAggregator) -> None:
     good = clients(8, 0)
     with pytest.raises(ValueError, match="values that are not finite"):
         rule([{**good[0], "w": np.full((3, 2), np.nan, np.float32)}, *good[1:]])
@@ -210,7 +210,7 @@ def test_arrays_that_do_not_fit_or_are_not_finite(rule: Rule) -> None:
 
 def test_a_robust_strategy_looks_at_no_claimed_examples() -> None:
     replies = [reply(record(w=np.array([v])), 10**6 if v == 9 else 1) for v in (1.0, 2.0, 3.0, 4.0, 9.0)]
-    strategy = Robust(TrimmedMean(0.2))
+    strategy = RobustFedAvg(TrimmedMean(0.2))
     assert strategy.aggregate_train(1, replies)[0]["w"].numpy() == 3.0
     assert strategy.aggregate_train(1, []) == (None, None)
     with pytest.raises(ValueError, match="needs 5 clients, not 4"):
@@ -225,19 +225,19 @@ def told(**arrays: list[float]) -> Message:
 def test_statistics_join_by_the_rule_and_a_distribution_stays_one() -> None:
     priors = [[0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.0, 0.0, 1.0]]
     replies = [told(dle=[d], label_prior=p) for d, p in zip((0.1, 0.2, 1.0), priors, strict=True)]
-    means = StatisticsFedAvg(rule=Median()).aggregate_statistics(1, replies)
+    means = StatisticsFedAvg(aggregator=Median()).aggregate_statistics(1, replies)
     assert means["dle"].numpy() == 0.2
     np.testing.assert_allclose(means["label_prior"].numpy(), np.array([0.4, 0.3, 0.2]) / 0.9)
     apart = [told(label_prior=list(row)) for row in np.eye(3)]
     with pytest.raises(ValueError, match="label_prior: the rule leaves 0 everywhere"):
-        StatisticsFedAvg(rule=Median()).aggregate_statistics(1, apart)
+        StatisticsFedAvg(aggregator=Median()).aggregate_statistics(1, apart)
 
 
 def test_rates_join_by_the_rule() -> None:
     def sent(node: int, value: float) -> Message:
         return reply(record(a=np.asarray(value), b=np.asarray(-value)), name="rates", node=node)
 
-    strategy = ATPRates(record(w=np.zeros(2)), rule=Krum(1))
+    strategy = ATPRates(record(w=np.zeros(2)), aggregator=Krum(1))
     arrays, _ = strategy.aggregate_train(1, [sent(n, v) for n, v in enumerate((0.1, 0.12, 0.13, 0.2, 1e300))])
     assert (arrays["a"].numpy(), arrays["b"].numpy()) == (0.12, -0.12)
     assert arrays["a"].numpy().dtype == np.float64

@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 
 from strategies import QFFL, FedAvgM, weighted_mean
 from strategies.fedamp import fedamp_weights
-from strategies.fedprox import FedProx
+from strategies.fedavg import FedProx
 from strategies.pfedgraph import pfedgraph_weights, project_simplex
 from strategies.qffl import q_fedavg
 from tests.flower import LocalGrid, record, reply

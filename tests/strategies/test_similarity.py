@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import distances, similarity
-from strategies.similarity import bn_distance, cosines, flat, mix, similarity_weights, squared_distances
+from strategies import arrays as arrays_module
+from strategies.arrays import mix
+from strategies.distances import cosines, squared_distances
+from strategies.pfedbbn import bn_distance, similarity_weights
 
 seeds = st.integers(0, 10_000)
 sizes = st.integers(1, 7)
