@@ -133,15 +133,15 @@ def middle(clients: Sequence[Arrays], cut: int) -> Named:
     """
     if not 0 <= cut < len(clients) / 2:
         raise ValueError(f"cut = {cut}: nothing is left of {len(clients)} clients")
-    joined: Named = {name: np.empty(value.shape, value.dtype) for name, value in clients[0].items()}
+    aggregated: Named = {name: np.empty(value.shape, value.dtype) for name, value in clients[0].items()}
     for name, where, block in named_blocks(clients):
         rows = np.sort(block.astype(np.float64), axis=0)[cut : len(clients) - cut]  # [N - 2 cut, P], NaN last
         with np.errstate(over="ignore", invalid="ignore"):
             means = np.clip(rows.mean(axis=0), rows[0], rows[-1])
         if not np.isfinite(block).all():
             raise ValueError(f"{name}: values that are not finite")
-        joined[name].reshape(-1)[where] = np.rint(means) if block.dtype.kind in "iu" else means
-    return joined
+        aggregated[name].reshape(-1)[where] = np.rint(means) if block.dtype.kind in "iu" else means
+    return aggregated
 
 
 def krum_scores(clients: Sequence[Arrays], malicious: int) -> Float:
