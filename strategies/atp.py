@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from logging import INFO
-from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
 from strategies.aggregation import RobustAggregator
 from strategies.arrays import as_numpy, as_record, weighted_mean
-from strategies.broadcast import Broadcast, BroadcastStrategy, array_bytes
+from strategies.broadcast import Broadcast, BroadcastStrategy
 
 #: Message type of a round in which clients refine rates.
 RATES_MESSAGE = "train.rates"
@@ -68,16 +67,7 @@ class ATPRates(BroadcastStrategy):
         Nodes are drawn by their position in the grid, since ids are random: list them in the order of partitions.
         """
         nodes = self.sample(list(grid.get_node_ids()), server_round)
-        ours: dict[str, Any] = {"server-round": server_round, "network": self.network.digest}
-        envelope = ConfigRecord({**config, **ours})
-        messages = []
-        self.sent_bytes = 0
-        for node, needed in self._addressed(nodes).items():
-            records = {"rates": arrays, **needed}
-            self.sent_bytes += sum(array_bytes(record) for record in records.values())
-            content = RecordDict({**records, "config": envelope})
-            messages.append(Message(content, dst_node_id=node, message_type=RATES_MESSAGE))
-        return messages
+        return self._messages(server_round, {node: {"rates": arrays} for node in nodes}, config, RATES_MESSAGE)
 
     def sample(self, nodes: Sequence[int], server_round: int) -> list[int]:
         """Return the cohort of a round, in the order given."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
@@ -115,12 +115,19 @@ class BroadcastStrategy(Strategy):
         """Return None: there is no evaluation round."""
         return None
 
-    def _addressed(self, node_ids: Iterable[int]) -> dict[int, dict[str, ArrayRecord]]:
-        """Return for each node the array records that it lacks, and expect its reply."""
-        nodes = list(node_ids)
+    def _messages(
+        self, server_round: int, own: Mapping[int, Mapping[str, ArrayRecord]], config: Mapping[str, Any], kind: str
+    ) -> list[Message]:
+        """Return one message of a type for each node: its own records, and the network if it lacks it."""
         self.network.lost(self._asked)  # a round that was never aggregated
-        self._asked = nodes
-        return {node: self.network.records(node) for node in nodes}
+        self._asked, self.sent_bytes = list(own), 0
+        envelope = ConfigRecord({**config, "server-round": server_round, "network": self.network.digest})
+        messages = []
+        for node, records in own.items():
+            content = RecordDict({**self.network.records(node), **records, "config": envelope})
+            self.sent_bytes += sum(array_bytes(record) for record in content.array_records.values())
+            messages.append(Message(content, dst_node_id=node, message_type=kind))
+        return messages
 
     def _answered(self, replies: Iterable[Message]) -> dict[int, Message]:
         """Return the good replies by node id, in the order given, and update which nodes have the network."""

@@ -14,13 +14,13 @@ from logging import INFO
 from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from strategies.arrays import Arrays, Float, Named, as_numpy, as_record, mix, require_alike, require_stochastic
-from strategies.broadcast import BroadcastStrategy, array_bytes
+from strategies.broadcast import BroadcastStrategy
 
 #: Message type of a round of adaptation.
 ADAPT_MESSAGE = "train.adapt"
@@ -111,23 +111,13 @@ class Collaborative(BroadcastStrategy):
         """Send each node in the grid its own mixture; `arrays` is the network unless there is one already."""
         if self._network is None and arrays:
             self.begin(arrays)
-        ours: dict[str, Any] = {
-            "server-round": server_round,
-            "network": self.network.digest,
+        wanted = {
             "proximal-mu": self.proximal,
             "send-normalisation": self.needs_statistics,
             "send-start": self.needs_start and self.start_arrays is None,
         }
-        envelope = ConfigRecord({**config, **ours})
-        messages = []
-        self.sent_bytes = 0
-        for node, records in self._addressed(grid.get_node_ids()).items():
-            if self.personal.get(node):
-                records["shared"] = self.personal[node]
-            self.sent_bytes += sum(array_bytes(record) for record in records.values())
-            content = RecordDict({**records, "config": envelope})
-            messages.append(Message(content, dst_node_id=node, message_type=ADAPT_MESSAGE))
-        return messages
+        own = {n: {"shared": self.personal[n]} if self.personal.get(n) else {} for n in grid.get_node_ids()}
+        return self._messages(server_round, own, {**config, **wanted}, ADAPT_MESSAGE)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[None, None]:
         """Mix the shared arrays of the replies, in the order given. There is no global model to return.
