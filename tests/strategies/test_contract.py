@@ -147,6 +147,9 @@ def test_a_restored_state_continues_with_the_same_bits(name: str) -> None:
     state = {group: {n: v.copy() for n, v in named.items()} for group, named in strategy.state_arrays().items()}
     whole = run(strategy, half, range(3, 5))
     again.load_state_arrays(state)
+    assert {group: list(named) for group, named in again.state_arrays().items()} == {
+        g: list(n) for g, n in state.items()
+    }
     for key, value in run(again, half, range(3, 5)).items():
         assert value.tobytes() == whole[key].tobytes()
     with pytest.raises(ValueError, match="no state"):
