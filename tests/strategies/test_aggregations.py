@@ -11,7 +11,7 @@ from flwr.serverapp import strategy as flower
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import QFFL, FedAvgM, weighted_mean
+from strategies import GMA, QFFL, FedAvgM, weighted_mean
 from strategies.gma import masked_mean
 from strategies.qffl import q_fedavg
 from tests.flower import LocalGrid, record, reply
@@ -171,6 +171,18 @@ def test_masked_mean_refuses() -> None:
         masked_mean(start, [{"w": one["w"]}], [1], 0.1)
     with pytest.raises(ValueError, match="do not fit 1 clients"):
         masked_mean(start, [one], [1, 2], 0.1)
+
+
+def test_gma_in_flower_by_hand() -> None:
+    # Δ = (+1, +1, -1) with 2, 1 and 1 examples: A = 1/2 < τ, mean 1/2
+    strategy, grid = GMA(0.6, **OPTIONS), LocalGrid(dict.fromkeys([1, 2, 3], lambda message: None))
+    replies = [reply(record(w=np.array([v])), n) for v, n in ((1.0, 2), (1.0, 1), (-1.0, 1))]
+    with pytest.raises(ValueError, match="GMA: configure_train has to come before"):
+        strategy.aggregate_train(1, replies)
+    list(strategy.configure_train(1, record(w=np.zeros(1)), ConfigRecord({}), grid))
+    arrays, _ = strategy.aggregate_train(1, replies)
+    assert arrays is not None
+    assert arrays["w"].numpy() == 0.25
 
 
 # -- FedAvgM
