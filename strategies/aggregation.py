@@ -1,8 +1,8 @@
 """Base classes of server aggregations: the facts that a strategy states about itself, and FedAvg over numpy arrays.
 
-The round loop takes any Flower strategy. One of ours also says how it is made from a run's settings, what it needs of
-each training reply, how many clients a round needs, and what state a checkpoint must keep: `facts(strategy)`. For
-Flower's own strategies the defaults hold.
+The round loop accepts any Flower strategy. An `Aggregation` also states how it is built from a run's settings, which
+metrics it needs in each training reply, how many clients a round needs, and which state a checkpoint must keep.
+`facts(strategy)` returns it; Flower's own strategies have the defaults.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, strategy
@@ -18,13 +18,11 @@ from flwr.serverapp import Grid, strategy
 from strategies.arrays import Arrays, Named, as_numpy, as_record
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from settings import Settings
 
 
 class RobustAggregator(Protocol):
-    """A function that aggregates named arrays of clients, in the dtypes of the arrays, with Byzantine clients."""
+    """A Byzantine-robust function from the clients' named arrays to one set, in the same dtypes."""
 
     @property
     def min_clients(self) -> int:
@@ -35,7 +33,7 @@ class RobustAggregator(Protocol):
 
 
 class Aggregation(strategy.FedAvg):
-    """A strategy of Flower's FedAvg family and what a run must know about it.
+    """A strategy of Flower's FedAvg family, and the facts that a run needs to know about it.
 
     The config of each training message carries `proximal_mu` as "proximal-mu".
     """

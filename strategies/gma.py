@@ -4,7 +4,7 @@ Values move less where clients disagree on the direction. Δ_k = w_k - w; A = |�
 agreement, in [0, 1]; M = 1 where A ≥ τ, and A elsewhere (the paper's soft mask); w ← w + M ⊙ Σ_k p_k Δ_k. The server's
 rate is 1.
 
-Default: τ = 0.1, what FedTHE (ICLR 2023, appendix C.2) found best out of 0.1 to 1.
+Default: τ = 0.1, the best of 0.1 to 1 in FedTHE (ICLR 2023, appendix C.2).
 
 Decisions and deviations
 - p_k is the share of examples, in A and in the mean. The paper and FedTHE's code count clients alike, which is the same

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from scipy.spatial.distance import pdist, squareform
@@ -31,8 +31,6 @@ from strategies.aggregation import NumpyAggregation, RobustAggregator, TrainRepl
 from strategies.arrays import Arrays, Float, Named, blocks, named_blocks
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from settings import Settings
 
 
