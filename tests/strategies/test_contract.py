@@ -290,7 +290,10 @@ def test_state_continues_under_new_node_ids(name: str) -> None:
     saved = strategy.state_arrays({i: 10 + i for i in range(3)})
     assert all(isinstance(value, np.ndarray) for value in saved.values())
     rounds(strategy, LocalGrid(devices), range(3, 5))
-    again.load_state_arrays(saved, {i: 90 - i for i in range(3)})
+    renamed = {i: 90 - i for i in range(3)}
+    again.load_state_arrays(saved, renamed)
+    restored = again.state_arrays(renamed)
+    assert {key: value.tobytes() for key, value in restored.items()} == {k: v.tobytes() for k, v in saved.items()}
     others = {90 - i: Device(i, i + 1) for i in range(3)}
     rounds(again, LocalGrid(others), range(3, 5))
     np.testing.assert_array_equal(again.weights, strategy.weights)
