@@ -11,7 +11,7 @@ from messages.replies import EvaluationResult
 from messages.requests import Evaluate, Summarize, TrainingTask, Variant
 from models import ROTATION_PREFIX, TwoHead
 from models.blocks import by_block
-from server.aggregation import joining_rule
+from server.aggregation import robust_aggregator
 from server.events import Leak, RunError
 from server.methods import Training
 from server.rates import Rates, rate_arrays
@@ -38,7 +38,7 @@ def statistics_round(federation: Federation, training: Training, arrays: Arrays,
     """
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
     weighting: Any = federation.settings.statistics_weighting
-    averaging = StatisticsFedAvg(weighting=weighting, rule=joining_rule(federation.settings))
+    averaging = StatisticsFedAvg(weighting=weighting, aggregator=robust_aggregator(federation.settings))
     shapes = statistics_shapes(training, model)
     request = Summarize(
         **federation.common(name),

@@ -13,9 +13,10 @@ from typing import cast, get_args
 
 from messages.requests import AdapterRow, Base, Variant
 from models.registry import MODELS
-from server.aggregation import PLAIN, check_aggregation
+from server.aggregation import check_aggregation
 from server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
 from settings import Settings, SettingsError, assignments
+from strategies import AGGREGATIONS
 from tta.registry import ADAPTERS, parse_options
 
 Options = dict[str, bool | int | float | str | None]
@@ -275,10 +276,13 @@ def _misfit(row: MethodRow, settings: Settings) -> str:
             return f"adapts {lacking.format('')}"
         if any(stage.local == BATCHNORM for stage in row.recipe.stages):
             return f"keeps {lacking.format(' on the clients')}"
-    if settings.aggregation not in (PLAIN, own):
-        return f"is aggregated by {own}: aggregation = {settings.aggregation!r}; allowed are {PLAIN}, {own}"
-    if row.recipe.partial and settings.aggregation != PLAIN:
-        return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is {PLAIN}"
+    if settings.aggregation not in (Settings.aggregation, own):
+        return (
+            f"is aggregated by {own}: aggregation = {settings.aggregation!r}; allowed are {Settings.aggregation}, {own}"
+        )
+    if row.recipe.partial and not AGGREGATIONS[settings.aggregation].aggregates_partial:
+        fitting = ", ".join(name for name, one in AGGREGATIONS.items() if one.aggregates_partial)
+        return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is {fitting}"
     return ""
 
 

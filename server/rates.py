@@ -14,7 +14,7 @@ from messages.flower import read_arrays, strategy_reply
 from messages.replies import RefinedRates
 from messages.requests import RefineRates, Variant
 from models import load_arrays, save_arrays
-from server.aggregation import joining_rule
+from server.aggregation import robust_aggregator
 from server.checkpoints import Checkpoints, Position
 from server.rounds import Federation, Outcome, Round
 from server.validation import RatesCheck
@@ -52,8 +52,9 @@ def learn_rates(
     saved, done = checkpoints.records.get(record), checkpoints.done("rates", variant)
     if saved is not None and not done:
         return to_rates(saved)
-    rule = joining_rule(settings)
-    strategy = ATPRates(network, cohort=settings.rates_clients, seed=settings.seed, rule=rule)
+    strategy = ATPRates(
+        network, cohort=settings.rates_clients, seed=settings.seed, aggregator=robust_aggregator(settings)
+    )
     sizes = {name: int(np.prod(array.shape)) for name, array in network.arrays.items()}
     rates = to_rates(saved) if saved else initial_rates(settings.rates_init, list(sizes), variant)
     for round in range(done + 1, settings.rates_rounds + 1):

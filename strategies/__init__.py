@@ -1,62 +1,56 @@
-"""Server-side aggregation rules: one file a rule, each a Flower strategy on top of pure functions.
+"""Server-side aggregation: one file a rule, each a pure function over arrays and a thin Flower strategy.
 
-They know Flower and arrays only, so that any Flower app can use them.
+The package depends on Flower and numpy only, so that any Flower app can use it. `strategies.registry` has the names.
 """
 
-from flwr.serverapp.strategy import FedAvg
-
-from strategies import similarity
+from strategies.aggregation import Aggregation, RobustAggregator, facts
+from strategies.arrays import weighted_mean
 from strategies.atp import ATPRates
-from strategies.average import weighted_mean
+from strategies.baselines import FedAvgAtTestTime, FedAvgMAtTestTime, FedProxAtTestTime, Local
 from strategies.broadcast import Broadcast
 from strategies.collaborative import Collaborative
 from strategies.fedamp import FedAMP
-from strategies.fedavgm import FedAvgM
-from strategies.fedprox import FedProx
+from strategies.fedavg import FedAvg, FedAvgM, FedProx
 from strategies.gma import GMA
 from strategies.partial import PartialFedAvg
 from strategies.pfedbbn import PFedBBN
 from strategies.pfedgraph import PFedGraph
 from strategies.qffl import QFFL
-from strategies.robust import Krum, Median, Robust, Rule, TrimmedMean
+from strategies.registry import AGGREGATIONS, COLLABORATIONS, known_aggregations
+from strategies.robust import FedKrum, FedMedian, FedMultiKrum, FedTrimmedAvg, Krum, Median, RobustFedAvg, TrimmedMean
 from strategies.statistics_fedavg import StatisticsFedAvg
-from strategies.uniform import FedProxAtTestTime, Local, TestTimeFedAvg, TestTimeFedAvgM
 
 __all__ = [
+    "AGGREGATIONS",
     "COLLABORATIONS",
     "GMA",
     "QFFL",
     "ATPRates",
+    "Aggregation",
     "Broadcast",
     "Collaborative",
     "FedAMP",
     "FedAvg",
+    "FedAvgAtTestTime",
     "FedAvgM",
+    "FedAvgMAtTestTime",
+    "FedKrum",
+    "FedMedian",
+    "FedMultiKrum",
     "FedProx",
     "FedProxAtTestTime",
+    "FedTrimmedAvg",
     "Krum",
     "Local",
     "Median",
     "PFedBBN",
     "PFedGraph",
     "PartialFedAvg",
-    "Robust",
-    "Rule",
+    "RobustAggregator",
+    "RobustFedAvg",
     "StatisticsFedAvg",
-    "TestTimeFedAvg",
-    "TestTimeFedAvgM",
     "TrimmedMean",
-    "similarity",
+    "facts",
+    "known_aggregations",
     "weighted_mean",
 ]
-
-#: Rules by which clients help each other at test time.
-COLLABORATIONS: dict[str, type[Collaborative]] = {
-    "none": Local,
-    "fedavg": TestTimeFedAvg,
-    "fedprox": FedProxAtTestTime,
-    "fedavgm": TestTimeFedAvgM,
-    "pfedgraph": PFedGraph,
-    "fedamp": FedAMP,
-    "pfedbbn": PFedBBN,
-}

@@ -1,7 +1,7 @@
-"""Arrays that every node needs once, as the network of a method that only moves a few numbers a round.
+"""Arrays that every node receives once, such as the network of a method that exchanges a few numbers a round.
 
-A node that has the arrays is told their digest only. It holds them once it has replied to a message that named them;
-one that was asked and did not reply may have been restarted and is sent them again.
+A node that has the arrays receives only their digest. A reply to a message with the digest confirms that the node has
+them; a node that does not reply may have been restarted and receives them again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
@@ -33,12 +33,12 @@ def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def array_bytes(record: ArrayRecord) -> int:
-    """Return how many bytes the numbers of a record have, without the few that describe them."""
+    """Return the size of a record's numbers in bytes, without names and headers."""
     return sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in record.values())
 
 
 class Broadcast:
-    """One set of arrays that every node gets once.
+    """One set of arrays that every node receives once.
 
     Parameters
     ----------
@@ -52,28 +52,28 @@ class Broadcast:
         self._holders: set[int] = set()
 
     def records(self, node_id: int) -> dict[str, ArrayRecord]:
-        """Return what a message to this node must carry: {"arrays": the arrays}, or nothing for one that has them."""
+        """Return the records that a message to this node must carry: {"arrays": the arrays}, or {} if it has them."""
         return {} if node_id in self._holders else {"arrays": self.arrays}
 
     def held(self, node_ids: Iterable[int]) -> None:
-        """Note that these nodes have the arrays."""
+        """Mark these nodes as having the arrays."""
         self._holders |= set(node_ids)
 
     def lost(self, node_ids: Iterable[int]) -> None:
-        """Note that these nodes may not have the arrays."""
+        """Mark these nodes as possibly lacking the arrays."""
         self._holders -= set(node_ids)
 
 
 class BroadcastStrategy(Strategy):
-    """A strategy whose nodes get the network once, and then only what changes.
+    """A strategy whose nodes receive the network once, and then only what changes.
 
-    Messages carry records "config" (with "server-round" and "network", the digest) and, for a node that does not have
-    it yet, "arrays" (the network); a subclass adds its own. There is no evaluation round.
+    Messages carry the records "config" (with "server-round" and "network", the digest) and, for a node that does not
+    have it yet, "arrays" (the network); a subclass adds its own. There is no evaluation round.
 
     Parameters
     ----------
     network : ArrayRecord, optional
-        The frozen network; it may be given to `begin` instead.
+        The frozen network; `begin` may set it later.
 
     Attributes
     ----------
@@ -89,9 +89,9 @@ class BroadcastStrategy(Strategy):
             self.begin(network)
 
     def begin(self, network: ArrayRecord | Broadcast) -> None:
-        """Take the network that all nodes work with.
+        """Set the network that all nodes work with.
 
-        Nobody has it yet, unless it comes as the `Broadcast` of a strategy before this one.
+        The `Broadcast` of an earlier strategy also says which nodes have it already.
         """
         broadcast = network if isinstance(network, Broadcast) else Broadcast(network)
         if not broadcast.arrays:
@@ -108,29 +108,31 @@ class BroadcastStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask nobody: what these rules train is measured as the nodes go along."""
+        """Return no messages: nodes measure while they adapt."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> None:
-        """Return nothing: nobody was asked."""
+        """Return None: there is no evaluation round."""
         return None
 
-    def _addressed(self, node_ids: Iterable[int]) -> dict[int, dict[str, ArrayRecord]]:
-        """Return for each node the array records that it needs in order to have the network, and expect its reply."""
-        nodes = list(node_ids)
-        self.network.lost(self._asked)  # asked before, and nothing was ever aggregated
-        self._asked = nodes
-        return {node: self.network.records(node) for node in nodes}
+    def _messages(
+        self, server_round: int, own: Mapping[int, Mapping[str, ArrayRecord]], config: Mapping[str, Any], kind: str
+    ) -> list[Message]:
+        """Return one message of a type for each node: its own records, and the network if it lacks it."""
+        self.network.lost(self._asked)  # a round that was never aggregated
+        self._asked, self.sent_bytes = list(own), 0
+        envelope = ConfigRecord({**config, "server-round": server_round, "network": self.network.digest})
+        messages = []
+        for node, records in own.items():
+            content = RecordDict({**self.network.records(node), **records, "config": envelope})
+            self.sent_bytes += sum(array_bytes(record) for record in content.array_records.values())
+            messages.append(Message(content, dst_node_id=node, message_type=kind))
+        return messages
 
     def _answered(self, replies: Iterable[Message]) -> dict[int, Message]:
-        """Return the good replies by node id, in the order given, and note who holds the network now."""
+        """Return the good replies by node id, in the order given, and update which nodes have the network."""
         good = {reply.metadata.src_node_id: reply for reply in replies if not reply.has_error()}
         self.network.lost(set(self._asked) - set(good))
         self.network.held(good)
         self._asked = []
         return good
-
-
-def as_numpy(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    """Return an array record as numpy arrays."""
-    return {name: array.numpy() for name, array in record.items()}

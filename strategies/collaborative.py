@@ -1,159 +1,146 @@
-"""Collaborative adaptation at test time: every node gets its own mixture of what the nodes have learned.
+"""Collaborative adaptation at test time: every node gets its own mixture of the nodes' adapted arrays.
 
-The base of pFedBBN and its kin. A round: each node adapts to one more batch and replies with what it shares; the rule
-makes a row-stochastic matrix W [N, N]; node i is sent Σ_j W_ij θ_j with its next message. The frozen network travels
-once. Single samples, labels and histories never travel.
+The base class of pFedBBN and similar methods. In each round a node adapts to one more batch and replies with the arrays
+that it shares; the rule computes a row-stochastic matrix W [N, N]; node i receives Σ_j W_ij θ_j with its next message.
+The frozen network travels once. Single samples, labels and histories never travel.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from logging import INFO
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from strategies.average import require_alike
-from strategies.broadcast import BroadcastStrategy, array_bytes, as_numpy
-from strategies.similarity import mix, require_stochastic
+from strategies.arrays import Arrays, Float, Named, as_numpy, as_record, mix, require_alike, require_stochastic
+from strategies.broadcast import BroadcastStrategy
 
 #: Message type of a round of adaptation.
 ADAPT_MESSAGE = "train.adapt"
-#: What a node may send beside "shared" when its config asks for it: "send-normalisation", "send-start".
+#: Records beside "shared" that a node sends when its config says "send-normalisation", "send-start".
 NORMALISATION, START = "normalisation", "start"
 PARTS = ("mean", "variance")
-
-Named: TypeAlias = dict[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Replies:
-    """What the nodes of a round sent; position i is the same node everywhere.
+    """The replies of a round; position i is the same node everywhere.
 
     Parameters
     ----------
-    members : list of int
-        Node ids, in the order of the replies (of partitions, when the server sorts them).
+    node_ids : list of int
+        In the order of the replies (of partitions, when the server sorts them).
     shared : list of dict
-        name → array; the same names, shapes and dtypes everywhere. No names when the method has nothing to share.
+        name → array; the same names, shapes and dtypes everywhere. Empty when the method has nothing to share.
     normalisation : list of dict
         layer → (mean [C], variance [C]) of the node's domain; empty unless the rule needs it.
     examples : [N] float64
-        How many samples each node has adapted to in this round.
+        Number of samples that each node has adapted to in this round.
     """
 
-    members: list[int]
+    node_ids: list[int]
     shared: list[Named]
     normalisation: list[dict[str, tuple[NDArray[Any], NDArray[Any]]]]
-    examples: NDArray[np.float64]
+    examples: Float
 
 
 class Collaborative(BroadcastStrategy):
-    """Mix what nodes share, for each node with its own weights. A subclass says with which: `weigh`.
+    """Mix the arrays that nodes share, with weights of each node's own. A subclass computes the weights in `weigh`.
 
-    A message carries records "config", "arrays" (the network, the first time only) and "shared" (the node's own
-    mixture, once there is one). Its config says "server-round", "network" (digest), "proximal-mu", "send-normalisation"
-    and "send-start". A reply carries "shared" (it may be left out when there is nothing to share), one metric record
-    with "num-examples", and what was asked for: "normalisation" (`<layer>.mean`, `<layer>.variance`) and "start" (what
-    "shared" was before any adaptation).
+    A message carries the records "config", "arrays" (the network, the first time only) and "shared" (the node's own
+    mixture, from its second message on). Its config holds "server-round", "network" (digest), "proximal-mu",
+    "send-normalisation" and "send-start". A reply carries "shared" (optional when there is nothing to share), one
+    metric record with "num-examples", and on request "normalisation" (`<layer>.mean`, `<layer>.variance`) and "start"
+    (the shared arrays before any adaptation).
 
     A node that does not reply keeps its last mixture and rejoins with it; one that joins late starts from the network.
-    All nodes in the grid are asked, and nobody else.
+    All nodes in the grid take part in every round.
 
     Parameters
     ----------
     network : ArrayRecord, optional
-        The frozen network. It may be given to `begin` instead; otherwise the `arrays` of the first round are it.
+        The frozen network. `begin` may set it later; otherwise it is the `arrays` of the first round.
 
     Attributes
     ----------
     weights : [N, N] or None
         W of the last round.
-    members : list of int
-        The node ids that the rows and columns of `weights` stand for.
+    node_ids : list of int
+        The nodes that the rows and columns of `weights` stand for.
     personal : dict
-        node id → the mixture that it is sent next.
+        node id → its next mixture.
     proximal : float
         μ of (μ/2)‖θ - θ_received‖², which the nodes' adapters add to their loss; 0 for all rules but FedProx.
     """
 
     #: Whether the rule needs the nodes' domain statistics.
     needs_statistics: ClassVar[bool] = False
-    #: Whether the rule needs θ_0, what nodes share before any adaptation.
+    #: Whether the rule needs θ_0, the shared arrays before any adaptation.
     needs_start: ClassVar[bool] = False
 
     def __init__(self, network: ArrayRecord | None = None) -> None:
         super().__init__(network)
         self.proximal = 0.0
-        self.weights: NDArray[np.float64] | None = None
-        self.members: list[int] = []
+        self.weights: Float | None = None
+        self.node_ids: list[int] = []
         self.personal: dict[int, ArrayRecord] = {}
         self.start_arrays: Named | None = None
 
     @abstractmethod
-    def weigh(self, replies: Replies) -> NDArray[np.float64]:
-        """Return W [N, N]: not negative, rows that sum to one."""
+    def weigh(self, replies: Replies) -> Float:
+        """Return W [N, N]: non-negative, rows that sum to one."""
 
-    def mixtures(self, weights: NDArray[np.float64], replies: Replies) -> list[Named]:
-        """Return what each node gets; a rule with a state of its own does more than this."""
+    def mixtures(self, weights: Float, replies: Replies) -> list[Named]:
+        """Return each node's mixture; a rule with state overrides this."""
         return mix(weights, replies.shared)
 
-    def set_start(self, arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> None:
-        """Take θ_0, what nodes share before any adaptation; without it, the first replies are asked for it."""
+    def set_start(self, arrays: ArrayRecord | Arrays) -> None:
+        """Set θ_0, the shared arrays before any adaptation; otherwise the first replies are asked for it."""
         self.start_arrays = as_numpy(arrays) if isinstance(arrays, ArrayRecord) else dict(arrays)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send each node in the grid its own mixture; `arrays` counts only while there is no network yet."""
+        """Send each node in the grid its own mixture; `arrays` is the network unless there is one already."""
         if self._network is None and arrays:
             self.begin(arrays)
-        ours: dict[str, Any] = {
-            "server-round": server_round,
-            "network": self.network.digest,
+        wanted = {
             "proximal-mu": self.proximal,
             "send-normalisation": self.needs_statistics,
             "send-start": self.needs_start and self.start_arrays is None,
         }
-        envelope = ConfigRecord({**config, **ours})
-        messages = []
-        self.sent_bytes = 0
-        for node, records in self._addressed(grid.get_node_ids()).items():
-            if self.personal.get(node):
-                records["shared"] = self.personal[node]
-            self.sent_bytes += sum(array_bytes(record) for record in records.values())
-            content = RecordDict({**records, "config": envelope})
-            messages.append(Message(content, dst_node_id=node, message_type=ADAPT_MESSAGE))
-        return messages
+        own = {n: {"shared": self.personal[n]} if self.personal.get(n) else {} for n in grid.get_node_ids()}
+        return self._messages(server_round, own, {**config, **wanted}, ADAPT_MESSAGE)
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> tuple[None, None]:
-        """Mix what the replies share, in the order given. There is no common model, so nothing is returned.
+        """Mix the shared arrays of the replies, in the order given. There is no global model to return.
 
         Raises
         ------
         ValueError
-            A record that the rule needs is missing or does not fit, or W is not row-stochastic; W and the mixtures are
-            those of the round before then.
+            A record that the rule needs is missing or does not fit, or W is not row-stochastic. W and the mixtures are
+            then still those of the previous round.
         """
         good = self._answered(replies)
         if not good:
             return None, None
         unpacked = self._unpack(good)
-        weights = require_stochastic(self.weigh(unpacked), len(unpacked.members))
+        weights = require_stochastic(self.weigh(unpacked), len(unpacked.node_ids))
         mixed = self.mixtures(weights, unpacked)
-        self.weights, self.members = weights, unpacked.members
-        records = {id(mixture): _record(mixture) for mixture in mixed}  # one where all get the same
-        self.personal |= {node: records[id(mixture)] for node, mixture in zip(unpacked.members, mixed, strict=True)}
+        self.weights, self.node_ids = weights, unpacked.node_ids
+        records = {id(mixture): as_record(mixture) for mixture in mixed}  # one record where all get the same mixture
+        self.personal |= {node: records[id(mixture)] for node, mixture in zip(unpacked.node_ids, mixed, strict=True)}
         return None, None
 
     def _unpack(self, good: Mapping[int, Message]) -> Replies:
-        """Read the replies' records; only what the rule needs is looked for."""
+        """Read the records that the rule needs."""
         shared = [_shared(reply) for reply in good.values()]
         require_alike(shared)
         if self.needs_start and self.start_arrays is None:
@@ -165,20 +152,20 @@ class Collaborative(BroadcastStrategy):
         return Replies(list(good), shared, normalisation, examples)
 
     def state_arrays(self, nodes: Mapping[int, int]) -> Named:
-        """Return all that the next round depends on, but the network, as named arrays for a checkpoint.
+        """Return everything that the next round depends on except the network, as named arrays for a checkpoint.
 
         Parameters
         ----------
         nodes : mapping
-            partition → node id; ids change from run to run. Nodes that are not in it are left out.
+            partition → node id; ids change from run to run. Other nodes are left out.
         """
         groups = {f"personal/{part}": as_numpy(self.personal[n]) for part, n in nodes.items() if n in self.personal}
         groups |= {START: self.start_arrays} if self.start_arrays is not None else {}
-        groups |= self._own_state()
+        groups |= self._rule_state()
         return {f"{group}/{name}": value for group, named in groups.items() for name, value in named.items()}
 
-    def load_state_arrays(self, arrays: Mapping[str, NDArray[Any]], nodes: Mapping[int, int]) -> None:
-        """Go on from `state_arrays`; the network has to be given again and is sent again.
+    def load_state_arrays(self, arrays: Arrays, nodes: Mapping[int, int]) -> None:
+        """Restore what `state_arrays` returned; the network has to be set again and is sent again.
 
         Raises
         ------
@@ -190,22 +177,22 @@ class Collaborative(BroadcastStrategy):
             first, _, rest = key.partition("/")
             second, _, name = rest.partition("/") if first == "personal" else ("", "", rest)
             groups.setdefault(f"{first}/{second}" if second else first, {})[name] = value
-        people = {group: groups.pop(group) for group in list(groups) if group.startswith("personal/")}
-        lost = sorted(group for group in people if int(group.removeprefix("personal/")) not in nodes)
+        personal = {group: groups.pop(group) for group in list(groups) if group.startswith("personal/")}
+        lost = sorted(group for group in personal if int(group.removeprefix("personal/")) not in nodes)
         start = groups.pop(START, None)
-        unknown = sorted(set(groups) - set(self._own_state()))
+        unknown = sorted(set(groups) - set(self._rule_state()))
         if lost or unknown:
-            raise ValueError(f"{type(self).__name__}: state of nobody: {lost}, state of no use: {unknown}")
+            raise ValueError(f"{type(self).__name__}: state of unknown clients: {lost}, unknown state: {unknown}")
         self.start_arrays = start
-        self._load_own_state(groups)
-        self.personal = {nodes[int(group.removeprefix("personal/"))]: _record(named) for group, named in people.items()}
+        self._load_rule_state(groups)
+        self.personal = {nodes[int(g.removeprefix("personal/"))]: as_record(named) for g, named in personal.items()}
 
-    def _own_state(self) -> dict[str, Named]:
-        """Return what a rule keeps from round to round, by name; always the same names."""
+    def _rule_state(self) -> dict[str, Named]:
+        """Return what a rule keeps between rounds, by name; always the same names."""
         return {}
 
-    def _load_own_state(self, groups: Mapping[str, Named]) -> None:
-        """Go on from `_own_state`; a group without arrays is not there."""
+    def _load_rule_state(self, groups: Mapping[str, Named]) -> None:
+        """Restore what `_rule_state` returned; a group without arrays is absent."""
 
     def summary(self) -> None:
         """Log the settings."""
@@ -213,12 +200,8 @@ class Collaborative(BroadcastStrategy):
         log(INFO, "\t└── domain statistics: %s, proximal μ: %s", self.needs_statistics, self.proximal)
 
 
-def _record(arrays: Named) -> ArrayRecord:
-    return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
-
-
 def _shared(reply: Message) -> Named:
-    """Return what a node shares; nothing when it has nothing to share."""
+    """Return the arrays that a node shares; empty when it has nothing to share."""
     records = reply.content.array_records
     return as_numpy(records["shared"]) if "shared" in records else {}
 
@@ -228,7 +211,7 @@ def _first_start(good: Mapping[int, Message]) -> ArrayRecord:
     for reply in good.values():
         if START in reply.content.array_records:
             return reply.content.array_records[START]
-    raise ValueError(f"nobody of nodes {list(good)} sent the record {START!r}, which this rule needs")
+    raise ValueError(f"none of the nodes {list(good)} sent the record {START!r}, which this rule needs")
 
 
 def _normalisation(node: int, reply: Message) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
@@ -244,24 +227,9 @@ def _normalisation(node: int, reply: Message) -> dict[str, tuple[NDArray[Any], N
 
 
 def _examples(node: int, reply: Message) -> float:
-    """Return how many samples a node counted; ValueError unless it is a positive number."""
+    """Return the number of samples that a node reports; ValueError unless it is positive."""
     metrics: dict[str, Any] = {k: v for record in reply.content.metric_records.values() for k, v in record.items()}
     value = metrics.get("num-examples")
     if not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ValueError(f"node {node}: num-examples = {value!r}, expected a positive number")
     return float(value)
-
-
-def require_positive(**values: float | None) -> None:
-    """Raise ValueError for a setting that is neither None nor a positive, finite number."""
-    for name, value in values.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"{name} = {value!r}; allowed is a positive, finite number")
-
-
-def require_weights(shares: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
-    """Return data shares p [N] that sum to one, or raise ValueError: there are none, or one is not positive."""
-    counts = np.asarray(shares, np.float64)
-    if counts.ndim != 1 or not len(counts) or not np.isfinite(counts).all() or (counts <= 0).any():
-        raise ValueError(f"data shares {counts.tolist()}; allowed are positive, finite numbers, one a client")
-    return counts / counts.sum()

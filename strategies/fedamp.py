@@ -1,7 +1,7 @@
 """FedAMP: "Personalized Cross-Silo Federated Learning on Non-IID Data", Huang et al., AAAI 2021.
 
 W_ij = (α/σ) exp(-‖θ_i - θ_j‖²/σ) for j ≠ i, the step α times the derivative of the attention A(x) = 1 - exp(-x/σ);
-W_ii = 1 - Σ_{j≠i} W_ij. Here at test time, over what nodes share.
+W_ii = 1 - Σ_{j≠i} W_ij. Here at test time, over the arrays that nodes share.
 
 Decisions: the paper tunes σ and α for each data set; the defaults are σ = the median of the squared distances between
 different clients and α = σ/N, so that W_ii ≥ 1/N whatever the distances. σ = 0 (most pairs of clients are equal) stands
@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 from flwr.app import ArrayRecord
-from numpy.typing import NDArray
 
-from strategies.collaborative import Collaborative, Replies, require_positive
-from strategies.distances import Clients, Float, squared_distances
-from strategies.similarity import off_diagonal_median
+from strategies.arrays import Float
+from strategies.collaborative import Collaborative, Replies
+from strategies.distances import Clients, off_diagonal_median, squared_distances
 
 
 def fedamp_weights(theta: Clients, sigma: float | None = None, alpha: float | None = None) -> Float:
@@ -25,7 +24,7 @@ def fedamp_weights(theta: Clients, sigma: float | None = None, alpha: float | No
     Parameters
     ----------
     theta : [N, P] or sequence of mappings
-        What each client shares.
+        The arrays that each client shares.
     sigma : positive float, optional
         σ, in units of a squared distance; None: the median squared distance between different clients.
     alpha : positive float, optional
@@ -34,10 +33,10 @@ def fedamp_weights(theta: Clients, sigma: float | None = None, alpha: float | No
     Raises
     ------
     ValueError
-        A setting is not positive and finite, α is so large that a client would give away more than it has, or the
-        arrays cannot be compared.
+        A setting is not positive and finite, α is so large that a W_ii would be negative, or the arrays cannot be
+        compared.
     """
-    require_positive(sigma=sigma, alpha=alpha)
+    _require_positive(sigma=sigma, alpha=alpha)
     squared = squared_distances(theta)
     size = len(squared)
     scale = off_diagonal_median(squared) if sigma is None else sigma
@@ -51,13 +50,22 @@ def fedamp_weights(theta: Clients, sigma: float | None = None, alpha: float | No
     given = weights.sum(axis=1)
     if (given > 1 + 1e-12).any():
         largest = scale / (given.max() / step)
-        raise ValueError(f"alpha = {alpha}: a client would give away {given.max():.3g}; allowed is up to {largest:.3g}")
+        raise ValueError(
+            f"alpha = {alpha}: a client would give {given.max():.3g} to the others; allowed is up to {largest:.3g}"
+        )
     np.fill_diagonal(weights, np.maximum(1 - given, 0.0))
     return weights
 
 
+def _require_positive(**values: float | None) -> None:
+    """Raise ValueError for a setting that is neither None nor a positive, finite number."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{name} = {value!r}; allowed is a positive, finite number")
+
+
 class FedAMP(Collaborative):
-    """Mix by attention: the nearer what two nodes share, the more they give each other.
+    """Mix by attention: nodes with similar arrays give each other more weight.
 
     Parameters
     ----------
@@ -76,9 +84,9 @@ class FedAMP(Collaborative):
         self, network: ArrayRecord | None = None, sigma: float | None = None, alpha: float | None = None
     ) -> None:
         super().__init__(network)
-        require_positive(sigma=sigma, alpha=alpha)
+        _require_positive(sigma=sigma, alpha=alpha)
         self.sigma, self.alpha = sigma, alpha
 
-    def weigh(self, replies: Replies) -> NDArray[np.float64]:
-        """Return W over what the nodes share."""
+    def weigh(self, replies: Replies) -> Float:
+        """Return W over the shared arrays."""
         return fedamp_weights(replies.shared, self.sigma, self.alpha)

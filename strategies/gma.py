@@ -1,41 +1,32 @@
 """GMA: "Gradient Masked Averaging for Federated Learning", Tenison et al., 2022 (arXiv 2201.11986).
 
-What clients do not agree on moves less. Δ_k = w_k - w; A = |Σ_k p_k sign(Δ_k)| elementwise, the agreement, in [0, 1];
-M = 1 where A ≥ τ, and A elsewhere (the paper's soft mask); w ← w + M ⊙ Σ_k p_k Δ_k. The server's rate is 1.
+Values move less where clients disagree on the direction. Δ_k = w_k - w; A = |Σ_k p_k sign(Δ_k)| elementwise, the
+agreement, in [0, 1]; M = 1 where A ≥ τ, and A elsewhere (the paper's soft mask); w ← w + M ⊙ Σ_k p_k Δ_k. The server's
+rate is 1.
 
-Default: τ = 0.1, what FedTHE (ICLR 2023, appendix C.2) found best out of 0.1 to 1.
+Default: τ = 0.1, the best of 0.1 to 1 in FedTHE (ICLR 2023, appendix C.2).
 
 Decisions and deviations
 - p_k is the share of examples, in A and in the mean. The paper and FedTHE's code count clients alike, which is the same
   for clients of equal size.
 - Running means and variances have no gradient: they are averaged plainly.
-- Whole numbers are summed and divided once: 11 clients against 9 of equal size agree by exactly 0.1, which is τ.
+- Integer counts are summed and divided once: 11 clients against 9 of equal size agree by exactly 0.1, which is τ.
 - float64 throughout; the result lies between w and the w_k, and is clipped into their range against rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
-from numpy.typing import NDArray
 
-from strategies.average import require_alike, weighted_mean
-from strategies.broadcast import as_numpy
-from strategies.qffl import STATISTICS
+from strategies.aggregation import NumpyAggregation, TrainReply
+from strategies.arrays import RUNNING_STATISTICS, Arrays, Named, require_alike, weighted_mean
 
 
-def masked_mean(
-    start: Mapping[str, NDArray[Any]],
-    trained: Sequence[Mapping[str, NDArray[Any]]],
-    weights: Sequence[float],
-    threshold: float,
-) -> dict[str, NDArray[Any]]:
-    """Return the new global model, in the dtypes that came in.
+def masked_mean(start: Arrays, trained: Sequence[Arrays], weights: Sequence[float], threshold: float) -> Named:
+    """Return the new global model, in the dtypes of the arrays.
 
     Parameters
     ----------
@@ -44,7 +35,7 @@ def masked_mean(
     trained : sequence of mappings
         w_k, one a client; the same names, shapes and dtypes.
     weights : sequence of float
-        Not negative, not all zero; p_k is their share.
+        Non-negative, not all zero; p_k is their share.
     threshold : float
         τ in [0, 1]; 0 gives the plain mean.
 
@@ -59,7 +50,7 @@ def masked_mean(
     factors = np.asarray(weights, np.float64)
     new = {}
     for name, value in start.items():
-        if name.endswith(STATISTICS):
+        if name.endswith(RUNNING_STATISTICS):
             new[name] = means[name]
             continue
         origin = value.astype(np.float64)
@@ -76,7 +67,7 @@ def masked_mean(
     return new
 
 
-class GMA(FedAvg):
+class GMA(NumpyAggregation):
     """FedAvg whose steps are masked by how much the clients agree on their signs.
 
     Parameters
@@ -92,42 +83,17 @@ class GMA(FedAvg):
         `threshold` is outside [0, 1].
     """
 
+    options: ClassVar = {"threshold": "mask_threshold"}
+
     def __init__(self, threshold: float = 0.1, **fedavg: Any) -> None:
         super().__init__(**fedavg)
         _check_threshold(threshold)
         self.threshold = threshold
-        self._sent: dict[str, NDArray[Any]] = {}
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Send the model as FedAvg does, and remember it."""
-        self._sent = as_numpy(arrays)
-        return super().configure_train(server_round, arrays, config, grid)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Make one masked step from the model that was sent; None without a reply.
-
-        Raises
-        ------
-        ValueError
-            `configure_train` was not called before, or the replies do not fit.
-        """
-        valid, _ = self._check_and_log_replies(list(replies), is_train=True)
-        if not valid:
-            return None, None
-        if not self._sent:
-            raise ValueError("GMA: configure_train has to come before aggregate_train")
-        trained = [as_numpy(next(iter(reply.content.array_records.values()))) for reply in valid]
-        new = masked_mean(self._sent, trained, [self._examples(reply) for reply in valid], self.threshold)
-        metrics = self.train_metrics_aggr_fn([reply.content for reply in valid], self.weighted_by_key)
-        return ArrayRecord({name: Array(np.asarray(value)) for name, value in new.items()}), metrics
-
-    def _examples(self, reply: Message) -> float:
-        metrics = next(iter(reply.content.metric_records.values()))
-        return float(metrics[self.weighted_by_key])  # type: ignore[arg-type]
+    def aggregate(self, replies: Sequence[TrainReply]) -> Named:
+        """Return one masked step from the model that was sent."""
+        counts = [float(reply.metrics[self.weighted_by_key]) for reply in replies]
+        return masked_mean(self.sent, [reply.arrays for reply in replies], counts, self.threshold)
 
 
 def _check_threshold(threshold: float) -> None:

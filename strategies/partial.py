@@ -1,17 +1,17 @@
-"""FedAvg of a part of the network: what the other part is, each client keeps to itself.
+"""FedAvg of a part of the network; each client keeps the rest to itself.
 
-One rule serves the methods that differ in what is shared; how a client trains is a matter of its own rule:
+One strategy serves the methods that differ in what is shared; the client's algorithm says how it trains:
 
 - FedPer (Arivazhagan et al., 2019) and FedRep (Collins et al., ICML 2021): `exclude=["head.*"]`
 - FedBN (Li et al., ICLR 2021): `exclude=["kind:batchnorm"]`
-- FedICON's encoder phase (fedicon.txt, section 3): `include=["encoder.*"]`
+- FedICON's encoder stage (section 3): `include=["encoder.*"]`
 - Local training without a federation: `include=[]`
 
 Decisions
 - FedBN keeps weight, bias and running statistics of a layer, as its paper does.
 - A client gets all arrays until it has replied once: the part that is not shared starts from the same values
-  everywhere, and a client whose first message was lost still gets them. One that has values of its own keeps those.
-- What is not shared stays on the server as it was first sent. It is nobody's model, and no mean.
+  everywhere, even if the first message was lost. A client with values of its own keeps those.
+- On the server the part that is not shared keeps its first values. It is no client's model, and no mean.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
 
 from strategies.broadcast import array_bytes
+from strategies.fedavg import FedAvg
 
-#: Config key with the names that a reply has to hold; the list may be empty.
+#: Config key with the names that a reply must hold; the list may be empty.
 SHARED_NAMES = "shared-names"
 #: Pattern for all arrays of every layer that has running statistics.
 BATCHNORM = "kind:batchnorm"
-#: Names that an error lists.
+#: How many names an error lists.
 LISTED = 8
 
 
@@ -78,16 +78,16 @@ def _some(names: Sequence[str]) -> str:
 class PartialFedAvg(FedAvg):
     """FedAvg that sends and averages some of the arrays.
 
-    The config of a training message has "shared-names": what the reply's array record has to hold, no more and no less.
-    `aggregate_train` returns all arrays that were sent, the shared ones replaced by their mean over the clients,
-    weighted by "num-examples". Which clients train is Flower's choice.
+    The config of a training message has "shared-names": exactly the names that the reply's array record must hold.
+    `aggregate_train` returns all arrays that were sent, with the shared ones replaced by their mean over the clients,
+    weighted by "num-examples".
 
     Parameters
     ----------
     include : sequence of str
-        Patterns of what is shared; empty: nothing is.
+        Patterns of the shared arrays; empty: none.
     exclude : sequence of str
-        Patterns of what is not shared although it is included.
+        Patterns of included arrays that are not shared.
     **fedavg
         Flower's own parameters.
 
@@ -137,12 +137,12 @@ class PartialFedAvg(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return all arrays as they were sent, with the mean of what the replies hold; None without a reply.
+        """Return all arrays that were sent, with the means of the shared ones; None without a reply.
 
         Raises
         ------
         ValueError
-            `configure_train` was not called before, or a reply holds other names or shapes than it should.
+            `configure_train` was not called before, or a reply holds other names or shapes than the shared ones.
         """
         replies = list(replies)
         if self._sent is None:

@@ -1,8 +1,8 @@
 """pFedGraph: "Personalized Federated Learning with Inferred Collaboration Graphs", Ye et al., ICML 2023.
 
 Row i of W minimises ‖W_i - p‖² - α Σ_j W_ij cos_ij over the simplex: p are the data shares, cos_ij the cosine of
-θ_i - θ_0 and θ_j - θ_0, how alike two clients have moved from the common start. Completing the square, it is the point
-of the simplex nearest to p + (α/2) cos_i, found in closed form. Here at test time, over what nodes share.
+θ_i - θ_0 and θ_j - θ_0, the similarity of two clients' steps from the common start. Completing the square, it is the
+point of the simplex nearest to p + (α/2) cos_i, found in closed form. Here at test time, over the shared arrays.
 
 Decisions: a client that has not moved has cosine 0 with the others and 1 with itself. α = 1.25.
 """
@@ -16,8 +16,9 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from strategies.collaborative import Collaborative, Replies, require_weights
-from strategies.distances import Client, Clients, Float, cosines
+from strategies.arrays import Float
+from strategies.collaborative import Collaborative, Replies
+from strategies.distances import Client, Clients, cosines
 
 
 def project_simplex(points: NDArray[Any]) -> Float:
@@ -50,35 +51,43 @@ def pfedgraph_weights(
     Parameters
     ----------
     theta : [N, P] or sequence of mappings
-        What each client shares.
+        The arrays that each client shares.
     start : [P] or mapping
         θ_0.
     shares : [N]
-        p, the clients' numbers of samples; they are divided by their sum.
+        The clients' numbers of samples; p is their share of the sum.
     alpha : float
-        α ≥ 0; 0 gives W_i = p, a large one lets each client keep to those that moved as it did.
+        α ≥ 0; 0 gives W_i = p, a large one gives weight only to clients that moved in the same direction.
 
     Raises
     ------
     ValueError
         α is negative or not finite, a share is not positive, or the arrays do not fit each other.
     """
-    require_alpha(alpha)
-    cosine, p = cosines(theta, start), require_weights(shares)
+    _require_alpha(alpha)
+    cosine, p = cosines(theta, start), _require_shares(shares)
     if len(p) != len(cosine):
         raise ValueError(f"{len(p)} data shares do not fit {len(cosine)} clients")
     return project_simplex(p + alpha / 2 * cosine)
 
 
-def require_alpha(alpha: float) -> float:
+def _require_alpha(alpha: float) -> float:
     """Return α, or raise ValueError when it is negative or not finite."""
     if not 0 <= alpha < float("inf"):
         raise ValueError(f"alpha = {alpha!r}; allowed is a finite number, 0 or more")
     return alpha
 
 
+def _require_shares(shares: Sequence[float] | NDArray[Any]) -> Float:
+    """Return data shares p [N] that sum to one; ValueError when there are none or one is not positive."""
+    counts = np.asarray(shares, np.float64)
+    if counts.ndim != 1 or not len(counts) or not np.isfinite(counts).all() or (counts <= 0).any():
+        raise ValueError(f"data shares {counts.tolist()}; allowed are positive, finite numbers, one a client")
+    return counts / counts.sum()
+
+
 class PFedGraph(Collaborative):
-    """Mix by how alike nodes have moved from θ_0, see `set_start`.
+    """Mix by the similarity of the nodes' steps from θ_0, see `set_start`.
 
     Parameters
     ----------
@@ -97,8 +106,8 @@ class PFedGraph(Collaborative):
 
     def __init__(self, network: ArrayRecord | None = None, alpha: float = 1.25) -> None:
         super().__init__(network)
-        self.alpha = require_alpha(alpha)
+        self.alpha = _require_alpha(alpha)
 
-    def weigh(self, replies: Replies) -> NDArray[np.float64]:
-        """Return W over what the nodes share; p are the samples of this round."""
+    def weigh(self, replies: Replies) -> Float:
+        """Return W over the shared arrays; p are the samples of this round."""
         return pfedgraph_weights(replies.shared, self.start_arrays or {}, replies.examples, self.alpha)

@@ -14,32 +14,25 @@ Deviations and decisions
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
 from numpy.typing import NDArray
 
-from strategies.average import require_alike
-from strategies.broadcast import as_numpy
+from strategies.aggregation import NumpyAggregation, TrainReply
+from strategies.arrays import RUNNING_STATISTICS, Arrays, Named, require_alike
 
-#: Endings of the names of arrays that have no gradient.
-STATISTICS = ("running_mean", "running_var")
 #: Added to every loss.
 EPSILON = 1e-10
+#: Metric of a training reply: the loss of the received model on the client's training data, before training.
+LOSS = "global-loss"
 
 
-def q_fedavg(
-    start: Mapping[str, NDArray[Any]],
-    trained: Sequence[Mapping[str, NDArray[Any]]],
-    losses: Sequence[float],
-    q: float,
-    lipschitz: float,
-) -> dict[str, NDArray[Any]]:
-    """Return the new global model, in the dtypes that came in.
+def q_fedavg(start: Arrays, trained: Sequence[Arrays], losses: Sequence[float], q: float, lipschitz: float) -> Named:
+    """Return the new global model, in the dtypes of the arrays.
 
     Parameters
     ----------
@@ -48,7 +41,7 @@ def q_fedavg(
     trained : sequence of mappings
         w_k, one a client; the same names, shapes and dtypes.
     losses : sequence of float
-        F_k ≥ 0, of w at each client.
+        F_k ≥ 0, the loss of w at each client.
     q : float
         q ≥ 0; 0 gives the plain mean.
     lipschitz : float
@@ -65,7 +58,7 @@ def q_fedavg(
     if not np.isfinite(factors).all() or (factors < 0).any():
         raise ValueError(f"losses {factors.tolist()}; allowed are finite numbers, 0 or more")
     require_alike([start, *trained])
-    learned = [name for name in start if not name.endswith(STATISTICS)]
+    learned = [name for name in start if not name.endswith(RUNNING_STATISTICS)]
     norms = np.array([sum(_squared(start[name], client[name]) for name in learned) for client in trained])
     powers = (factors + EPSILON) ** q  # F_k^q
     slopes = q * (factors + EPSILON) ** (q - 1) * lipschitz**2 * norms
@@ -83,12 +76,12 @@ def q_fedavg(
 
 
 def _squared(a: NDArray[Any], b: NDArray[Any]) -> float:
-    """Return ‖a - b‖² in float64, added up in C order: the sum must not depend on how arrays lie in memory."""
+    """Return ‖a - b‖² in float64, summed in C order: the sum must not depend on the memory layout."""
     return float(((a.astype(np.float64) - b) ** 2).ravel().sum())
 
 
-class QFFL(FedAvg):
-    """q-FedAvg; a client's reply has to say the loss of the model that it received, before training.
+class QFFL(NumpyAggregation):
+    """q-FedAvg; a client's reply holds the loss of the model that it received, before training.
 
     Parameters
     ----------
@@ -96,8 +89,6 @@ class QFFL(FedAvg):
         Fairness; 1 as in ATP's Table 7, 0 is a plain mean of the clients.
     learning_rate : float, optional
         The clients' rate, 1/L. None: "learning-rate" in the config of each round.
-    loss_key : str
-        Metric with the loss.
     **fedavg
         Flower's own parameters.
 
@@ -107,53 +98,38 @@ class QFFL(FedAvg):
         `q` is negative, or `learning_rate` is not positive.
     """
 
-    def __init__(
-        self, q: float = 1.0, learning_rate: float | None = None, loss_key: str = "global-loss", **fedavg: Any
-    ) -> None:
+    options: ClassVar = {"q": "fairness"}
+    client_metrics = (LOSS,)
+
+    def __init__(self, q: float = 1.0, learning_rate: float | None = None, **fedavg: Any) -> None:
         super().__init__(**fedavg)
         if not 0 <= q < float("inf"):
             raise ValueError(f"q = {q!r}; allowed is a finite number, 0 or more")
-        self.q, self.learning_rate, self.loss_key = q, learning_rate, loss_key
-        if learning_rate is not None:
-            _positive_rate(learning_rate)
-        self._sent: dict[str, NDArray[Any]] = {}
+        self.q = q
+        self.learning_rate = None if learning_rate is None else _positive_rate(learning_rate)
         self._lipschitz = 0.0
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send the model as FedAvg does, and remember it."""
+        """Send the model as FedAvg does, and remember it and L."""
         rate = config.get("learning-rate") if self.learning_rate is None else self.learning_rate
-        self._sent, self._lipschitz = as_numpy(arrays), 1 / _positive_rate(rate)
+        self._lipschitz = 1 / _positive_rate(rate)
         return super().configure_train(server_round, arrays, config, grid)
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Make one step of q-FedAvg from the model that was sent; None without a reply.
+    def aggregate(self, replies: Sequence[TrainReply]) -> Named:
+        """Return one step of q-FedAvg from the model that was sent; ValueError when a loss is missing or impossible."""
+        return q_fedavg(
+            self.sent, [one.arrays for one in replies], [_loss(one) for one in replies], self.q, self._lipschitz
+        )
 
-        Raises
-        ------
-        ValueError
-            `configure_train` was not called before, or a loss is missing or impossible.
-        """
-        valid, _ = self._check_and_log_replies(list(replies), is_train=True)
-        if not valid:
-            return None, None
-        if not self._sent:
-            raise ValueError("QFFL: configure_train has to come before aggregate_train")
-        trained = [as_numpy(next(iter(reply.content.array_records.values()))) for reply in valid]
-        losses = [self._loss(reply) for reply in valid]
-        new = q_fedavg(self._sent, trained, losses, self.q, self._lipschitz)
-        metrics = self.train_metrics_aggr_fn([reply.content for reply in valid], self.weighted_by_key)
-        return ArrayRecord({name: Array(np.asarray(value)) for name, value in new.items()}), metrics
 
-    def _loss(self, reply: Message) -> float:
-        value = next(iter(reply.content.metric_records.values())).get(self.loss_key)
-        if not isinstance(value, int | float):
-            node = reply.metadata.src_node_id
-            raise ValueError(f"node {node}: metric {self.loss_key} = {value!r}, expected the loss before training")
-        return float(value)
+def _loss(reply: TrainReply) -> float:
+    """Return the loss that a reply reports; ValueError when it is missing."""
+    value = reply.metrics.get(LOSS)
+    if not isinstance(value, int | float):
+        raise ValueError(f"node {reply.node}: metric {LOSS} = {value!r}, expected the loss before training")
+    return float(value)
 
 
 def _positive_rate(rate: Any) -> float:

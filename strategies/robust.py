@@ -1,4 +1,4 @@
-"""Joining that some wild clients cannot spoil: median, trimmed mean, Krum and Multi-Krum.
+"""Byzantine-robust aggregation: median, trimmed mean, Krum and Multi-Krum.
 
 - Median and trimmed mean of each number: "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates",
   Yin et al., ICML 2018, definitions 1 and 2 (as Flower's FedMedian and FedTrimmedAvg).
@@ -6,66 +6,52 @@
   section 4: the client whose n - f - 2 nearest others are nearest, by the sum of squared distances over all numbers;
   Multi-Krum: the mean of the m best (as Flower's Krum and MultiKrum).
 
-The rules serve whatever clients send: models, statistics, rates. Deviations from Flower's strategies:
+The aggregators serve models, statistics and rates. Deviations from Flower's strategies:
 - Too few clients are an error. Flower's trimmed mean of 4 at a fraction of 0.2 is the plain mean, its median of two as
   well, and its Krum takes any number of clients.
 - Distances are of exact differences in float64. Flower's float32 sum ‖x‖² + ‖y‖² - 2xy loses all digits when weights
   are large beside their differences, may be negative, and one huge client turns all of them into NaN.
 - Clients count alike in Multi-Krum, as in the paper; Flower weighs them by the number of examples that they claim.
-- Whole numbers are rounded to the nearest, not cut off; every array keeps its dtype.
-- Results do not depend on the order of the clients (of a tie, Krum takes the first), and lie within the range of those
-  that are kept.
+- Integers are rounded to the nearest, not truncated; every array keeps its dtype.
+- Results do not depend on the order of the clients (Krum resolves a tie by the first), and lie within the range of the
+  clients that are kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, Message, MetricRecord
-from flwr.serverapp.strategy import FedAvg
-from numpy.typing import NDArray
 from scipy.spatial.distance import pdist, squareform
 
-from strategies.broadcast import as_numpy
-from strategies.distances import Float, blocks, named_blocks
+from strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply
+from strategies.arrays import Arrays, Float, Named, blocks, named_blocks
 
-Named: TypeAlias = dict[str, NDArray[Any]]
-Clients: TypeAlias = Sequence[Mapping[str, NDArray[Any]]]
-
-
-class Rule(Protocol):
-    """A way to join named arrays of clients into one set, in the dtypes that came in."""
-
-    @property
-    def least(self) -> int:
-        """Return how many clients it needs at least."""
-
-    def __call__(self, clients: Clients) -> Named:
-        """Join; ValueError with fewer clients than `least`, or with arrays that do not fit or are not finite."""
+if TYPE_CHECKING:
+    from settings import Settings
 
 
 @dataclass(frozen=True)
 class Median:
-    """The median of each number; it withstands less than half of the clients."""
+    """The median of each number; it tolerates fewer than half of the clients."""
 
     @property
-    def least(self) -> int:
+    def min_clients(self) -> int:
         """Return 3: the median of two is their mean."""
         return 3
 
-    def __call__(self, clients: Clients) -> Named:
-        """See `Rule`."""
-        _require(clients, self.least, "the median")
+    def __call__(self, clients: Sequence[Arrays]) -> Named:
+        """See `RobustAggregator`."""
+        _require(clients, self.min_clients, "the median")
         return middle(clients, (len(clients) - 1) // 2)
 
 
 @dataclass(frozen=True)
 class TrimmedMean:
-    """The mean of each number without its ⌊βn⌋ smallest and largest; it withstands ⌊βn⌋ of n clients.
+    """The mean of each number without its ⌊βn⌋ smallest and largest; it tolerates ⌊βn⌋ of n clients.
 
     Parameters
     ----------
@@ -85,22 +71,22 @@ class TrimmedMean:
             raise ValueError(f"fraction = {self.fraction!r}; allowed is more than 0, less than 0.5")
 
     @property
-    def least(self) -> int:
-        """Return the smallest number of which it trims anybody at all."""
+    def min_clients(self) -> int:
+        """Return the smallest number of clients of which it trims any."""
         number = max(1, math.ceil(1 / self.fraction) - 1)
-        while int(self.fraction * number) < 1:  # rounding decides, as it does when it trims
+        while int(self.fraction * number) < 1:  # the same rounding as in __call__
             number += 1
         return number
 
-    def __call__(self, clients: Clients) -> Named:
-        """See `Rule`."""
-        _require(clients, self.least, f"a mean trimmed by {self.fraction:g}")
+    def __call__(self, clients: Sequence[Arrays]) -> Named:
+        """See `RobustAggregator`."""
+        _require(clients, self.min_clients, f"a mean trimmed by {self.fraction:g}")
         return middle(clients, int(self.fraction * len(clients)))
 
 
 @dataclass(frozen=True)
 class Krum:
-    """The mean of the clients that have the nearest neighbours; it withstands `malicious` clients.
+    """The mean of the clients with the nearest neighbours; it tolerates `malicious` clients.
 
     Parameters
     ----------
@@ -124,18 +110,18 @@ class Krum:
                 raise ValueError(f"{name} = {value!r}; allowed is 1 or more")
 
     @property
-    def least(self) -> int:
+    def min_clients(self) -> int:
         """Return 2f + 3, or f + 2 + m if that is more."""
         return self.malicious + 2 + max(self.malicious + 1, self.keep)
 
-    def __call__(self, clients: Clients) -> Named:
-        """See `Rule`."""
-        _require(clients, self.least, f"Krum with {self.malicious} malicious and {self.keep} kept")
+    def __call__(self, clients: Sequence[Arrays]) -> Named:
+        """See `RobustAggregator`."""
+        _require(clients, self.min_clients, f"Krum with {self.malicious} malicious and {self.keep} kept")
         best = np.argsort(krum_scores(clients, self.malicious), kind="stable")[: self.keep]
         return middle([clients[i] for i in best], 0)
 
 
-def middle(clients: Clients, cut: int) -> Named:
+def middle(clients: Sequence[Arrays], cut: int) -> Named:
     """Return the mean of each number without its `cut` smallest and largest; 0 is the plain mean.
 
     Raises
@@ -145,18 +131,18 @@ def middle(clients: Clients, cut: int) -> Named:
     """
     if not 0 <= cut < len(clients) / 2:
         raise ValueError(f"cut = {cut}: nothing is left of {len(clients)} clients")
-    joined: Named = {name: np.empty(value.shape, value.dtype) for name, value in clients[0].items()}
+    aggregated: Named = {name: np.empty(value.shape, value.dtype) for name, value in clients[0].items()}
     for name, where, block in named_blocks(clients):
         rows = np.sort(block.astype(np.float64), axis=0)[cut : len(clients) - cut]  # [N - 2 cut, P], NaN last
         with np.errstate(over="ignore", invalid="ignore"):
             means = np.clip(rows.mean(axis=0), rows[0], rows[-1])
         if not np.isfinite(block).all():
             raise ValueError(f"{name}: values that are not finite")
-        joined[name].reshape(-1)[where] = np.rint(means) if block.dtype.kind in "iu" else means
-    return joined
+        aggregated[name].reshape(-1)[where] = np.rint(means) if block.dtype.kind in "iu" else means
+    return aggregated
 
 
-def krum_scores(clients: Clients, malicious: int) -> Float:
+def krum_scores(clients: Sequence[Arrays], malicious: int) -> Float:
     """Return each client's sum of squared distances to its n - f - 2 nearest others [N]; infinite beyond float64.
 
     Raises
@@ -175,40 +161,68 @@ def krum_scores(clients: Clients, malicious: int) -> Float:
     return scores
 
 
-def _require(clients: Clients, least: int, what: str) -> None:
+def _require(clients: Sequence[Arrays], least: int, what: str) -> None:
     """Raise ValueError unless there are enough clients."""
     if len(clients) < least:
         raise ValueError(f"{what} needs {least} clients, not {len(clients)}")
 
 
-class Robust(FedAvg):
-    """FedAvg whose models are joined by a robust rule; the metrics are joined as FedAvg does.
+class RobustFedAvg(NumpyAggregation):
+    """FedAvg whose models are aggregated robustly; the metrics are averaged as FedAvg does.
 
     Parameters
     ----------
-    rule : Rule
-        How; it does not look at "num-examples".
+    aggregator : RobustAggregator
+        It does not look at "num-examples".
     **fedavg
         Flower's own parameters.
     """
 
-    def __init__(self, rule: Rule, **fedavg: Any) -> None:
+    byzantine_robust = True
+    #: Class of the aggregator; `options` are its parameters.
+    aggregator_class: ClassVar[Callable[..., RobustAggregator]]
+
+    def __init__(self, aggregator: RobustAggregator, **fedavg: Any) -> None:
         super().__init__(**fedavg)
-        self.rule = rule
+        self.aggregator = aggregator
 
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return the new model; None without a reply.
+    @classmethod
+    def robust_aggregator(cls, settings: Settings) -> RobustAggregator:
+        """See `Aggregation`."""
+        return cls.aggregator_class(**cls.option_values(settings))
 
-        Raises
-        ------
-        ValueError
-            There are fewer replies than the rule needs, or they do not fit.
-        """
-        valid, _ = self._check_and_log_replies(list(replies), is_train=True)
-        if not valid:
-            return None, None
-        joined = self.rule([as_numpy(next(iter(reply.content.array_records.values()))) for reply in valid])
-        metrics = self.train_metrics_aggr_fn([reply.content for reply in valid], self.weighted_by_key)
-        return ArrayRecord({name: Array(np.asarray(value)) for name, value in joined.items()}), metrics
+    @classmethod
+    def from_settings(cls, settings: Settings, **fedavg: Any) -> Self:
+        """See `Aggregation`."""
+        return cls(cls.robust_aggregator(settings), **fedavg)
+
+    def aggregate(self, replies: Sequence[TrainReply]) -> Named:
+        """Return the new model; ValueError with fewer replies than the aggregator needs."""
+        return self.aggregator([reply.arrays for reply in replies])
+
+
+class FedMedian(RobustFedAvg):
+    """FedAvg with the median of each number."""
+
+    aggregator_class = Median
+
+
+class FedTrimmedAvg(RobustFedAvg):
+    """FedAvg with the trimmed mean of each number."""
+
+    aggregator_class = TrimmedMean
+    options: ClassVar = {"fraction": "trim_fraction"}
+
+
+class FedKrum(RobustFedAvg):
+    """FedAvg with the model of the one client that Krum selects."""
+
+    aggregator_class = Krum
+    options: ClassVar = {"malicious": "krum_malicious"}
+
+
+class FedMultiKrum(RobustFedAvg):
+    """FedAvg over the clients that Multi-Krum selects."""
+
+    aggregator_class = Krum
+    options: ClassVar = {"malicious": "krum_malicious", "keep": "krum_keep"}

@@ -22,7 +22,7 @@ from server.collaboration import check_collaborations, parse_collaborations, rou
 from server.methods import plan
 from settings import Settings, SettingsError
 from strategies import COLLABORATIONS
-from strategies.average import weighted_mean
+from strategies.arrays import weighted_mean
 from strategies.broadcast import array_bytes
 from tests.flower import LocalGrid, record
 from tests.server.test_run import events, nodes

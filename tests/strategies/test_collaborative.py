@@ -1,4 +1,4 @@
-"""The collaborative strategies on a grid in one process: who is sent what, late, lost and returning nodes, state."""
+"""Collaborations: messages, late, lost and returning nodes, θ_0, and the network that travels once."""
 
 from __future__ import annotations
 
@@ -6,130 +6,33 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
-from strategies import COLLABORATIONS, ATPRates, Broadcast, Collaborative, PFedBBN
+from strategies import COLLABORATIONS, ATPRates, Broadcast, PFedBBN
 from strategies.broadcast import digest
 from strategies.fedamp import fedamp_weights
+from strategies.pfedbbn import bn_distance, similarity_weights
 from strategies.pfedgraph import pfedgraph_weights
-from strategies.similarity import bn_distance, mix, similarity_weights
-from tests.flower import LocalGrid, record, request
+from tests.flower import LocalGrid, record
+from tests.strategies.nodes import NETWORK, START, Device, begun, rounds, shared_reply
 
-NETWORK = {"conv": np.arange(6, dtype=np.float32), "head": np.ones((2, 2), np.float32)}
-START = {"gamma": np.ones(2, np.float32), "bn.running_var": np.full(2, 0.1, np.float32)}
 Node = Callable[[Message], RecordDict | None]
-
-
-class Device:
-    """A node: adds its own number to what it shares, from what it was sent or from the start; may be off."""
-
-    def __init__(self, number: int, examples: int = 1) -> None:
-        self.number, self.examples, self.on = number, examples, True
-        self.state = {name: value.copy() for name, value in START.items()}
-        self.network: dict[str, np.ndarray] | None = None
-        self.received: list[set[str]] = []
-
-    def __call__(self, message: Message) -> RecordDict | None:
-        content, config = message.content, message.content["config"]
-        self.received.append(set(content))
-        assert message.metadata.message_type == "train.adapt"
-        if not self.on:
-            return None
-        if "arrays" in content:
-            self.network = {name: array.numpy() for name, array in content["arrays"].items()}
-        assert self.network is not None, "the network never came"
-        assert digest(self.network) == config["network"]
-        if "shared" in content:
-            self.state = {name: array.numpy() for name, array in content["shared"].items()}
-        self.state = {n: v + np.float32(0.1 * self.number + 0.01) for n, v in self.state.items()}
-        records = {"shared": record(**self.state), "metrics": MetricRecord({"num-examples": self.examples})}
-        if config["send-normalisation"]:
-            records["normalisation"] = record(**normalisation(self.number))
-        if config["send-start"]:
-            records["start"] = record(**START)
-        return RecordDict(records)
-
-
-def normalisation(number: int) -> dict[str, np.ndarray]:
-    return {"bn.mean": np.array([number, 0.0]), "bn.variance": np.array([1.0, number])}
-
-
-def rounds(strategy: Collaborative, grid: LocalGrid, numbers: range) -> None:
-    for server_round in numbers:
-        messages = list(strategy.configure_train(server_round, record(), ConfigRecord({"seed": 3}), grid))
-        replies = list(grid.send_and_receive(messages))
-        assert strategy.aggregate_train(server_round, replies) == (None, None)
-
-
-def begun(name: str = "fedavg") -> Collaborative:
-    strategy = COLLABORATIONS[name]()
-    strategy.begin(record(**NETWORK))
-    return strategy
-
-
-def expected_weights(name: str, shared: list[dict[str, np.ndarray]], numbers: list[int]) -> np.ndarray:
-    size = len(shared)
-    if name == "none":
-        return np.eye(size)
-    if name == "fedamp":
-        return fedamp_weights(shared)
-    if name == "pfedgraph":
-        return pfedgraph_weights(shared, START, [i + 1 for i in numbers])
-    if name == "pfedbbn":
-        known = [{"bn": tuple(normalisation(i).values())} for i in numbers]
-        return similarity_weights(bn_distance(known))
-    return np.full((size, size), 1 / size)
+STATISTICS = [{"bn": (np.array([i, 0.0]), np.array([1.0, i]))} for i in range(4)]
 
 
 @pytest.mark.parametrize("name", COLLABORATIONS)
-def test_two_rounds_of_every_rule(name: str) -> None:
-    devices = {70 - i: Device(i, i + 1) for i in range(4)}  # ids fall: the order is the grid's, not theirs
-    strategy, grid = begun(name), LocalGrid(devices)
-    rounds(strategy, grid, range(1, 2))
-    sent = [dict(device.state) for device in devices.values()]
-    weights = expected_weights(name, sent, [0, 1, 2, 3])
-    assert strategy.members == [70, 69, 68, 67]
-    np.testing.assert_allclose(strategy.weights, weights, atol=1e-12)
-    for node, mixture in zip(strategy.members, mix(weights, sent), strict=True):
-        for key, value in mixture.items():
-            ours = strategy.personal[node][key].numpy()
-            np.testing.assert_allclose(ours, value, rtol=1e-6)
-            assert ours.dtype == np.float32
-    before = {node: {k: a.numpy() for k, a in strategy.personal[node].items()} for node in devices}
-    rounds(strategy, grid, range(2, 3))
-    for node, device in devices.items():
-        assert device.received == [{"config", "arrays"}, {"config", "shared"}]
-        step = np.float32(0.1 * device.number + 0.01)
-        np.testing.assert_array_equal(device.state["gamma"], before[node]["gamma"] + step)
-
-
-def test_every_rule_needs_no_argument_and_says_what_it_needs() -> None:
-    assert {name: rule().needs_statistics for name, rule in COLLABORATIONS.items()} == {
-        **dict.fromkeys(COLLABORATIONS, False),
-        "pfedbbn": True,
-    }
-    assert {name for name, rule in COLLABORATIONS.items() if rule.needs_start} == {"fedavgm", "pfedgraph"}
-    assert {name: rule().proximal for name, rule in COLLABORATIONS.items() if rule().proximal} == {"fedprox": 0.01}
-
-
-@pytest.mark.parametrize("name", COLLABORATIONS)
-def test_one_client_goes_on_alone(name: str) -> None:
-    device = Device(2)
-    strategy = begun(name)
-    rounds(strategy, LocalGrid({5: device}), range(1, 2))
-    np.testing.assert_array_equal(strategy.weights, [[1.0]])
-    for key, value in device.state.items():
-        np.testing.assert_allclose(strategy.personal[5][key].numpy(), value, rtol=1e-7)
-
-
-@pytest.mark.parametrize("name", COLLABORATIONS)
-def test_equal_clients_are_left_as_they_are(name: str) -> None:
-    devices = {i: Device(1) for i in range(3)}
+def test_each_rule_weighs_what_it_says(name: str) -> None:
+    devices = {i: Device(i, i + 1) for i in range(4)}
     strategy = begun(name)
     rounds(strategy, LocalGrid(devices), range(1, 2))
-    for node, device in devices.items():
-        for key, value in device.state.items():
-            np.testing.assert_array_equal(strategy.personal[node][key].numpy(), value)
+    shared = [device.state for device in devices.values()]
+    expected = {
+        "none": lambda: np.eye(4),
+        "fedamp": lambda: fedamp_weights(shared),
+        "pfedgraph": lambda: pfedgraph_weights(shared, START, [1, 2, 3, 4]),
+        "pfedbbn": lambda: similarity_weights(bn_distance(STATISTICS)),
+    }
+    np.testing.assert_allclose(strategy.weights, expected.get(name, lambda: np.full((4, 4), 0.25))(), atol=1e-12)
 
 
 def test_messages_of_a_round() -> None:
@@ -157,13 +60,13 @@ def test_a_lost_node_keeps_its_mixture_and_gets_the_network_again() -> None:
     last = strategy.personal[1]
     devices[1].on = False
     rounds(strategy, grid, range(2, 4))
-    assert strategy.members == [0, 2]
+    assert strategy.node_ids == [0, 2]
     assert strategy.personal[1] is last
     devices[1].on = True
     rounds(strategy, grid, range(4, 5))
     assert devices[1].received[-1] == {"config", "arrays", "shared"}
     assert devices[0].received[-1] == {"config", "shared"}
-    assert strategy.members == [0, 1, 2]
+    assert strategy.node_ids == [0, 1, 2]
     rounds(strategy, grid, range(5, 6))
     assert devices[1].received[-1] == {"config", "shared"}
 
@@ -175,7 +78,7 @@ def test_a_failed_node_counts_as_lost_and_a_gone_one_is_not_asked() -> None:
     nodes: dict[int, Node] = {0: Device(0), 1: broken, 2: Device(2)}
     strategy, grid = begun(), LocalGrid(nodes)
     rounds(strategy, grid, range(1, 2))
-    assert strategy.members == [0, 2]
+    assert strategy.node_ids == [0, 2]
     del nodes[2]
     messages = list(strategy.configure_train(2, record(), ConfigRecord({}), grid))
     assert [(m.metadata.dst_node_id, "arrays" in m.content) for m in messages] == [(0, False), (1, True)]
@@ -188,10 +91,10 @@ def test_a_late_node_starts_from_the_network() -> None:
     devices[1] = Device(1)
     rounds(strategy, LocalGrid(devices), range(3, 4))
     assert devices[1].received == [{"config", "arrays"}]
-    assert strategy.members == [0, 1]
+    assert strategy.node_ids == [0, 1]
 
 
-def test_a_round_that_was_never_aggregated_leaves_nobody_with_the_network_for_sure() -> None:
+def test_a_round_that_was_never_aggregated_sends_the_network_again() -> None:
     devices = {i: Device(i) for i in range(2)}
     strategy, grid = begun(), LocalGrid(devices)
     rounds(strategy, grid, range(1, 2))
@@ -214,8 +117,7 @@ def test_flowers_own_loop_runs_it_from_the_first_arrays() -> None:
     strategy = PFedBBN(temperature=0.5)
     strategy.start(LocalGrid(devices), record(**NETWORK), num_rounds=2)
     assert [device.received[0] for device in devices.values()] == [{"config", "arrays"}] * 3
-    known = [{"bn": tuple(normalisation(i).values())} for i in range(3)]
-    np.testing.assert_allclose(strategy.weights, similarity_weights(bn_distance(known), 0.5))
+    np.testing.assert_allclose(strategy.weights, similarity_weights(bn_distance(STATISTICS[:3]), 0.5))
 
 
 def test_start_is_asked_for_once_unless_it_was_given() -> None:
@@ -230,11 +132,6 @@ def test_start_is_asked_for_once_unless_it_was_given() -> None:
             strategy.aggregate_train(server_round, list(LocalGrid(devices).send_and_receive(messages)))
     assert flags == [True, False, False, False]
     np.testing.assert_array_equal(asked.start_arrays["gamma"], START["gamma"])
-
-
-def shared_reply(node: int, examples: float = 1, **records: object) -> Message:
-    metrics = MetricRecord({"num-examples": examples})
-    return Message(RecordDict({**records, "metrics": metrics}), reply_to=request(node, "train.adapt"))
 
 
 def test_fedavgm_by_hand() -> None:
@@ -255,79 +152,34 @@ def test_fedavgm_by_hand() -> None:
             assert strategy.personal[node]["bn.running_var"].numpy()[0] == pytest.approx(variance, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", COLLABORATIONS)
-def test_nothing_to_share(name: str) -> None:
-    strategy = begun(name)
-    statistics = {"normalisation": record(**normalisation(1))}
-    replies = [shared_reply(0, **statistics), shared_reply(1, shared=record(), **statistics)]
-    strategy.aggregate_train(1, replies)
-    np.testing.assert_allclose(strategy.weights.sum(1), 1)
-    messages = list(strategy.configure_train(2, record(), ConfigRecord({}), LocalGrid({0: Device(0), 1: Device(1)})))
-    assert all("shared" not in message.content for message in messages)
-
-
 @pytest.mark.parametrize(
-    ("name", "replies", "part"),
+    ("name", "records", "part"),
     [
-        ("pfedbbn", [shared_reply], "node 9 sent no record 'normalisation'"),
-        ("pfedbbn", [lambda n: shared_reply(n, normalisation=record(**{"a.mean": np.zeros(1)}))], "<layer>.mean"),
-        ("pfedbbn", [lambda n: shared_reply(n, normalisation=record())], "<layer>.mean"),
-        ("pfedgraph", [lambda n: shared_reply(n, shared=record(w=np.zeros(1)))], "nobody .* sent the record 'start'"),
-        ("fedavg", [lambda n: shared_reply(n, examples=0)], "node 9: num-examples = 0"),
-        (
-            "fedavg",
-            [
-                lambda n: shared_reply(n, shared=record(w=np.zeros(1))),
-                lambda n: shared_reply(n + 1, shared=record(w=np.zeros(2))),
-            ],
-            "w of client 1",
-        ),
-        (
-            "pfedgraph",
-            [lambda n: shared_reply(n, shared=record(w=np.zeros(1)), start=record(w=np.zeros(2)))],
-            "w of client 1",
-        ),
+        ("pfedbbn", {}, "node 9 sent no record 'normalisation'"),
+        ("pfedbbn", {"normalisation": record(**{"a.mean": np.zeros(1)})}, "<layer>.mean"),
+        ("pfedbbn", {"normalisation": record()}, "<layer>.mean"),
+        ("pfedgraph", {"shared": record(w=np.zeros(1))}, "none of the nodes .* sent the record 'start'"),
+        ("pfedgraph", {"shared": record(w=np.zeros(1)), "start": record(w=np.zeros(2))}, "w of client 1"),
     ],
 )
-def test_replies_that_cannot_be_used(name: str, replies: list[Callable[[int], Message]], part: str) -> None:
+def test_records_that_a_rule_needs(name: str, records: dict, part: str) -> None:
     strategy = begun(name)
     with pytest.raises(ValueError, match=part):
-        strategy.aggregate_train(1, [make(9) for make in replies])
-    assert strategy.weights is None
-    assert not strategy.personal
+        strategy.aggregate_train(1, [shared_reply(9, **records)])
+    assert (strategy.weights, strategy.personal) == (None, {})
 
 
-def test_a_rule_that_is_no_rule_is_refused() -> None:
+def test_weights_that_are_not_stochastic_are_refused() -> None:
     class Greedy(COLLABORATIONS["fedavg"]):
         def weigh(self, replies):
-            return np.full((len(replies.members),) * 2, 1.0)
+            return np.full((len(replies.node_ids),) * 2, 1.0)
 
     strategy = Greedy(record(**NETWORK))
     with pytest.raises(ValueError, match="sum to 2, not to one"):
         strategy.aggregate_train(1, [shared_reply(0), shared_reply(1)])
 
 
-@pytest.mark.parametrize("name", COLLABORATIONS)
-def test_state_goes_on_under_new_node_ids(name: str) -> None:
-    devices = {10 + i: Device(i, i + 1) for i in range(3)}
-    strategy = begun(name)
-    rounds(strategy, LocalGrid(devices), range(1, 3))
-    saved = strategy.state_arrays({i: 10 + i for i in range(3)})
-    assert all(isinstance(value, np.ndarray) for value in saved.values())
-    rounds(strategy, LocalGrid(devices), range(3, 5))
-
-    again = begun(name)
-    renamed = {i: 90 - i for i in range(3)}
-    again.load_state_arrays(saved, renamed)
-    others = {90 - i: Device(i, i + 1) for i in range(3)}
-    rounds(again, LocalGrid(others), range(3, 5))
-    np.testing.assert_array_equal(again.weights, strategy.weights)
-    for i in range(3):
-        for key, value in devices[10 + i].state.items():
-            np.testing.assert_array_equal(others[90 - i].state[key], value)
-
-
-def test_state_of_others_is_refused() -> None:
+def test_unknown_state_is_refused() -> None:
     strategy = begun("fedavg")
     with pytest.raises(ValueError, match="velocity"):
         strategy.load_state_arrays({"velocity/w": np.zeros(1)}, {0: 1})
@@ -342,22 +194,6 @@ def test_no_network() -> None:
             list(strategy.configure_train(1, record(), ConfigRecord({}), LocalGrid({0: Device(0)})))
         with pytest.raises(ValueError, match="no arrays"):
             strategy.begin(record())
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("fedprox", {"proximal": -0.1}),
-        ("fedavgm", {"momentum": 1.0}),
-        ("fedamp", {"sigma": 0.0}),
-        ("fedamp", {"alpha": -1.0}),
-        ("pfedgraph", {"alpha": float("nan")}),
-        ("pfedbbn", {"temperature": 0.0}),
-    ],
-)
-def test_impossible_settings(name: str, options: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="allowed is"):
-        COLLABORATIONS[name](**options)
 
 
 def test_there_is_no_evaluation_round() -> None:

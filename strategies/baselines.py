@@ -1,12 +1,12 @@
-"""The plain rules beside which the others are measured: nobody helps, and everybody gets the same.
+"""Baselines of collaborative adaptation: no mixing, and one mean for all nodes.
 
-- none: W = I; every node goes on from what it has learned by itself.
+- none: W = I; every node continues from its own arrays.
 - FedAvg (McMahan et al., AISTATS 2017) at test time: W = 1/N.
-- FedProx (Li et al., MLSys 2020) at test time: the server does what FedAvg does; the nodes' adapters add
+- FedProx (Li et al., MLSys 2020) at test time: FedAvg on the server; the nodes' adapters add
   (μ/2)‖θ - θ_received‖² to their loss. With one step a round its gradient is zero and it equals FedAvg exactly.
-- FedAvgM (Hsu, Qi & Brown, 2019) at test time: v = 0.9 v + (mean - previous), everybody gets previous + v.
+- FedAvgM (Hsu, Qi & Brown, 2019) at test time: v ← m v + (mean - previous), every node receives previous + v.
 
-Means are uniform over clients, as the rules beside them (pFedBBN, FedAMP) count clients and not samples.
+Means are uniform over clients, since the methods compared with them (pFedBBN, FedAMP) count clients and not samples.
 """
 
 from __future__ import annotations
@@ -15,51 +15,48 @@ from collections.abc import Mapping
 
 import numpy as np
 from flwr.app import ArrayRecord
-from numpy.typing import NDArray
 
-from strategies.average import weighted_mean
-from strategies.collaborative import Collaborative, Named, Replies
+from strategies.arrays import Float, Named, weighted_mean
+from strategies.collaborative import Collaborative, Replies
 
 #: Endings of the names of arrays that hold variances.
 VARIANCES = ("running_var", "variance")
 
 
 class Local(Collaborative):
-    """Nobody helps: W = I, and every node gets back what it sent, to the last bit."""
+    """No mixing: W = I, and every node gets back the same bits that it sent."""
 
-    def weigh(self, replies: Replies) -> NDArray[np.float64]:
+    def weigh(self, replies: Replies) -> Float:
         """Return the identity."""
-        return np.eye(len(replies.members))
+        return np.eye(len(replies.node_ids))
 
-    def mixtures(self, weights: NDArray[np.float64], replies: Replies) -> list[Named]:
-        """Return what each node sent."""
+    def mixtures(self, weights: Float, replies: Replies) -> list[Named]:
+        """Return the nodes' own arrays."""
         return replies.shared
 
 
-class TestTimeFedAvg(Collaborative):
-    """Everybody gets the plain mean: W = 1/N."""
+class FedAvgAtTestTime(Collaborative):
+    """One mean for all nodes: W = 1/N."""
 
-    __test__ = False  # not a test, whatever pytest makes of the name
-
-    def weigh(self, replies: Replies) -> NDArray[np.float64]:
+    def weigh(self, replies: Replies) -> Float:
         """Return 1/N everywhere."""
-        size = len(replies.members)
+        size = len(replies.node_ids)
         return np.full((size, size), 1 / size)
 
-    def mixtures(self, weights: NDArray[np.float64], replies: Replies) -> list[Named]:
+    def mixtures(self, weights: Float, replies: Replies) -> list[Named]:
         """Return the mean, computed once."""
-        return [weighted_mean(replies.shared)] * len(replies.members)
+        return [weighted_mean(replies.shared)] * len(replies.node_ids)
 
 
-class FedProxAtTestTime(TestTimeFedAvg):
-    """FedAvg whose nodes are pulled towards what they received.
+class FedProxAtTestTime(FedAvgAtTestTime):
+    """FedAvg with a proximal term on the nodes.
 
     Parameters
     ----------
     network : ArrayRecord, optional
         See `Collaborative`.
     proximal : float
-        μ, for the nodes: messages carry it as "proximal-mu", and it is the adapters' option `proximal`.
+        μ. Messages carry it as "proximal-mu"; it is the adapters' option `proximal`.
 
     Raises
     ------
@@ -74,10 +71,10 @@ class FedProxAtTestTime(TestTimeFedAvg):
         self.proximal = proximal
 
 
-class TestTimeFedAvgM(TestTimeFedAvg):
-    """FedAvg with momentum on the server: v ← m v + (mean - previous), everybody who replied gets previous + v.
+class FedAvgMAtTestTime(FedAvgAtTestTime):
+    """FedAvg with momentum on the server: v ← m v + (mean - previous), every node that replied gets previous + v.
 
-    `previous` is what the server sent last, θ_0 at first. A variance that the momentum takes below zero is set to zero.
+    `previous` is the last mixture that the server sent, θ_0 at first. Negative variances are set to zero.
 
     Parameters
     ----------
@@ -102,8 +99,8 @@ class TestTimeFedAvgM(TestTimeFedAvg):
         self._velocity: Named = {}
         self._previous: Named = {}
 
-    def mixtures(self, weights: NDArray[np.float64], replies: Replies) -> list[Named]:
-        """Return previous + v for everybody."""
+    def mixtures(self, weights: Float, replies: Replies) -> list[Named]:
+        """Return previous + v for every node."""
         means = weighted_mean(replies.shared)
         previous = self._previous or self.start_arrays or {}
         velocity = {name: value - previous[name] for name, value in _wide(means).items()}
@@ -115,12 +112,12 @@ class TestTimeFedAvgM(TestTimeFedAvg):
             for name, value in moved.items()
         }
         self._velocity, self._previous = velocity, sent
-        return [sent] * len(replies.members)
+        return [sent] * len(replies.node_ids)
 
-    def _own_state(self) -> dict[str, Named]:
+    def _rule_state(self) -> dict[str, Named]:
         return {"velocity": self._velocity, "previous": self._previous}
 
-    def _load_own_state(self, groups: Mapping[str, Named]) -> None:
+    def _load_rule_state(self, groups: Mapping[str, Named]) -> None:
         self._velocity = dict(groups.get("velocity", {}))
         self._previous = dict(groups.get("previous", {}))
 

@@ -1,21 +1,18 @@
-"""The weights of FedAMP and pFedGraph, and the step of q-FedAvg, against loops, scipy and numbers by hand."""
+"""The weights of FedAMP, pFedGraph and pFedBBN, against loops, scipy and numbers by hand."""
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord
-from flwr.serverapp import strategy as flower
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from strategies import QFFL, FedAvgM, weighted_mean
 from strategies.fedamp import fedamp_weights
-from strategies.fedprox import FedProx
+from strategies.pfedbbn import bn_distance, similarity_weights
 from strategies.pfedgraph import pfedgraph_weights, project_simplex
-from strategies.qffl import q_fedavg
-from tests.flower import LocalGrid, record, reply
 
 seeds = st.integers(0, 10_000)
 sizes = st.integers(1, 7)
@@ -25,6 +22,9 @@ quick = settings(deadline=None, max_examples=30)
 def row_stochastic(weights: np.ndarray) -> None:
     np.testing.assert_allclose(weights.sum(1), 1, atol=1e-12)
     assert (weights >= 0).all()
+
+
+# -- FedAMP
 
 
 @quick
@@ -74,6 +74,9 @@ def test_fedamp_step_that_gives_away_more_than_there_is() -> None:
     with pytest.raises(ValueError, match=r"alpha = 3: .* allowed is up to 1$"):
         fedamp_weights(np.zeros((3, 1)), sigma=2, alpha=3)  # two others at distance 0: α/σ ≤ 1/2
     row_stochastic(fedamp_weights(np.zeros((3, 1)), sigma=2, alpha=1))
+
+
+# -- pFedGraph
 
 
 @quick
@@ -161,134 +164,117 @@ def test_pfedgraph_refuses_shares(shares: list) -> None:
         pfedgraph_weights(np.eye(2), np.zeros(2), shares)
 
 
-def test_pfedgraph_refuses_alpha() -> None:
-    with pytest.raises(ValueError, match="alpha = -1"):
-        pfedgraph_weights(np.eye(2), np.zeros(2), [1, 1], alpha=-1)
+# -- pFedBBN
 
 
-@quick
-@given(st.integers(2, 6), seeds)
-def test_weights_follow_the_order_of_clients(clients: int, seed: int) -> None:
+def statistics(clients: int, seed: int, dtype: str = "float64") -> list[dict[str, tuple[np.ndarray, np.ndarray]]]:
     draw = np.random.default_rng(seed)
-    theta, start, counts = draw.normal(size=(clients, 4)), draw.normal(size=4), draw.integers(1, 9, clients)
-    order = draw.permutation(clients)
-    both = np.ix_(order, order)
-    np.testing.assert_allclose(fedamp_weights(theta[order]), fedamp_weights(theta)[both], atol=1e-10)
-    ours = pfedgraph_weights(theta, start, counts)
-    np.testing.assert_allclose(pfedgraph_weights(theta[order], start, counts[order]), ours[both], atol=1e-10)
-
-
-def models(clients: int, seed: int, dtype: str = "float64") -> list[dict[str, np.ndarray]]:
-    draw = np.random.default_rng(seed)
+    layers = {"stem.bn": 3, "block.1.bn": 5, "last": 1}
     return [
-        {
-            "w": draw.normal(size=(2, 3)).astype(dtype),
-            "running_mean": draw.normal(size=2).astype(dtype),
-            "running_var": draw.random(2).astype(dtype),
-        }
+        {name: (draw.normal(size=c).astype(dtype), draw.random(c).astype(dtype)) for name, c in layers.items()}
         for _ in range(clients)
     ]
 
 
+def printed(distance: np.ndarray, tau: float) -> np.ndarray:
+    """Equation 8, letter by letter."""
+    size = len(distance)
+    weights = np.zeros((size, size))
+    for i in range(size):
+        total = sum(np.exp(-distance[i, k] / tau) for k in range(size) if k != i)
+        own = 1 / (1 + total)
+        for j in range(size):
+            weights[i, j] = own if i == j else np.exp(-distance[i, j] / tau) / total * (1 - own)
+    return weights
+
+
+def test_distance_by_hand() -> None:
+    # layer a: means 5 apart (3, 4), variances 0; layer b: means 1, variances 2: (5 + 0)/2 and (1 + 2)/2, mean 2
+    a = {"a": (np.zeros(2), np.ones(2)), "b": (np.zeros(1), np.array([1.0]))}
+    b = {"a": (np.array([3.0, 4.0]), np.ones(2)), "b": (np.ones(1), np.array([3.0]))}
+    np.testing.assert_allclose(bn_distance([a, b]), [[0, 2], [2, 0]], atol=1e-15)
+
+
 @quick
-@given(sizes, seeds, st.sampled_from([0.0, 0.5, 1.0, 3.0]))
-def test_q_fedavg_against_the_printed_step(clients: int, seed: int, q: float) -> None:
-    start, *trained = models(clients + 1, seed)
-    losses, lipschitz = np.random.default_rng(seed).random(clients) * 3, 20.0
-    ours = q_fedavg(start, trained, losses.tolist(), q, lipschitz)
-    deltas, h = {name: np.zeros_like(value) for name, value in start.items()}, 0.0
-    for client, loss in zip(trained, losses + 1e-10, strict=True):
-        step = lipschitz * (start["w"] - client["w"])
-        h += q * loss ** (q - 1) * (step**2).sum() + lipschitz * loss**q
-        for name in start:
-            deltas[name] += loss**q * lipschitz * (start[name] - client[name])
-    for name, value in start.items():
-        np.testing.assert_allclose(ours[name], value - deltas[name] / h, atol=1e-12)
-    assert (ours["running_var"] >= 0).all()
-    if q == 0:
-        for name, value in weighted_mean(trained).items():
-            np.testing.assert_allclose(ours[name], value, atol=1e-12)
+@given(sizes, seeds, st.sampled_from(["float32", "float64"]))
+def test_distance_against_a_loop(clients: int, seed: int, dtype: str) -> None:
+    known = statistics(clients, seed, dtype)
+    ours = bn_distance(known)
+    for i, j in itertools.product(range(clients), repeat=2):
+        total = 0.0
+        for layer in known[0]:
+            for part in (0, 1):
+                difference = known[i][layer][part].astype(float) - known[j][layer][part].astype(float)
+                total += 0.5 * float(np.sqrt(np.sum(difference**2)))
+        assert ours[i, j] == pytest.approx(total / 3, abs=1e-12)
+    np.testing.assert_array_equal(ours, ours.T)
+    assert not np.diag(ours).any()
+    assert ours.dtype == np.float64
 
 
-def test_q_fedavg_counts_the_worse_client_more() -> None:
-    # steps L F^q / Σ h with norms 1: Σ h = (2·1 + 2·2) + (4·1 + ...): see below
-    start, trained = {"w": np.zeros(1)}, [{"w": np.ones(1)}, {"w": -np.ones(1)}]
-    # L = 2, q = 1: h = 4 + 2 F; F = (3, 1): Σ h = 10 + 6 = 16, Σ Δ = 2·3·(-1) + 2·1·1 = -4: w = 1/4
-    np.testing.assert_allclose(q_fedavg(start, trained, [3.0, 1.0], 1.0, 2.0)["w"], [0.25], atol=1e-9)
+def test_layers_are_matched_by_name() -> None:
+    first, second = statistics(2, 3)
+    np.testing.assert_array_equal(bn_distance([first, dict(reversed(second.items()))]), bn_distance([first, second]))
 
 
-def test_q_fedavg_refuses() -> None:
-    start, one = models(2, 0)
-    with pytest.raises(ValueError, match="2 losses do not fit 1 clients"):
-        q_fedavg(start, [one], [1.0, 1.0], 1, 1)
-    with pytest.raises(ValueError, match="losses"):
-        q_fedavg(start, [one], [-1.0], 1, 1)
-    with pytest.raises(ValueError, match="names"):
-        q_fedavg(start, [{"w": one["w"]}], [1.0], 1, 1)
+@quick
+@given(st.integers(2, 7), seeds, st.sampled_from([0.05, 1.0, 30.0, "median"]))
+def test_weights_are_equation_8_as_printed(clients: int, seed: int, temperature: float | str) -> None:
+    distance = bn_distance(statistics(clients, seed))
+    tau = np.median(distance[np.triu_indices(clients, 1)]) if temperature == "median" else temperature
+    ours = similarity_weights(distance, temperature)
+    np.testing.assert_allclose(ours, printed(distance, float(tau)), atol=1e-12)
+    np.testing.assert_allclose(ours.sum(1), 1, atol=1e-12)
+    assert (ours >= 0).all()
+    assert (ours.max(1) == np.diag(ours)).all(), "no client is nearer to a client than itself"
 
 
-def everyone(**options: object) -> dict[str, object]:
-    return {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1, **options}
+def test_weights_by_hand() -> None:
+    # the median of 1, 1, 2 is 1; row 0: e^0, e^-1, e^-2 over their sum
+    distance = np.array([[0, 1, 2], [1, 0, 1], [2, 1, 0]], float)
+    terms = np.exp([0, -1, -2])
+    np.testing.assert_allclose(similarity_weights(distance)[0], terms / terms.sum(), rtol=1e-12)
+    np.testing.assert_allclose(similarity_weights(np.array([[0, 2.0], [2.0, 0]]), 2.0)[0, 0], 1 / (1 + np.exp(-1)))
 
 
-def test_qffl_in_flower_is_flowers_own_without_batchnorm() -> None:
-    start, *trained = ({"a": m["w"], "b": m["w"][0] * 2} for m in models(4, 5, "float32"))
-    grid = LocalGrid(dict.fromkeys([3, 1, 2], lambda message: None))
-    ours = QFFL(**everyone())
-    other = flower.QFedAvg(0.05, q=1.0, train_loss_key="global-loss", **everyone())
-    found = []
-    for each in (ours, other):
-        messages = list(each.configure_train(1, record(**start), ConfigRecord({"learning-rate": 0.05}), grid))
-        assert {message.metadata.dst_node_id for message in messages} == {1, 2, 3}
-        replies = [
-            reply(record(**model), 10, node, **{"global-loss": loss})
-            for node, (model, loss) in enumerate(zip(trained, (0.5, 2.0, 1.0), strict=True))
-        ]
-        arrays, metrics = each.aggregate_train(1, replies)
-        found.append((arrays, metrics))
-    for name in start:
-        np.testing.assert_allclose(found[0][0][name].numpy(), found[1][0][name].numpy(), rtol=2e-5)
-        assert found[0][0][name].numpy().dtype == np.float32
-    assert found[0][1]["global-loss"] == pytest.approx(3.5 / 3)
+def test_one_client_equal_clients_and_far_clients() -> None:
+    np.testing.assert_array_equal(bn_distance(statistics(1, 0)), [[0.0]])
+    np.testing.assert_array_equal(similarity_weights(np.zeros((1, 1))), [[1.0]])
+    same = statistics(1, 0) * 4
+    np.testing.assert_array_equal(similarity_weights(bn_distance(same)), np.full((4, 4), 0.25))
+    # four of five are equal: the median is 0, and the odd one keeps to itself
+    most = bn_distance([*same, statistics(1, 1)[0]])
+    expected = [[0.25, 0.25, 0.25, 0.25, 0]] * 4 + [[0, 0, 0, 0, 1]]
+    np.testing.assert_allclose(similarity_weights(most), expected)
+    with np.errstate(all="raise"):
+        np.testing.assert_array_equal(similarity_weights(np.array([[0, 1e300], [1e300, 0]]), 1e-300), np.eye(2))
 
 
-def test_qffl_names_what_is_missing() -> None:
-    grid, model = LocalGrid({1: lambda message: None}), {"w": np.zeros(2)}
-    with pytest.raises(ValueError, match="learning rate None"):
-        list(QFFL(**everyone()).configure_train(1, record(**model), ConfigRecord({}), grid))
-    strategy = QFFL(learning_rate=0.1, **everyone())
-    with pytest.raises(ValueError, match="configure_train has to come before"):
-        strategy.aggregate_train(1, [reply(record(**model), **{"global-loss": 1.0})])
-    list(strategy.configure_train(1, record(**model), ConfigRecord({}), grid))
-    with pytest.raises(ValueError, match="node 7: metric global-loss = None"):
-        strategy.aggregate_train(1, [reply(record(**model), node=7)])
-    assert strategy.aggregate_train(1, []) == (None, None)
-    for bad in ({"q": -1.0}, {"learning_rate": 0.0}):
-        with pytest.raises(ValueError, match="allowed"):
-            QFFL(**bad)
+@pytest.mark.parametrize("temperature", [0, -1.0, float("nan"), float("inf"), "mean"])
+def test_impossible_temperature(temperature: float | str) -> None:
+    with pytest.raises(ValueError, match=r"temperature = .*; allowed is a positive, finite number or 'median'"):
+        similarity_weights(np.zeros((2, 2)), temperature)
 
 
-def test_fedprox_sends_its_weight() -> None:
-    grid = LocalGrid({1: lambda message: None})
-    messages = list(FedProx(**everyone()).configure_train(1, record(w=np.zeros(1)), ConfigRecord({}), grid))
-    assert messages[0].content["config"]["proximal-mu"] == 0.01
-    with pytest.raises(ValueError, match="proximal_mu = -1"):
-        FedProx(-1)
+@pytest.mark.parametrize(
+    "distance", [np.zeros(3), np.zeros((2, 3)), np.eye(2), -np.ones((2, 2)), np.full((2, 2), np.nan), np.zeros((0, 0))]
+)
+def test_what_is_no_distance_is_refused(distance: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="distances"):
+        similarity_weights(distance)
 
 
-def test_fedavgm_moves_on_and_averages_statistics_plainly() -> None:
-    grid = LocalGrid({1: lambda message: None})
-    made = FedAvgM(0.9, **everyone())
-    with pytest.raises(ValueError, match="server_momentum = 1"):
-        FedAvgM(1)
-    velocity = {"w": 0.0, "running_var": 0.0}
-    held = {"w": np.array([1.0]), "running_var": np.array([1.0])}
-    for round, new in enumerate(({"w": 0.0, "running_var": 0.2}, {"w": -0.5, "running_var": 0.1}), 1):
-        list(made.configure_train(round, record(**held), ConfigRecord({}), grid))
-        arrays, _ = made.aggregate_train(round, [reply(record(**{name: np.array([v]) for name, v in new.items()}))])
-        assert arrays is not None
-        for name, value in new.items():
-            velocity[name] = 0.9 * velocity[name] + float(held[name][0]) - value
-            held[name] = np.array([value]) if name == "running_var" else held[name] - velocity[name]
-            np.testing.assert_allclose(arrays[name].numpy(), held[name], atol=1e-12)
-    assert held["w"][0] < -0.5  # momentum carries on
+def test_impossible_statistics_are_refused() -> None:
+    one = {"a": (np.zeros(2), np.ones(2))}
+    for other, part in [
+        ({"a": (np.array([np.nan, 0]), np.ones(2))}, "a.mean: values that are not finite"),
+        ({"a": (np.zeros(2), np.array([1, -1e-9]))}, "a.variance: negative"),
+        ({"b": (np.zeros(2), np.ones(2))}, "client 1 has the names"),
+        ({"a": (np.zeros(3), np.ones(3))}, "a.mean of client 1"),
+    ]:
+        with pytest.raises(ValueError, match=part):
+            bn_distance([one, other])
+    with pytest.raises(ValueError, match="nothing to compare"):
+        bn_distance([])
+    with pytest.raises(ValueError, match="nothing to compare"):
+        bn_distance([{}])

@@ -1,0 +1,47 @@
+"""The names of server aggregations and of test-time collaborations, and their classes.
+
+A new aggregation is a class in a file of its own and a line here; what a run must know about it stands on the class
+(`strategies.aggregation.Aggregation`, `strategies.collaborative.Collaborative`).
+"""
+
+from __future__ import annotations
+
+from strategies.aggregation import Aggregation
+from strategies.baselines import FedAvgAtTestTime, FedAvgMAtTestTime, FedProxAtTestTime, Local
+from strategies.collaborative import Collaborative
+from strategies.fedamp import FedAMP
+from strategies.fedavg import FedAvg, FedAvgM, FedProx
+from strategies.gma import GMA
+from strategies.pfedbbn import PFedBBN
+from strategies.pfedgraph import PFedGraph
+from strategies.qffl import QFFL
+from strategies.robust import FedKrum, FedMedian, FedMultiKrum, FedTrimmedAvg
+
+#: Aggregations of trained models: values of the setting `aggregation`.
+AGGREGATIONS: dict[str, type[Aggregation]] = {
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "fedavgm": FedAvgM,
+    "qffl": QFFL,
+    "gma": GMA,
+    "fedmedian": FedMedian,
+    "fedtrimmedavg": FedTrimmedAvg,
+    "krum": FedKrum,
+    "multikrum": FedMultiKrum,
+}
+
+#: Rules that mix clients' arrays at test time: names in the setting `collaborations`.
+COLLABORATIONS: dict[str, type[Collaborative]] = {
+    "none": Local,
+    "fedavg": FedAvgAtTestTime,
+    "fedprox": FedProxAtTestTime,
+    "fedavgm": FedAvgMAtTestTime,
+    "pfedgraph": PFedGraph,
+    "fedamp": FedAMP,
+    "pfedbbn": PFedBBN,
+}
+
+
+def known_aggregations(byzantine_robust: bool = False) -> tuple[str, ...]:
+    """Return the names of all aggregations, or of the Byzantine-robust ones."""
+    return tuple(name for name, one in AGGREGATIONS.items() if one.byzantine_robust or not byzantine_robust)
