@@ -53,10 +53,11 @@ def robust_aggregator(settings: Settings) -> RobustAggregator | None:
         ),
         f"rates-clients = {settings.rates_clients} samples": settings.rates_clients or settings.clients,
     }
+    least = aggregator.min_clients
     for what, number in sampled.items():
-        if number < aggregator.min_clients:
+        if number < least:
             raise SettingsError(
-                f"aggregation = {settings.aggregation!r} needs {aggregator.min_clients} clients a round: {what} {number}"
+                f"aggregation = {settings.aggregation!r} needs {least} clients a round: {what} {number}"
             )
     return aggregator
 
