@@ -27,7 +27,7 @@ from server.events import QuorumMissed
 from server.methods import plan
 from server.trainings import TRAININGS, TrainingStage
 from settings import Settings, SettingsError
-from strategies import FedAvg, Robust
+from strategies import FedAvg, RobustFedAvg
 from tests.flower import record, reply
 from tests.server.test_nodes import IDENTITY, raises
 from tests.server.test_rounds import Place, client
@@ -64,7 +64,7 @@ def test_a_stage_that_aggregates_a_part_does_not_go_with_a_robust_rule() -> None
 def test_byzantine_clients_do_not_move_a_robust_model(aggregation: str) -> None:
     values = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
     place = Place({**{i: client(v, 5) for i, v in enumerate(values)}, 6: client(1e30, 5)}, aggregation=aggregation)
-    assert isinstance(make_strategy(TrainingStage(), place.federation.settings), Robust)
+    assert isinstance(make_strategy(TrainingStage(), place.federation.settings), RobustFedAvg)
     assert 1.0 <= float(place.round()["w"][0]) <= 1.5
 
 

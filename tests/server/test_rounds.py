@@ -25,7 +25,7 @@ from server.rounds import Federation, Round, train, train_round
 from server.trainings import TrainingStage
 from server.validation import AdaptCheck, RatesCheck
 from settings import Settings, from_json
-from strategies import ATPRates, Broadcast, TestTimeFedAvg
+from strategies import ATPRates, Broadcast, FedAvgAtTestTime
 from strategies.collaborative import Collaborative
 from tests.flower import record
 from tests.server.test_nodes import IDENTITY, raises, says, silent
@@ -361,7 +361,7 @@ def collaborate(place: Place, strategy: Collaborative, round: int) -> None:
 def test_a_node_that_came_back_gets_its_mixture_and_the_network_and_the_others_get_neither_again() -> None:
     asked: dict[int, list[set[str]]] = {100: [], 101: [], 7: []}
     place = Place({0: sharing(1.0, asked[100]), 1: sharing(3.0, asked[101])})
-    strategy = TestTimeFedAvg(record(w=np.zeros(4)))
+    strategy = FedAvgAtTestTime(record(w=np.zeros(4)))
     collaborate(place, strategy, 1)
     del place.clients[101]
     place.clients[7] = known(1, sharing(5.0, asked[7]))
