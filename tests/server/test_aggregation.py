@@ -12,14 +12,12 @@ from flwr.app import ArrayRecord, ConfigRecord
 from messages.flower import NodesView
 from messages.requests import Adapt, Evaluate, RefineRates, Request, Summarize, Train
 from server.aggregation import (
-    AGGREGATIONS,
-    ROBUST,
     check_aggregation,
-    joining_rule,
     load_strategy_records,
     make_strategy,
     most_examples,
     needed_replies,
+    robust_aggregator,
     strategy_records,
 )
 from server.checkpoints import Checkpoint, Position, read_checkpoint, write_checkpoint
@@ -27,7 +25,7 @@ from server.events import QuorumMissed
 from server.methods import plan
 from server.trainings import TRAININGS, TrainingStage
 from settings import Settings, SettingsError
-from strategies import FedAvg, RobustFedAvg
+from strategies import AGGREGATIONS, FedAvg, RobustFedAvg, known_aggregations
 from tests.flower import record, reply
 from tests.server.test_nodes import IDENTITY, raises
 from tests.server.test_rounds import Place, client
@@ -41,8 +39,8 @@ def test_an_unknown_aggregation_is_refused_before_training() -> None:
     with pytest.raises(SettingsError, match=r"aggregation = 'fedavgg': allowed are fedavg, .*multikrum"):
         plan(Settings(aggregation="fedavgg"))
     assert type(make_strategy(TrainingStage(), Settings())) is FedAvg
-    assert joining_rule(Settings()) is None
-    assert set(LEAST) == set(ROBUST)
+    assert robust_aggregator(Settings()) is None
+    assert set(LEAST) == set(known_aggregations(byzantine_robust=True))
 
 
 @pytest.mark.parametrize("changes", [{"leave_one_out": True}, {"statistics_weighting": "examples"}])
@@ -77,8 +75,8 @@ def test_fewer_replies_than_a_robust_rule_needs_never_become_a_mean(aggregation:
     with pytest.raises(SettingsError, match=f"'{aggregation}' needs {least} clients a round: fraction-train = 1 of"):
         make_strategy(TrainingStage(), few)
     with pytest.raises(SettingsError, match="rates-clients = 2 samples 2"):
-        joining_rule(Settings(aggregation=aggregation, clients=least, rates_clients=2))
-    joining_rule(few.replace(clients=least))
+        robust_aggregator(Settings(aggregation=aggregation, clients=least, rates_clients=2))
+    robust_aggregator(few.replace(clients=least))
 
 
 def test_needed_replies() -> None:
