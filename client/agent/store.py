@@ -163,7 +163,7 @@ class Store:
             Digest of its model, which must be the stored one.
         """
         if model != self._digest:
-            raise ValueError(f"{self.folder} holds a model other than the state's")
+            raise ValueError(f"{self.folder} holds another model than that of the state")
         name = f"{max([0, *map(int, self.names)]) + 1:06d}"
         path = self._path(name)
         metadata = {"format": FORMAT, "version": str(SCHEMA), "model": model, "samples": str(samples)}

@@ -16,15 +16,32 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from client.agent import agent_pb2 as pb
-from client.agent import agent_pb2_grpc, wire
-from client.agent.answers import NoModel, Prediction, Saved, Status
 from client.agent.config import AgentConfig
+from client.agent.core import Saved, Status
+from client.agent.predictions import NoModel, Prediction
 from client.agent.server import Running, serve
-from client.work import Done, Work
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc, protobuf
+from messages.replies import Reply, Trained
+from messages.requests import Request, Train, TrainingTask
 
 CLASSES = 3
+TRAIN = Train(
+    settings="{}", run="r", round=1, task=TrainingTask("ce"), arrays={"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+)
 TIMEOUT = 20.0  # seconds: far more than anything here takes
+
+
+def trained(request: Train) -> Trained:
+    """Return the arrays of a request as if they had been trained."""
+    return Trained(
+        num_examples=3,
+        arrays=dict(request.arrays),
+        train_loss=0.1,
+        validation_total=2,
+        validation_correct=1,
+        seconds=0.5,
+    )
 
 
 class FakeAgent:
@@ -39,8 +56,8 @@ class FakeAgent:
         self.gate = threading.Event()  # closed: a prediction that has begun does not end
         self.gate.set()
         self.begun = threading.Semaphore(0)  # released for each prediction that begins
-        self.work: list[Work] = []
-        self.do: Callable[[Work], Done] = lambda work: Done(dict(work.records), {"num-examples": 1})
+        self.requests: list[Request] = []
+        self.answer: Callable[[Any], Reply] = trained
         self.closed = False
 
     def check(self, pixels: NDArray[Any]) -> NDArray[Any]:
@@ -78,9 +95,9 @@ class FakeAgent:
     def reset(self) -> Saved:
         return Saved("3", "run/ce/3/abcd", 0)
 
-    def perform(self, work: Work) -> Done:
-        self.work.append(work)
-        return self.do(work)
+    def perform(self, request: Request) -> Reply:
+        self.requests.append(request)
+        return self.answer(request)
 
     def close(self) -> None:
         self.closed = True
@@ -123,7 +140,7 @@ def predictor(channel: grpc.Channel) -> agent_pb2_grpc.PredictorStub:
 
 
 def request(value: float = 0.5, name: str = "", shape: tuple[int, ...] = (1, 1, 2, 2)) -> pb.PredictRequest:
-    return pb.PredictRequest(id=name, images=wire.images_to(np.full(shape, value, np.float32)))
+    return pb.PredictRequest(id=name, images=protobuf.to_images(np.full(shape, value, np.float32)))
 
 
 def first(reply: pb.PredictReply) -> float:

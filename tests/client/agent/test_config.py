@@ -65,12 +65,12 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ('adapter = "fedthee"', "unknown adapter 'fedthee'; there are:"),
         ('adapter = "fedthe[gamma=1]"', "fedthe has no option 'gamma'"),
         ('adapter = "fedthe[beta=much]"', "beta='much' is not a number"),
-        ('adapter = "fedicon[mode=offline]"', "takes a whole test set"),
+        ('adapter = "fedicon[mode=offline]"', "needs a whole test set"),
         ('listen = "localhost"', "allowed are unix:<path> and <host>:<port>"),
         ('listen = "0.0.0.0:7000"', "TCP needs mutual TLS; set certificate, key, client-ca"),
         (TLS, "certificate, key, client-ca: allowed with listen = <host>:<port> only"),
         ('relay = "localhost:7001"', "relay = 'localhost:7001': allowed is unix:<path>"),
-        ('listen = "unix:one"\nrelay = "unix:one"', "each needs a socket of its own"),
+        ('listen = "unix:one"\nrelay = "unix:one"', "each needs its own socket"),
     ],
 )
 def test_a_wrong_key_is_named_with_the_file(tmp_path: Path, text: str, said: str) -> None:

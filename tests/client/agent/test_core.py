@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client import phases
 from client.agent import core
-from client.agent.core import Agent, NoModel
+from client.agent.core import Agent
+from client.agent.predictions import NoModel
 from client.agent.store import StateInUse
-from client.work import Done, Work
-from tests.client.agent.world import config, evaluation, fork, killed, labels, message, pictures, said, train
+from client.node import Node
+from messages.replies import Evaluated, Reply
+from messages.requests import Evaluate, Identify, Request, TrainingTask
+from tests.client.agent.world import common, config, evaluation, fork, killed, labels, pictures, said, train
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Work, Done]:
-    """A folder whose agent has a model, the evaluation's message that brought it, and its answer."""
+def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluate, Evaluated]:
+    """A folder whose agent has a model, the evaluation that brought it, and its reply."""
     folder = tmp_path_factory.mktemp("trained")
     agent = Agent(config(folder))
     with pytest.raises(NoModel, match="no model yet"):
@@ -33,13 +35,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Work, Done]:
     with pytest.raises(NoModel, match="no model yet"):
         agent.snapshot()
     assert agent.status().version == ""
-    work, done = train(agent.perform)
+    request, reply = train(agent.perform)
     agent.close()
-    return folder, work, done
+    return folder, request, reply
 
 
 @pytest.fixture
-def folder(start: tuple[Path, Work, Done], tmp_path: Path) -> Path:
+def folder(start: tuple[Path, Evaluate, Evaluated], tmp_path: Path) -> Path:
     shutil.copytree(start[0] / "state", tmp_path / "state")
     return tmp_path
 
@@ -69,13 +71,13 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_it_answers_as_it_was_evaluated(folder: Path, start: tuple[Path, Work, Done], agents: Any) -> None:
+def test_it_answers_as_it_was_evaluated(folder: Path, start: tuple[Path, Evaluate, Evaluated], agents: Any) -> None:
     agent = agents(adapter="none")  # the row of the evaluation
     right = sum(
         int((agent.predict(pictures(i, 1)).probabilities.argmax(1) == labels(i, 1)).sum())
-        for i in range(start[2].metrics["fedavg|original|total"])
+        for i in range(start[2].results[0].total)
     )
-    assert right == start[2].metrics["fedavg|original|correct"]
+    assert right == start[2].results[0].correct
 
 
 def test_a_prediction_says_where_it_comes_from(agents: Any) -> None:
@@ -177,65 +179,61 @@ def test_snapshot_rollback_and_reset(agents: Any) -> None:
     assert "reset" in agent.status().notes[-1]
 
 
-def test_a_new_model_replaces_the_old_one(start: tuple[Path, Work, Done], agents: Any) -> None:
-    agent, work = agents(), start[1]
+def test_a_new_model_replaces_the_old_one(start: tuple[Path, Evaluate, Evaluated], agents: Any) -> None:
+    agent, request = agents(), start[1]
     old = agent.predict(pictures(0, 10)).version
-    moved = {name: value * np.float32(1.01) for name, value in work.records["arrays"].items()}
-    records = moved, work.records["statistics"]
-    agent.perform(evaluation(*records))
+    moved = {name: value * np.float32(1.01) for name, value in request.arrays.items()}
+    agent.perform(evaluation(moved, request.statistics))
     new = agent.predict(pictures(0, 10))
     assert new.version != old
     assert (new.position, agent.status().samples) == (0, 10)
-    assert "what was learned from 10 samples is dropped" in agent.status().notes[-1]
-    agent.perform(evaluation(*records))  # the same once more, as after a resumed run
+    assert "its history of 10 samples is dropped" in agent.status().notes[-1]
+    agent.perform(evaluation(moved, request.statistics))  # the same once more, as after a resumed run
     assert agent.status().samples == 10
-    agent.perform(evaluation(moved, None, training="balanced_softmax"))  # another training of that run
+    agent.perform(evaluation(moved, None, task=TrainingTask("balanced_softmax")))  # another training of that run
     assert agent.predict(pictures(0, 1)).version == new.version
 
 
-def test_the_training_can_be_named(start: tuple[Path, Work, Done], agents: Any) -> None:
-    agent, work = agents(training="other"), start[1]
+def test_the_training_can_be_named(start: tuple[Path, Evaluate, Evaluated], agents: Any) -> None:
+    agent, request = agents(training="other"), start[1]
     before = agent.status().version
-    agent.perform(work)
-    agent.perform(evaluation(work.records["arrays"], None, run="run2"))
+    agent.perform(request)
+    agent.perform(evaluation(request.arrays, None, run="run2"))
     assert agent.status().version == before
 
 
-def test_a_model_that_the_adapter_cannot_use_is_not_served(start: tuple[Path, Work, Done], agents: Any) -> None:
-    agent, work = agents(), start[1]
+def test_a_model_that_the_adapter_cannot_use_is_not_served(
+    start: tuple[Path, Evaluate, Evaluated], agents: Any
+) -> None:
+    agent, request = agents(), start[1]
     before = agent.status().version
-    done = agent.perform(evaluation(work.records["arrays"], None, run="run2"))
-    assert done.metrics["fedavg|original|total"]  # the evaluation counts
+    reply = agent.perform(evaluation(request.arrays, None, run="run2"))
+    assert reply.results[0].total  # the evaluation counts
     assert agent.status().version == before
     assert "run2/cross_entropy is not served: fedthe needs" in agent.status().notes[-1]
 
 
-def test_predictions_go_on_while_a_phase_runs(agents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_go_on_beside_requests_which_run_one_at_a_time(agents: Any, monkeypatch: Any) -> None:
     agent, go_on = agents(), threading.Event()
 
-    def slow(work: Work, node: phases.Node) -> Done:
+    def slow(request: Request, node: Node) -> Reply:
         assert go_on.wait(60)
-        return Done(metrics={"seconds": 1.0})
+        return Evaluated(num_examples=1, checked=0, leaked=0, results=[])
 
-    monkeypatch.setitem(phases.PHASES, "train", slow)
-    answers: list[Done] = []
-    work = Work("train", message("train", 1))
-    threads = [threading.Thread(target=lambda: answers.append(agent.perform(work))) for _ in range(2)]
+    monkeypatch.setattr(core, "perform", slow)
+    replies: list[Reply] = []
+    request = Identify(**common())
+    threads = [threading.Thread(target=lambda: replies.append(agent.perform(request))) for _ in range(2)]
     for thread in threads:
         thread.start()
-    until(lambda: agent.status().training == "train")
+    until(lambda: agent.status().training == "identify")
     assert agent.predict(pictures(0, 5)).position == 0
-    assert not answers
+    assert not replies
     go_on.set()
     for thread in threads:
         thread.join(60)
-    assert len(answers) == 2
+    assert len(replies) == 2
     assert agent.status().training == ""
-
-
-def test_an_unknown_phase_is_refused(agents: Any) -> None:
-    with pytest.raises(ValueError, match="unknown phase 'rollback'; there are: identify, train"):
-        agents().perform(Work("rollback", {}))
 
 
 def test_private_state_lives_in_the_state_directory(folder: Path) -> None:
@@ -244,14 +242,14 @@ def test_private_state_lives_in_the_state_directory(folder: Path) -> None:
 
 
 def test_old_runs_are_forgotten_and_that_is_noted(
-    folder: Path, start: tuple[Path, Work, Done], agents: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, start: tuple[Path, Evaluate, Evaluated], agents: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent, work = agents(runs_kept=2), start[1]
+    agent, request = agents(runs_kept=2), start[1]
     private = folder / "state" / "private"
-    monkeypatch.setattr(agent, "_take_over", lambda work: None)
+    monkeypatch.setattr(agent, "_take_over", lambda request: None)
     for run in ("run2", "run3"):
         shutil.copytree(private / "run1", private / run)
-        agent.perform(evaluation(work.records["arrays"], None, run=run))
+        agent.perform(evaluation(request.arrays, None, run=run))
     assert sorted(path.name for path in private.iterdir() if path.name.startswith("run")) == ["run2", "run3"]
     assert "run run1 forgotten: it is not among the last 2" in agent.status().notes
 
@@ -259,7 +257,7 @@ def test_old_runs_are_forgotten_and_that_is_noted(
         raise PermissionError("not yours")
 
     monkeypatch.setattr(core, "forget_runs", denied)
-    assert agent.perform(evaluation(work.records["arrays"], None, run="run3")).metrics  # done all the same
+    assert agent.perform(evaluation(request.arrays, None, run="run3")).results  # done all the same
     assert agent.status().notes[-1] == "old runs could not be removed: not yours"
 
 

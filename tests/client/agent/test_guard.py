@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from client.agent.guard import COLLAPSES, Guard, LastGood, Limits, Usual, entropy, flat_images
+from client.agent.config import Limits
+from client.agent.guard import COLLAPSES, Guard, LastGood, flat_images
 from client.agent.live import Live, images
+from client.serving import Usual, entropy
 from tests.client.agent.world import served, unseen
 
 K = 4
@@ -44,7 +46,7 @@ def test_one_class_beyond_what_the_unadapted_model_says_is_a_collapse() -> None:
     watch = guard()
     verdict = watch.judge(rows(MIXED), rows([2] * 16))
     assert (verdict.action, verdict.kind, watch.events["collapse"]) == ("roll back", "collapse", 1)
-    assert watch.asks  # it goes on
+    assert watch.runs_adapter  # it goes on
     # at the edge: 14 of 16 are 0.875, below 0.9
     assert guard().judge(rows(MIXED), rows([2] * 14 + [0, 1])).action == "go"
 
@@ -74,7 +76,7 @@ def test_a_probability_that_is_no_number_rolls_back() -> None:
     assert watch.judge(rows(MIXED), adapted).kind == "non-finite"
     # once more soon after: the adapter is left alone for a while
     assert watch.judge(rows(MIXED), adapted).action == "roll back"
-    assert not watch.asks
+    assert not watch.runs_adapter
     assert watch.events["non-finite"] == 2
 
 
@@ -101,7 +103,7 @@ def test_small_batches_count_for_methods_defined_per_batch_only() -> None:
         watch = guard(per_batch=per_batch)
         actions = [watch.judge(rows([k]), rows([(k + 1) % K])).action for k in MIXED[:6]]
         assert actions == ["go"] * 4 + [least] * 2
-        assert watch.asks  # the next batch may be larger
+        assert watch.runs_adapter  # the next batch may be larger
 
 
 def test_the_adapter_is_tried_again() -> None:
@@ -110,9 +112,9 @@ def test_the_adapter_is_tried_again() -> None:
     watch = guard()
     assert watch.judge(rows([1] * 16), rows([2, 3] * 8)).action == "hold"
     for _ in range(5):  # 20 samples
-        assert not watch.asks
+        assert not watch.runs_adapter
         assert watch.judge(rows([0, 1, 2, 3]), None).action == "hold"
-    assert watch.asks
+    assert watch.runs_adapter
     assert watch.holding
     assert watch.judge(rows(MIXED), rows(MIXED)).action == "go"
     assert not watch.holding
@@ -125,7 +127,7 @@ def test_a_guard_goes_on_from_its_state() -> None:
     two = guard()
     two.load(one.state())
     assert [g.judge(rows([1]), rows([3])).action for g in (one, two)] == ["hold", "hold"]
-    assert two.asks == one.asks
+    assert two.runs_adapter == one.runs_adapter
     with pytest.raises(ValueError, match="does not fit"):
         two.load({"window": np.zeros((2, 3)), "numbers": np.zeros(3)})
 
@@ -135,7 +137,7 @@ def test_no_window_of_a_degenerate_stream_has_more_differing_answers(sizes: list
     watch, draw, differs = guard(), np.random.default_rng(seed), []
     for size in sizes:
         unadapted = rows([1] * size)
-        adapted = rows(draw.integers(K, size=size).tolist()) if watch.asks else None
+        adapted = rows(draw.integers(K, size=size).tolist()) if watch.runs_adapter else None
         verdict = watch.judge(unadapted, adapted)
         wrong = [False] * size if adapted is None else (adapted.argmax(1) != 1).tolist()
         differs += wrong if verdict.action == "go" else [False] * size

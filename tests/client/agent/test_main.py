@@ -20,11 +20,21 @@ import grpc
 import pytest
 from PIL import Image
 
-from client.agent import agent_pb2 as pb
 from client.agent.__main__ import run
-from client.relay import perform
-from client.work import Done, Work
-from tests.client.agent.fake import TIMEOUT, FakeAgent, channel, config, folder, predictor, refused, request, running
+from client.relay import relay
+from messages import agent_pb2 as pb
+from tests.client.agent.fake import (
+    TIMEOUT,
+    TRAIN,
+    FakeAgent,
+    channel,
+    config,
+    folder,
+    predictor,
+    refused,
+    request,
+    running,
+)
 
 ROOT = Path(__file__).parents[3]
 START = 120.0  # seconds: torch's import on a busy machine
@@ -96,23 +106,23 @@ def test_a_phase_that_does_not_end_does_not_keep_the_process(monkeypatch: pytest
     asked: queue.SimpleQueue[int] = queue.SimpleQueue()
     begun, end = threading.Event(), threading.Event()
 
-    def train(_: Any) -> Done:
+    def train(_: Any) -> Any:
         begun.set()
         end.wait(TIMEOUT)
-        return Done()
+        raise AssertionError("cut off")
 
     with folder() as path, ThreadPoolExecutor(2) as pool:
         keys = config(path, deadline=0.1)
         fake = FakeAgent(keys)
-        fake.do = train
+        fake.answer = train
         monkeypatch.setattr("client.agent.core.Agent", lambda _: fake)
         main = pool.submit(run, keys, asked)
-        work = pool.submit(perform, keys.relay_address, Work("train", {}), TIMEOUT)
+        reply = pool.submit(relay, TRAIN, {"agent": keys.relay_address}, TIMEOUT)
         assert begun.wait(TIMEOUT)
         asked.put(signal.SIGTERM)
         assert main.result(TIMEOUT) == 0
         assert (exits, fake.closed) == ([0], True)
-        assert isinstance(work.exception(TIMEOUT), ConnectionError | RuntimeError)
+        assert isinstance(reply.exception(TIMEOUT), ConnectionError | RuntimeError)
         end.set()
 
 

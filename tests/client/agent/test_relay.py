@@ -1,4 +1,4 @@
-"""Federated work through a device's agent: the same bits as in the ClientApp's own process, which imports no torch."""
+"""Federated requests through a device's agent, which the contract of transports leaves open; no torch on the way."""
 
 from __future__ import annotations
 
@@ -6,44 +6,42 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
 
-from client import relay
-from client.agent import agent_pb2_grpc, wire
-from client.agent.config import AgentConfig
-from client.agent.core import Agent
-from client.agent.server import Running, serve
 from client.app import app
-from client.work import Done, Work
+from client.relay import RelayTransport, relay, socket_path
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc, protobuf
+from messages.flower import from_content, to_content
+from messages.replies import RefinedRates
+from messages.requests import RefineRates
+from messages.transport import Addressed
 from settings import SettingsError
-from tests.client.agent.fake import TIMEOUT, channel, folder, predictor, request, running
-from tests.flower import record
-from tests.flower import request as message
-from tests.server.test_run import SMALL, assert_same_results, nodes
-from tests.server.test_run import events as events_of
+from tests.client.agent.fake import TIMEOUT, TRAIN, channel, folder, predictor, request, running, trained
 
 ROOT = Path(__file__).parents[3]
-WORK = Work("train", {"a": 1, "b": 1.0, "c": [1, 2]}, {"arrays": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}})
 
 
-def test_work_reaches_the_agent_and_its_answer_comes_back() -> None:
+def ask(address: str, **node_config: Any) -> Any:
+    return relay(TRAIN, {"agent": address, **node_config}, TIMEOUT)
+
+
+def test_a_request_reaches_the_agent_and_its_reply_comes_back() -> None:
     with running() as (agent, sockets):
-        agent.do = lambda work: Done({"x": {"y": np.array(3)}}, {"loss": 0.1, "n": [1]}, {"classes": ["a"]})
-        done = relay.perform(sockets.relay, WORK, TIMEOUT, 1, 3)
-    (work,) = agent.work
-    assert (work.phase, repr(work.config)) == (WORK.phase, repr(WORK.config))
-    np.testing.assert_array_equal(work.records["arrays"]["w"], WORK.records["arrays"]["w"])
-    assert done.records["x"]["y"].shape == ()
-    assert (done.metrics, done.identity) == ({"loss": 0.1, "n": [1]}, {"classes": ["a"]})
+        reply = ask(sockets.relay, **{"partition-id": 1, "num-partitions": 3})
+    (received,) = agent.requests
+    assert received.to_record().values == TRAIN.to_record().values
+    np.testing.assert_array_equal(received.arrays["w"], TRAIN.arrays["w"])
+    assert reply.to_record().values == trained(TRAIN).to_record().values
+    np.testing.assert_array_equal(reply.arrays["w"], TRAIN.arrays["w"])
 
 
 @pytest.mark.parametrize(
@@ -56,193 +54,202 @@ def test_work_reaches_the_agent_and_its_answer_comes_back() -> None:
         (ValueError("é" * 9000), ValueError, "^é{500,}…$"),
     ],
 )
-def test_what_the_agent_says_is_what_is_raised(raised: Exception, kind: type[Exception], told: str) -> None:
-    def fail(work: Work) -> Done:
+def test_the_agents_reason_is_the_exceptions(raised: Exception, kind: type[Exception], told: str) -> None:
+    def fail(request: Any) -> Any:
         raise raised
 
     with running() as (agent, sockets):
-        agent.do = fail
+        agent.answer = fail
         with pytest.raises(kind, match=told):
-            relay.perform(sockets.relay, WORK, TIMEOUT)
+            ask(sockets.relay)
+        (answer,) = RelayTransport({1: sockets.relay}).exchange([Addressed(1, TRAIN)], TIMEOUT)
+    assert (answer.kind, answer.reason) == ("failed", f"{kind.__name__}: {told.strip('^$')}") or "é" in answer.reason
 
 
-def test_an_answer_that_cannot_be_said_is_the_agents_error() -> None:
+def test_a_reply_that_is_not_one_is_refused() -> None:
     with running() as (agent, sockets):
-        agent.do = lambda work: Done({}, {"train-loss": float("inf")})
-        with pytest.raises(ValueError, match="metrics: train-loss = inf: allowed are finite numbers"):
-            relay.perform(sockets.relay, WORK, TIMEOUT)
+        agent.answer = lambda request: RefinedRates(rates={}, loss=0.1, correct=1, seconds=0.0)
+        (answer,) = RelayTransport({1: sockets.relay}).exchange([Addressed(1, TRAIN)], TIMEOUT)
+        assert answer.kind == "refused"
+        assert "correct" in answer.reason or "arrays" in answer.reason
+        with pytest.raises(ValueError, match=r"correct|arrays"):
+            ask(sockets.relay)
 
 
-def test_an_agent_that_is_not_there_or_takes_too_long_is_named() -> None:
-    with folder() as path, pytest.raises(ConnectionError, match=r"no agent answers at unix:.*r\.sock within 0\.2 s"):
-        relay.perform(f"unix:{path}/r.sock", WORK, TIMEOUT, ready=0.2)
+def test_an_agent_that_cannot_be_reached_or_takes_too_long_is_named() -> None:
+    with folder() as path:
+        address = f"unix:{path}/r.sock"
+        with pytest.raises(ConnectionError, match=r"no agent answers at unix:.*r\.sock within 0\.2 s"):
+            relay(TRAIN, {"agent": address}, TIMEOUT, ready=0.2)
+        (answer,) = RelayTransport({1: address}, ready=0.2).exchange([Addressed(1, TRAIN)], TIMEOUT)
+        assert (answer.kind, "no agent answers" in answer.reason) == ("failed", True)
     with running() as (agent, sockets):
         end = threading.Event()
 
-        def slow(work: Work) -> Done:
+        def slow(request: Any) -> Any:
             end.wait(TIMEOUT)
-            return Done()
+            return trained(request)
 
-        agent.do = slow
-        with pytest.raises(TimeoutError, match=r"has not finished phase train within 1 s"):
-            relay.perform(sockets.relay, WORK, 1.0)
+        agent.answer = slow
+        with pytest.raises(TimeoutError, match=r"has not answered train within 1 s"):
+            relay(TRAIN, {"agent": sockets.relay}, 1.0)
         end.set()
 
 
-def test_work_is_not_relayed_to_other_machines() -> None:
-    with pytest.raises(ValueError, match="address 'localhost:5000': allowed is unix:/path"):
-        relay.perform("localhost:5000", WORK, TIMEOUT)
+def test_an_agent_that_starts_late_is_waited_for() -> None:
+    with running() as (_, sockets):
+        path = socket_path(sockets.relay)
+        hidden = path.with_name("hidden")
+        path.rename(hidden)
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(ask, sockets.relay)
+            time.sleep(0.3)
+            hidden.rename(path)
+            assert reply.result(TIMEOUT).num_examples == 3
 
 
-def test_one_phase_at_a_time_and_what_nobody_waits_for_is_not_begun() -> None:
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("localhost:5000", "allowed is unix:/path"),
+        ("unix:agent.sock", "allowed is unix:/path"),
+        ("/agent.sock", "allowed is unix:/path"),
+        ("", "allowed is unix:/path"),
+        ("unix:/" + "x" * 107, "108 bytes; the path of a socket has at most 107"),
+        ("unix:/" + "ü" * 60, "121 bytes"),
+    ],
+)
+def test_requests_are_relayed_to_unix_sockets_only(address: str, told: str) -> None:
+    assert socket_path("unix:/run/a.sock") == Path("/run/a.sock")
+    with pytest.raises(ValueError, match=told):
+        ask(address)
+
+
+def test_one_request_at_a_time_and_a_withdrawn_one_does_not_begin() -> None:
     with running() as (agent, sockets):
         begun, end = threading.Semaphore(0), threading.Event()
         together: list[int] = []
 
-        def count(work: Work) -> Done:
+        def count(request: Any) -> Any:
             together.append(1)
             begun.release()
             end.wait(TIMEOUT)
             assert len(together) == 1
             together.pop()
-            return Done()
+            return trained(request)
 
-        agent.do = count
+        agent.answer = count
         with ThreadPoolExecutor(3) as pool, channel(sockets.relay) as line:
-            first = pool.submit(relay.perform, sockets.relay, WORK, TIMEOUT)
+            first = pool.submit(ask, sockets.relay)
             assert begun.acquire(timeout=TIMEOUT)
-            withdrawn = agent_pb2_grpc.RelayStub(line).Perform.future(wire.work_to(WORK), timeout=0.3)
+            work = protobuf.to_work(TRAIN.to_record())
+            withdrawn = agent_pb2_grpc.RelayStub(line).Perform.future(work, timeout=0.3)
             assert withdrawn.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             time.sleep(1.0)  # the service hears of it a moment after we do
-            others = [pool.submit(relay.perform, sockets.relay, WORK, TIMEOUT) for _ in range(2)]
+            others = [pool.submit(ask, sockets.relay) for _ in range(2)]
             end.set()
-            assert [one.result(TIMEOUT) for one in (first, *others)] == [Done()] * 3
-        assert len(agent.work) == 3
+            assert [one.result(TIMEOUT).num_examples for one in (first, *others)] == [3] * 3
+        assert len(agent.requests) == 3
 
 
-def test_predictions_go_on_beside_work() -> None:
+def test_predictions_go_on_beside_requests() -> None:
     with running() as (agent, sockets), channel(sockets.listen) as line, ThreadPoolExecutor(1) as pool:
         begun, end = threading.Event(), threading.Event()
 
-        def train(work: Work) -> Done:
+        def train(request: Any) -> Any:
             begun.set()
             end.wait(TIMEOUT)
-            return Done()
+            return trained(request)
 
-        agent.do = train
-        work = pool.submit(relay.perform, sockets.relay, WORK, TIMEOUT)
+        agent.answer = train
+        reply = pool.submit(ask, sockets.relay)
         assert begun.wait(TIMEOUT)
         predictor(line).Predict(request(), timeout=TIMEOUT)
-        assert not work.done()
+        assert not reply.done()
         end.set()
-        work.result(TIMEOUT)
+        reply.result(TIMEOUT)
 
 
-def ask(node_config: dict[str, Any], kind: str = "train.rates") -> RecordDict:
-    """Send a message through the ClientApp."""
+def through_app(node_config: dict[str, Any], asked: Any = TRAIN) -> Any:
+    """The reply of the ClientApp to a request."""
     context = Context(run_id=1, node_id=1, node_config=node_config, state=RecordDict(), run_config={})
-    content = RecordDict({"config": ConfigRecord({"server-round": 1}), "arrays": record(w=np.ones(2, np.float32))})
-    return app(message(kind=kind, content=content), context).content
+    record = asked.to_record()
+    message = Message(to_content(record), dst_node_id=1, message_type=record.kind)
+    message.metadata.__dict__["_message_id"] = "1"
+    return asked.reply.from_record(from_content(asked.reply.kind, app(message, context).content))
 
 
-def test_the_app_hands_messages_on_and_counts_its_context_itself() -> None:
+@pytest.fixture
+def identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    for attribute in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, attribute, 1)
+
+
+@pytest.mark.usefixtures("identity")
+def test_the_app_relays_and_counts_its_own_context() -> None:
+    rates = RefineRates(settings="{}", run="r", round=1, variant="all", network="n", rates={"w": np.zeros(())})
     with running() as (agent, sockets):
         for given in ({}, {"partition-id": 1, "num-partitions": 3}):
-            content = ask({"agent": sockets.relay, **given})
-            assert content.array_records["arrays"]["w"].numpy().tolist() == [1, 1]
-            assert dict(content.metric_records["metrics"]) == {"num-examples": 1, "context-bytes": 0}
-        assert "context-bytes" not in ask({"agent": sockets.relay}, "train").metric_records["metrics"]
-    assert [work.phase for work in agent.work] == ["rates", "rates", "train"]
-    assert agent.work[0].config == {"server-round": 1}
+            reply = through_app({"agent": sockets.relay, **given})
+            np.testing.assert_array_equal(reply.arrays["w"], TRAIN.arrays["w"])
+        agent.answer = lambda request: RefinedRates(
+            rates=request.rates, loss=0.1, correct=1, seconds=0.0, context_bytes=99
+        )
+        assert through_app({"agent": sockets.relay}, rates).context_bytes == 0
+    assert [one.kind for one in agent.requests] == ["train", "train", "train.rates"]
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"partition-id": 2}, "the node config says partition-id = 2: the agent at this socket has 1"),
-        ({"num-partitions": 5}, "the node config says num-partitions = 5: the agent at this socket has 3"),
+        ({"partition-id": 2}, "the node config says partition-id = 2, the agent's own file 1"),
+        ({"num-partitions": 5}, "the node config says num-partitions = 5, the agent's own file 3"),
         ({"role": "source", "state-dir": "x"}, "node config: role, state-dir beside agent"),
-        ({"agent": ""}, "address '': allowed is unix:/path"),
     ],
 )
-def test_a_node_config_that_is_the_agents_to_say_is_refused(given: dict[str, Any], told: str) -> None:
+def test_a_node_config_that_contradicts_the_agents_file_is_refused(given: dict[str, Any], told: str) -> None:
     with running() as (agent, sockets), pytest.raises(ValueError, match=told):
-        ask({"agent": sockets.relay, **given})
-    assert agent.work == []
+        ask(sockets.relay, **given)
+    assert agent.requests == []
 
 
-def test_an_unknown_phase_is_refused_by_name() -> None:
-    with running() as (agent, sockets), pytest.raises(ValueError, match="phase = 'dance': allowed are identify, train"):
-        relay.perform(sockets.relay, Work("dance", {}), TIMEOUT)
-    assert agent.work == []
+def test_an_unknown_kind_of_request_is_refused_by_name() -> None:
+    with running() as (agent, sockets), channel(sockets.relay) as line:
+        with pytest.raises(grpc.RpcError, match=r"request 'dance': allowed are query.identify, train"):
+            agent_pb2_grpc.RelayStub(line).Perform(pb.Work(phase="dance"), timeout=TIMEOUT)
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            agent_pb2_grpc.RelayStub(line).Perform(pb.Work(phase="train", config_json="{}"), timeout=TIMEOUT)
+    assert agent.requests == []
 
 
 CODE = """
 import sys
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
-TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+from flwr.app import Context, Message, RecordDict
+from messages.flower import allow_messages, from_content, to_content
+from messages.requests import Train, TrainingTask
+allow_messages()
 from client.app import app
 context = Context(run_id=1, node_id=1, node_config={"agent": sys.argv[1]}, state=RecordDict(), run_config={})
-arrays = ArrayRecord({"w": Array(np.ones(3, np.float32))})
-content = RecordDict({"config": ConfigRecord({"server-round": 1}), "arrays": arrays})
-message = Message(content, dst_node_id=1, message_type="train")
+arrays = {"w": np.ones(3, np.float32)}
+asked = Train(settings="{}", run="r", round=1, task=TrainingTask("ce"), arrays=arrays).to_record()
+message = Message(to_content(asked), dst_node_id=1, message_type="train")
 message.metadata.__dict__["_message_id"] = "1"
-reply = app(message, context).content
-print(reply.array_records["arrays"]["w"].numpy().tolist())
+print(from_content("trained", app(message, context).content).arrays["arrays"]["w"].tolist())
 print([name for name in ("torch", "torchvision", "models", "data", "client.device") if name in sys.modules])
 """
 
 
-def test_a_process_that_relays_never_imports_torch() -> None:
+def printed(code: str, *arguments: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_process_that_relays_imports_no_torch_and_the_relay_no_flower() -> None:
     with running() as (_, sockets):
-        done = subprocess.run(
-            [sys.executable, "-c", CODE, sockets.relay],
-            capture_output=True, text=True, cwd=ROOT, timeout=120, check=False,
-        )  # fmt: skip
-    assert done.stdout.splitlines() == ["[1.0, 1.0, 1.0]", "[]"], done.stderr
-
-
-@pytest.fixture
-def agents() -> Iterator[Callable[[int], list[tuple[Agent, Running]]]]:
-    """Real agents on real sockets, as many as asked for."""
-    with ExitStack() as stack:
-        path = stack.enter_context(folder())
-
-        def start(count: int) -> list[tuple[Agent, Running]]:
-            made = []
-            for i in range(count):
-                keys: dict[str, Any] = {"partition-id": i, "num-partitions": count, "state-dir": str(path / str(i))}
-                config = AgentConfig.from_mapping({**keys, "device": "cpu", "adapter": "btfl"})
-                agent = Agent(config)
-                stack.callback(agent.close)
-                made.append((agent, serve(agent, config)))
-                stack.callback(made[-1][1].stop, TIMEOUT)
-            return made
-
-        yield start
-
-
-def test_a_federation_of_agents_gives_the_bits_of_one_without_and_then_answers(agents: Any, tmp_path: Path) -> None:
-    from server.app import serve as serve_run
-
-    settings = SMALL.replace(rounds=1, methods="fedavg,btfl", shifts="original")
-    serve_run(nodes(settings), settings, tmp_path / "without")
-    made = agents(settings.clients)
-    addresses = [sockets.relay for _, sockets in made]
-    for agent, sockets in made:
-        assert agent.status().version == ""
-        with channel(sockets.listen) as line, pytest.raises(grpc.RpcError, match="FAILED_PRECONDITION"):
-            predictor(line).Predict(request(), timeout=TIMEOUT)
-    serve_run(nodes(settings, own=lambda partition: {"agent": addresses[partition]}), settings, tmp_path / "with")
-    assert_same_results(tmp_path / "without", tmp_path / "with")
-    kinds = [event["event"] for event in events_of(tmp_path / "with")]
-    assert not {"failed", "refused"} & set(kinds)
-    for agent, sockets in made:
-        assert agent.status().version
-        with channel(sockets.listen) as line:
-            asked = request(shape=(2, *agent.status().shape))
-            replies = list(predictor(line).PredictStream(iter([asked, asked]), timeout=TIMEOUT))
-        assert [(reply.samples, reply.classes, reply.error) for reply in replies] == [(2, 10, "")] * 2
-        assert replies[0].model_version == agent.status().version
+        assert printed(CODE, sockets.relay) == ["[1.0, 1.0, 1.0]", "[]"]
+    imported = "import sys, client.relay; print([n for n in ('torch', 'flwr', 'models', 'data') if n in sys.modules])"
+    assert printed(imported) == ["[]"]

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from client.agent import agent_pb2 as pb
-from client.agent import agent_pb2_grpc, service
+from client.agent import service
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc, protobuf
 from tests.client.agent.fake import (
     CLASSES,
     TIMEOUT,
+    TRAIN,
     FakeAgent,
     channel,
     first,
@@ -78,8 +80,8 @@ def test_status_snapshot_rollback_reset(agent: Any) -> None:
             "shape [1, 2, 2]: allowed are [B, C, H, W]",
         ),
         (pb.Images(kind=pb.Images.UINT8, shape=[0, 1, 2, 2]), "shape [0, 1, 2, 2]"),
-        (pb.Images(kind=pb.Images.UINT8, shape=[1, 1, 2, 2], values=bytes(3)), "3 bytes came"),
-        (pb.Images(kind=pb.Images.FLOAT32, shape=[1 << 40, 1, 1 << 20, 1 << 20]), "0 bytes came"),
+        (pb.Images(kind=pb.Images.UINT8, shape=[1, 1, 2, 2], values=bytes(3)), "3 bytes, but"),
+        (pb.Images(kind=pb.Images.FLOAT32, shape=[1 << 40, 1, 1 << 20, 1 << 20]), "0 bytes, but"),
     ],
 )
 def test_bad_images_are_refused_by_name_and_change_nothing(agent: Any, images: pb.Images, told: str) -> None:
@@ -289,8 +291,8 @@ def test_a_stop_does_not_wait_for_ever() -> None:
             end.wait(TIMEOUT)
             raise AssertionError("cut off")
 
-        fake.do = train
-        call = agent_pb2_grpc.RelayStub(line).Perform.future(pb.Work(phase="train"), timeout=TIMEOUT)
+        fake.answer = train
+        call = agent_pb2_grpc.RelayStub(line).Perform.future(protobuf.to_work(TRAIN.to_record()), timeout=TIMEOUT)
         assert begun.wait(TIMEOUT)
         assert sockets.stop(0.05) == 1
         assert call.exception(TIMEOUT) is not None

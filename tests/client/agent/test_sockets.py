@@ -11,9 +11,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from client.agent import agent_pb2 as pb
 from client.agent import server
-from simulation.certificates import make_keys
+from messages import agent_pb2 as pb
+from simulation.keys import make_keys
 from tests.client.agent.fake import (
     TIMEOUT,
     FakeAgent,
@@ -85,7 +85,7 @@ def test_what_a_dead_agent_has_left_is_removed_and_nothing_else() -> None:
         server.free(left)
         assert not left.exists()
         left.write_text("mine")
-        with pytest.raises(FileExistsError, match=r"agent\.sock is there already, and is no socket"):
+        with pytest.raises(FileExistsError, match=r"agent\.sock exists and is not a socket"):
             server.free(left)
     with running() as (_, sockets):
         with pytest.raises(FileExistsError, match=r"agent\.sock: another process listens there"):

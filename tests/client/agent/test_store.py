@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from client.agent.guard import Usual
-from client.agent.serving import Served
 from client.agent.store import SCHEMA, StateInUse, Store
-from client.evaluation import Row
-from client.state import Arrays
+from client.serving import Served, Usual
+from messages.arrays import Arrays
+from messages.requests import AdapterRow
 from models import build
 from tests.client.agent.world import fork, killed, said
 
@@ -29,7 +28,7 @@ CPU = torch.device("cpu")
 @lru_cache(maxsize=4)
 def model(seed: int = 1) -> Served:
     spec = {"name": "cnn", "num_classes": 2, "in_channels": 1, "image_size": 16, "seed": seed}
-    return Served(Row("none", "none"), build(**spec), spec, {"seed": seed}, ("a", "b"), Usual.unknown(2))
+    return Served(AdapterRow("none", "none"), build(**spec), spec, {"seed": seed}, ("a", "b"), Usual.unknown(2))
 
 
 def state(value: float) -> Arrays:

@@ -1,10 +1,10 @@
-"""One client of a small federation of the embedded digits, trained through an agent's own `perform`."""
+"""One client of a small federation of the embedded digits, trained by typed requests."""
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import multiprocessing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,16 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client.agent.config import AgentConfig
-from client.agent.serving import Served
-from client.evaluation import Row
-from client.phases import Node, device_of, perform, round_of, task_of
-from client.runtime import federation_of
+from client.node import Node, make_device, perform
+from client.resources import federation_of
+from client.serving import Served
 from client.state import MemoryState
-from client.work import Arrays, Done, Work
+from messages.arrays import Arrays
+from messages.replies import Evaluated, Reply
+from messages.requests import AdapterRow, Evaluate, Request, Summarize, Train, TrainingTask
 from models import build
-from settings import Settings
+from settings import Settings, to_json
 
-Perform = Callable[[Work], Done]
+Perform = Callable[[Request], Reply]
 SETTINGS = Settings(
     clients=3,
     partition="iid",
@@ -36,7 +37,7 @@ SETTINGS = Settings(
     model="cnn",
     model_options="norm=batch",
 )
-TEST = ("original",)
+TASK = TrainingTask("cross_entropy")
 
 
 def config(folder: Path, **changes: Any) -> AgentConfig:
@@ -52,16 +53,9 @@ def config(folder: Path, **changes: Any) -> AgentConfig:
     return AgentConfig(**{**defaults, **changes})
 
 
-def message(phase: str, round: int, run: str = "run1", settings: Settings = SETTINGS, **changes: Any) -> dict[str, Any]:
-    """The config of a message."""
-    own = {
-        "server-round": round,
-        "training": "cross_entropy",
-        "rule": "joint",
-        "objective": "cross_entropy",
-        "run": run,
-    }
-    return {**settings.flat(), **own, **changes}
+def common(run: str = "run1") -> dict[str, Any]:
+    """The fields of every request."""
+    return {"settings": to_json(SETTINGS), "run": run}
 
 
 @lru_cache(maxsize=1)
@@ -70,42 +64,39 @@ def initial() -> Arrays:
     return {name: value.numpy().copy() for name, value in network.global_state().items()}
 
 
-def evaluation(arrays: Arrays, statistics: Arrays | None, run: str = "run1", round: int = 2, **changes: Any) -> Work:
-    rows = {"labels": ["fedavg"], "adapters": ["none"], "options": [json.dumps({})], "bases": ["global"]}
-    records: dict[str, Mapping[str, NDArray[Any]]] = {"arrays": arrays}
-    if statistics is not None:
-        records["statistics"] = statistics
-    content = message("evaluate", round, run, **{**rows, "shifts-resolved": list(TEST), **changes})
-    return Work("evaluate", content, {name: dict(record) for name, record in records.items()})
+def evaluation(
+    arrays: Arrays, statistics: Arrays | None, run: str = "run1", task: TrainingTask = TASK, round: int = 2
+) -> Evaluate:
+    rows = [AdapterRow("fedavg", "none")]
+    return Evaluate(
+        round=round, task=task, arrays=arrays, statistics=statistics, rows=rows, shifts=["original"], **common(run)
+    )
 
 
-def train(perform: Perform, run: str = "run1", arrays: Arrays | None = None, **changes: Any) -> tuple[Work, Done]:
-    """Train a round, take statistics and evaluate; return the evaluation's message and its answer."""
-    task = {key: value for key, value in changes.items() if key in ("training", "rule", "objective")}
-    first = Work("train", message("train", 1, run, **task), {"arrays": arrays or initial()})
-    trained = perform(first).records["arrays"]
-    second = Work("statistics", message("statistics", 2, run, wanted=[], **task), {"arrays": trained})
-    means = perform(second).records["statistics"]
-    work = evaluation(trained, means, run, **changes)
-    return work, perform(work)
+def train(perform: Perform) -> tuple[Evaluate, Evaluated]:
+    """Train a round, take statistics and evaluate; return the evaluation's request and its reply."""
+    trained: Any = perform(Train(round=1, task=TASK, arrays=initial(), **common()))
+    means: Any = perform(Summarize(round=2, task=TASK, arrays=trained.arrays, **common()))
+    request = evaluation(trained.arrays, means.statistics)
+    reply = perform(request)
+    assert isinstance(reply, Evaluated)
+    return request, reply
 
 
 @lru_cache(maxsize=1)
-def trained() -> tuple[Node, Work]:
-    """A client whose network is right on 9 of 10 digits, and the evaluation's message; its state is in memory."""
+def trained() -> tuple[Node, Evaluate]:
+    """A client whose network is right on 9 of 10 digits, and the evaluation's request; its state is in memory."""
     node = Node(0, SETTINGS.clients, MemoryState(), settings={"device": "cpu"})
-    work, _ = train(lambda message: perform(message, node))
-    return node, work
+    return node, train(lambda request: perform(request, node))[0]
 
 
 @lru_cache(maxsize=8)
 def served(adapter: str, base: str = "global", **options: Any) -> Served:
     """What `Device.serve` makes of the trained client; to be left as it is."""
-    node, work = trained()
-    records = work.records["arrays"], work.records["statistics"]
-    row = Row(adapter, adapter, options, base)
-    rates = {"all": dict.fromkeys(work.records["arrays"], 0.01)}
-    return device_of(work, node).serve(round_of(work), task_of(work), *records, row, rates)
+    node, request = trained()
+    rates = {"all": {name: np.array(0.01) for name in request.arrays}}
+    row = AdapterRow(adapter, adapter, options, base)  # type: ignore[arg-type]
+    return make_device(request, node).serve(dataclasses.replace(request, rates=rates), row)
 
 
 def fork(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:

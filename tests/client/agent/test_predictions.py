@@ -13,9 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from client.agent.answers import Busy, Prediction
 from client.agent.live import Live, images
-from client.agent.queue import PredictQueue
+from client.agent.predictions import Busy, Prediction, PredictQueue
 from tests.client.agent.world import pictures, served
 
 

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from client.agent.guard import Usual
-from client.agent.serving import NETWORK, REST, Served, lacking
-from client.evaluation import Row, make_adapter
-from client.neighbours import memorise
-from client.phases import device_of, round_of, task_of
-from client.summary import join_statistics
+from client.algorithms import find_algorithm
+from client.evaluation import make_adapter, memorize
+from client.node import make_device
+from client.serving import NETWORK, REST, Served, Usual, missing_heads
+from messages.requests import AdapterRow
 from tests.client.agent.world import SETTINGS, pictures, served, trained
 
 CPU = torch.device("cpu")
@@ -51,26 +50,25 @@ def test_files_give_the_same_predictions(tmp_path: Path, name: str, base: str, o
 
 @pytest.mark.parametrize(("name", "base", "options"), ROWS)
 def test_it_is_the_adapter_that_an_evaluation_makes(name: str, base: str, options: dict[str, Any]) -> None:
-    node, work = trained()
-    device = device_of(work, node)
-    private = device._receive(work.records["arrays"], task_of(work), round_of(work))
-    known = join_statistics(private, work.records["statistics"], round_of(work), CPU)
+    node, request = trained()
+    device = make_device(request, node)
+    private, statistics = device._trained(request)
     if base == "personalised":
-        device._personalise(task_of(work), private, round_of(work))
-    rates = {"all": dict.fromkeys(work.records["arrays"], 0.01)}
-    neighbours = memorise(device.model, device.federation, 0, SETTINGS, CPU) if name == "knn_per" else None
-    expected = make_adapter(Row(name, name, options), device.model, device.settings, known, rates, neighbours)
+        device._personalize(request, private)
+    rates = {"all": dict.fromkeys(request.arrays, 0.01)}
+    neighbours = memorize(device.model, device.federation, 0, SETTINGS, CPU) if name == "knn_per" else None
+    row = AdapterRow(name, name, options, base)
+    expected = make_adapter(row, device.model, device.settings, statistics, rates, neighbours)
     adapter = served(name, base, **options).build()
     for x in stream():
         assert torch.equal(adapter.predict(x), expected.predict(x))
 
 
 def test_its_network_is_its_own() -> None:
-    node, work = trained()
+    node, request = trained()
     before = served("fedthe").digest()
-    device_of(work, node).model.load_global_state(
-        {name: torch.zeros_like(value) for name, value in device_of(work, node).model.global_state().items()}
-    )
+    model = make_device(request, node).model
+    model.load_global_state({name: torch.zeros_like(value) for name, value in model.global_state().items()})
     assert served("fedthe").digest() == before
 
 
@@ -80,7 +78,7 @@ def test_other_weights_options_or_statistics_have_other_digests() -> None:
     assert one.statistics.descriptor_local is not None
     moved = replace(one.statistics, descriptor_local=one.statistics.descriptor_local + 1)
     others = [
-        replace(one, row=Row("fedthe", "fedthe", {"beta": 0.1})),
+        replace(one, row=AdapterRow("fedthe", "fedthe", {"beta": 0.1})),
         replace(one, statistics=moved),
         replace(one, origin="other"),
         replace(one, usual=Usual.unknown(10)),
@@ -91,28 +89,42 @@ def test_other_weights_options_or_statistics_have_other_digests() -> None:
 
 def test_what_is_usual_is_the_clients_own_mix() -> None:
     usual = served("none").usual
-    node, work = trained()
-    device = device_of(work, node)
+    node, request = trained()
+    device = make_device(request, node)
     labels = device.federation.images.labels[device.federation.splits[0].train]
     assert (usual.shares >= np.bincount(labels, minlength=10) / len(labels) - 1e-12).all()
     assert 0 < usual.entropy < np.log(10) / 2  # it has learned something
 
 
-def test_what_a_training_does_not_make_is_said() -> None:
-    assert "personal head" in lacking("btfl", "ditto", personal_head=False)
-    assert "residual head" in lacking("fedrod", "joint", personal_head=True)
-    assert "rotation head" in lacking("ttt", "joint", personal_head=True)
-    assert not lacking("btfl", "joint", personal_head=True)
-    assert not lacking("tent", "ditto", personal_head=False)
-    node, work = trained()
-    records = work.records["arrays"], None
-    with pytest.raises(ValueError, match="descriptor_local"):  # no statistics came
-        device_of(work, node).serve(round_of(work), task_of(work), *records, Row("fedthe", "fedthe"))
+@pytest.mark.parametrize(
+    ("adapter", "algorithm", "missing"),
+    [
+        ("btfl", "ditto", ["personal_head"]),
+        ("fedrod", "fedavg", ["residual_head"]),
+        ("ttt", "fedavg", ["rotation_head"]),
+        ("btfl", "fedavg", []),
+        ("tent", "ditto", []),
+    ],
+)
+def test_heads_that_a_training_does_not_make_are_named(adapter: str, algorithm: str, missing: list[str]) -> None:
+    assert missing_heads(adapter, find_algorithm(algorithm)) == missing
+    node, request = trained()
+    if missing:
+        other = replace(request, task=replace(request.task, algorithm=algorithm))
+        with pytest.raises(ValueError, match=f"{adapter} needs a {missing[0]}.*{algorithm!r}"):
+            make_device(other, node).serve(other, AdapterRow(adapter, adapter))
+
+
+def test_an_adapter_without_its_statistics_is_not_served() -> None:
+    node, request = trained()
+    without = replace(request, statistics=None)
+    with pytest.raises(ValueError, match="descriptor_local"):
+        make_device(without, node).serve(without, AdapterRow("fedthe", "fedthe"))
 
 
 def test_an_adapter_of_whole_sets_is_not_built() -> None:
     with pytest.raises(ValueError, match="whole test set"):
-        replace(served("none"), row=Row("f", "fedicon", {"mode": "offline"})).build()
+        replace(served("none"), row=AdapterRow("f", "fedicon", {"mode": "offline"})).build()
 
 
 @pytest.mark.parametrize("name", [NETWORK, REST])
