@@ -1,4 +1,4 @@
-"""A round of several clients at once: their networks stacked, their batches side by side (`models.stacked`).
+"""A round of several clients at once: their networks stacked, their batches side by side (`models.vectorized`).
 
 Equal to one client after another up to rounding: each client draws by its own generator, and what pads its batches to
 one width is masked. Only for FedAvg's local training, with or without FedProx's pull; other rules are their own loops.
@@ -27,7 +27,7 @@ from client.state import Arrays
 from client.task import Task
 from client.training import TrainingSet, epoch, smallest_batch
 from models import PERSONAL_PREFIX
-from models.stacked import Stacked, draws
+from models.vectorized import VectorizedNetwork, is_stochastic
 
 Result = tuple[Arrays, Metrics] | Exception
 #: (batch, leaves, class counts) → (mean loss of each client [k], what is added to it for the gradient [k]).
@@ -45,7 +45,7 @@ class Batch:
 
 def fits(learner: Learner, task: Task) -> bool:
     """Tell whether a training can be done for several clients at once: FedAvg's, without layers that draw."""
-    return isinstance(rule(task.rule), Joint) and not draws(learner.model)
+    return isinstance(rule(task.rule), Joint) and not is_stochastic(learner.model)
 
 
 def train_together(learners: Sequence[Learner], round: int, task: Task, arrays: Sequence[Arrays]) -> list[Result]:
@@ -141,7 +141,7 @@ class Cohort:
         names = [name for name in self.values if name.startswith(PERSONAL_PREFIX)]
         encoder = {name: value for name, value in self.values.items() if name.startswith("encoder.")}
         inner = {name.removeprefix("encoder."): value for name, value in encoder.items()}
-        networks, head = Stacked(model.encoder), Stacked(model.personal_head)
+        networks, head = VectorizedNetwork(model.encoder), VectorizedNetwork(model.personal_head)
         objective = find_objective(settings.personal_objective)
         if same:
             self.load(self.members[0])
@@ -168,7 +168,7 @@ class Cohort:
         buffers = [name for name in self.values if name not in parameters]
         mu = settings.proximal_mu if settings.aggregation == "fedprox" else 0.0
         received = {name: self.values[name].clone() for name in names if mu}
-        network, objective = Stacked(model), find_objective(self.turns[self.members[0]].task.objective)
+        network, objective = VectorizedNetwork(model), find_objective(self.turns[self.members[0]].task.objective)
 
         def loss(batch: Batch, leaves: dict[str, Tensor], counts: Tensor) -> tuple[Tensor, Tensor | float]:
             count = len(batch.x)

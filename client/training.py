@@ -17,7 +17,7 @@ from client.objectives import Objective
 from client.objectives import objective as find_objective
 from client.randomness import layers_draw_by
 from models import TwoHead
-from models.finite import all_finite
+from models.arrays import all_finite
 from settings import Settings
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]

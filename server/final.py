@@ -9,7 +9,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from models import ROTATION_PREFIX, TwoHead
-from models.blocks import by_block
+from models.layers import by_block
 from server.errors import Leak, RunError
 from server.methods import Training
 from server.protection import joining_rule

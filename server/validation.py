@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import Message
 from numpy.typing import NDArray
 
-from models.finite import array_finite
+from models.arrays import array_finite
 from server.report import WEIGHT_BINS
 
 #: Inclusive ranges of named arrays, where a range exists.

@@ -16,7 +16,7 @@ from client.runtime import federation_of
 from client.spec import network_spec
 from data import resolve
 from models import build
-from models.stacked import draws
+from models.vectorized import is_stochastic
 from server.app import run_folder
 from server.collaboration import check_collaborations
 from server.events import Listener
@@ -91,7 +91,7 @@ def engine(settings: Settings, our_app: bool = True) -> str:
     spec = network_spec(images, settings.model, settings.model_options, settings.dataset, settings.image_size)
     network = build(seed=0, **spec)
     size = sum(value.nbytes for value in network.global_state().values())
-    return "vectorised" if size <= SMALL and not draws(network) else "ray"
+    return "vectorised" if size <= SMALL and not is_stochastic(network) else "ray"
 
 
 def check(settings: Settings) -> list[list[int]]:
