@@ -60,7 +60,7 @@ def make_device(
 def _role(federation: Federation, partition: int, asked: str | None) -> Role:
     """Return the client's role: its data's, or a narrower one that its node asks for."""
     own = federation.roles[partition]
-    narrower = own == "both" and not federation.anew  # which is defined for clients that do both
+    narrower = own == "both" and not federation.resample_splits  # which is defined for clients that do both
     allowed: tuple[Role, ...] = ("both", "source", "target") if narrower else (own,)
     for role in allowed:
         if role == (asked or own):
@@ -116,7 +116,7 @@ def _deal(
         domains=domains,
         target_domain=target_domain,
         unseen_domain=unseen_domain,
-        anew=split == "published",
+        resample_splits=split == "published",
         train_part=train_part,
         test_part=test_part,
     )
