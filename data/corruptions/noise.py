@@ -1,9 +1,8 @@
-"""The noise corruptions of Hendrycks & Dietterich, "Benchmarking Neural Network Robustness to Common
-Corruptions and Perturbations", ICLR 2019, with CIFAR-10-C's constants (make_cifar_c.py).
+"""The noise of Hendrycks & Dietterich (ICLR 2019) with CIFAR-10-C's constants (make_cifar_c.py).
 
-Every function takes x [B, C, H, W] in [0, 1], the severity 1..5 and one generator per sample, and returns the
-noisy images, not yet clipped to [0, 1].
-"""  # noqa: D205
+Every function takes x [B, C, H, W] in [0, 1], the severity 1..5 and one generator per sample, and returns the noisy
+images, not yet clipped to [0, 1].
+"""
 
 from __future__ import annotations
 
