@@ -43,8 +43,8 @@ keys: $(VENV)/ready  ## keys of a deployment in keys/; ARGS="--nodes 3 --host fl
 deploy-local: $(VENV)/ready  ## SuperLink, SuperNodes and agents as processes of this machine; ARGS="--nodes 3 --set rounds=3 ..."
 	$(BIN)/python -m simulation.deploy_local $(ARGS)
 
-sheet: $(VENV)/ready  ## a picture of every corruption at every severity
-	$(BIN)/python -m data.contact_sheet corruptions.png
+sheet: $(VENV)/ready  ## an image of every corruption at every severity
+	$(BIN)/python -m data.corruptions.sheet corruptions.png
 
 # A newer generator needs newer lower bounds in pyproject.toml.
 proto: $(VENV)/ready  ## regenerate the modules of the agent's protocol

@@ -115,7 +115,7 @@ def fit(
 
         for number in range(1, recipe.epochs + 1):
             start = time.perf_counter()
-            loss, rate = _epoch(model, data, recipe, optimizer, schedule, draws(number), bfloat16, advance)
+            loss, rate = _epoch(model, data, recipe, optimizer, schedule, is_stochastic(number), bfloat16, advance)
             accuracy = validate()
             history.append({"loss": loss, "validation_accuracy": accuracy, "images_per_second": round(rate, 1)})
             text = "no validation samples" if accuracy is None else f"validation {100 * accuracy:.2f} %"

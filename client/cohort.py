@@ -1,4 +1,4 @@
-"""A cohort: one round of several clients at once, networks stacked and batches side by side (`models.stacked`).
+"""A cohort: one round of several clients at once, networks stacked and batches side by side (`models.vectorized`).
 
 Results match those of one client after another up to rounding: each client draws from its own generator, and the
 padding of its batches is masked. Only FedAvg's local training, with or without FedProx's term, can be vectorized.
@@ -23,7 +23,7 @@ from client.training import Objective, TrainingSet, autocast, epoch, find_object
 from messages.replies import Trained
 from messages.requests import Train
 from models import PERSONAL_PREFIX
-from models.stacked import Stacked, draws
+from models.vectorized import VectorizedNetwork, is_stochastic
 
 #: (batch, leaves, class counts) → (mean loss of each client [k], what is added to it for the gradient [k]).
 Loss = Callable[["Batch", dict[str, Tensor], Tensor], tuple[Tensor, Tensor | float]]
@@ -40,7 +40,7 @@ class Batch:
 
 def fits(device: Device, request: Train) -> bool:
     """Tell whether a training can be vectorized: FedAvg's, on a network without layers that draw random numbers."""
-    return isinstance(find_algorithm(request.task.algorithm), FedAvg) and not draws(device.model)
+    return isinstance(find_algorithm(request.task.algorithm), FedAvg) and not is_stochastic(device.model)
 
 
 def train(devices: Sequence[Device], requests: Sequence[Train]) -> list[Trained | Exception]:
@@ -134,7 +134,7 @@ class Cohort:
         names = [name for name in self.values if name.startswith(PERSONAL_PREFIX)]
         encoder = {name: value for name, value in self.values.items() if name.startswith("encoder.")}
         inner = {name.removeprefix("encoder."): value for name, value in encoder.items()}
-        networks, head = Stacked(model.encoder), Stacked(model.personal_head)
+        networks, head = VectorizedNetwork(model.encoder), VectorizedNetwork(model.personal_head)
         objective = find_objective(settings.personal_objective)
         if same:
             self.load(self.members[0])
@@ -162,7 +162,7 @@ class Cohort:
         request = self.turns[self.members[0]].request
         mu = request.proximal_mu
         received = {name: self.values[name].clone() for name in names if mu}
-        network, objective = Stacked(model), find_objective(request.task.objective)
+        network, objective = VectorizedNetwork(model), find_objective(request.task.objective)
 
         def loss(batch: Batch, leaves: dict[str, Tensor], counts: Tensor) -> tuple[Tensor, Tensor | float]:
             count = len(batch.x)

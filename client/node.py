@@ -125,7 +125,7 @@ def _settings_of(text: str, own: tuple[tuple[str, Scalar], ...]) -> Settings:
 def _role(federation: Federation, partition: int, asked: str | None) -> Role:
     """Return the client's role: that of its data, or a narrower one that its node asks for."""
     own = federation.roles[partition]
-    narrower = own == "both" and not federation.anew  # which is defined for clients that do both
+    narrower = own == "both" and not federation.resample_splits  # which is defined for clients that do both
     allowed: tuple[Role, ...] = ("both", "source", "target") if narrower else (own,)
     for role in allowed:
         if role == (asked or own):

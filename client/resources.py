@@ -76,7 +76,7 @@ def _federation(chosen: tuple[tuple[str, Scalar], ...]) -> Federation:
         domains=settings.domains,
         target_domain=settings.target_domain,
         unseen_domain=settings.unseen_domain,
-        anew=settings.split == "published",
+        resample_splits=settings.split == "published",
         train_part=settings.train_part,
         test_part=settings.test_part,
     )

@@ -19,7 +19,7 @@ from torch.nn import functional
 from client.descent import Descent
 from data import DATASETS, Federation, crop_flip
 from models import TwoHead
-from models.finite import all_finite
+from models.arrays import all_finite
 from settings import Settings
 from tta.contrastive_views import ContrastiveViews
 

@@ -1,4 +1,4 @@
-"""Training augmentation: random crop and mirror, for a whole batch at once."""
+"""Training augmentation: random crop and horizontal flip of a whole batch."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from torch.nn import functional
 
 
 def crop_flip(x: Tensor, generator: torch.Generator, padding: int = 4, flip: bool = True) -> Tensor:
-    """Shift each picture by up to `padding` pixels (zeros move in) and mirror it with probability 1/2.
+    """Shift each image by up to `padding` pixels (filled with zeros) and flip it with probability 1/2.
 
-    The draws come from the CPU generator, four a sample and always the same number, so a batch is augmented
-    alike on every device and whether or not it is mirrored.
+    The draws come from a CPU generator and their number is always the same, so the crops are equal on every device and
+    with or without flips.
 
     Parameters
     ----------
     x : Tensor [B, C, H, W]
-        Pictures in [0, 1], on any device.
+        Images in [0, 1], on any device.
     generator : torch.Generator
         On the CPU.
     padding : int
-        Zeros added on each side before cropping back to [H, W]; black in [0, 1], before the network
-        normalises.
+        Zeros (black) added on each side before cropping back to [H, W].
     flip : bool
-        Mirror left to right; False for pictures that change their meaning (digits).
+        Flip horizontally; False for images that change their meaning (digits).
 
     Returns
     -------
@@ -41,8 +40,8 @@ def crop_flip(x: Tensor, generator: torch.Generator, padding: int = 4, flip: boo
         raise ValueError(f"the generator must be on the CPU, not on {generator.device}")
     count, _, height, width = x.shape
     offsets = torch.randint(2 * padding + 1, (2, count), generator=generator).to(x.device)
-    mirrored = (torch.rand(count, generator=generator) < 0.5).to(x.device)
-    # Every crop as a view [B, C, 2p+1, 2p+1, H, W], of which one per sample is copied.
+    flipped = (torch.rand(count, generator=generator) < 0.5).to(x.device)
+    # All crops as a view [B, C, 2p+1, 2p+1, H, W]; one per sample is copied.
     windows = functional.pad(x, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     out = windows[torch.arange(count, device=x.device), :, offsets[0], offsets[1]]
-    return torch.where(mirrored[:, None, None, None], out.flip(3), out) if flip else out
+    return torch.where(flipped[:, None, None, None], out.flip(3), out) if flip else out

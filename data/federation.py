@@ -1,20 +1,19 @@
-"""A data set dealt out to clients: who has which samples, and which of them are for training."""
+"""A federated data set: the training, validation and test samples of every client."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from .by_domain import BY_DOMAIN, by_domain, leave_out, origins_of, target_roles
-from .domains import Domain, Role, draw_domains, draw_roles, render_domains
+from .domains import Domain, Role, assign_roles, client_domains, draw_domains, hold_out, render_domains
 from .images import Images
-from .partition import SCHEMES, partition
-from .seeds import generator
-from .split import Split, part_of, split
+from .partition import partition
+from .split import Split, split, subsample
 
-#: Train and validation shares of a client that only trains; ATP holds 20 % out to refine rates on.
+#: Training and validation shares of a source client; ATP holds out 20 % to refine adaptation rates.
 SOURCE = (0.8, 0.2, 0.0)
 
 
@@ -22,11 +21,25 @@ SOURCE = (0.8, 0.2, 0.0)
 class Federation:
     """All clients' splits of one data set. Every node computes the same one from the same settings.
 
-    `splits` are drawn once, with `fractions`, and what is tested is always theirs; `anew` says that every training
-    round draws its own beside them (`in_round`), as the published code of FedTHE and BTFL does.
-
-    `domains` are corruptions of clients' pictures; `origins` the domains of the data set that clients' pictures come
-    from, None where they come from several; `unseen` the samples of the domain that no client has.
+    Parameters
+    ----------
+    images : Images
+        The data set, with corrupted domains applied.
+    splits : tuple of Split
+        One per client, drawn once. Test samples are always those of these splits.
+    seed : int
+    roles : tuple of Role
+        Default: all clients train and test.
+    domains : tuple of Domain or None
+        Corrupted domain of each client, if it has one.
+    origins : tuple of str or None
+        Domain of the data set that all of a client's images come from; None with several.
+    unseen : ndarray
+        Samples of the domain held out for testing (int64).
+    fractions : (train, validation, test)
+        Shares used to split a client's samples.
+    resample_splits : bool
+        Redraw the splits in every training round (`in_round`), as the published code of FedTHE and BTFL does.
     """
 
     images: Images
@@ -37,7 +50,7 @@ class Federation:
     origins: tuple[str | None, ...] = ()
     unseen: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
-    anew: bool = False
+    resample_splits: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", self.roles or ("both",) * len(self.splits))
@@ -59,53 +72,40 @@ class Federation:
         domains: str = "none",
         target_domain: str = "",
         unseen_domain: str = "",
-        anew: bool = False,
+        resample_splits: bool = False,
         train_part: float = 1.0,
         test_part: float = 1.0,
     ) -> Federation:
-        """Deal `images` out (`partition`) and split each client's samples (`split`), everything from `seed`.
+        """Partition `images` (see `partition`) and split each client's samples (see `split`), all from `seed`.
 
-        With a `target_fraction` some clients are targets, whose samples are all for testing, and the others sources,
-        which split theirs 80/20 into training and validation; `domains` puts each client's pictures under a corruption
-        of its own (see `domains`).
-
-        Of images with domains, "domain" and "domain_step" deal each domain out to clients of its own (`by_domain`).
-        Then the clients of `target_domain` may be the targets and all others the sources. The pictures of
-        `unseen_domain` are dealt to nobody, by any scheme: they are `unseen`, for testing.
-
-        With `anew` every training round has splits of its own (`in_round`). With a `train_part` or `test_part` below 1
-        clients have only so much of their training or test samples (`part_of`); the others are nobody's.
+        Targets (drawn with `target_fraction`, or the clients of `target_domain`) use all their samples for testing;
+        sources split theirs 80/20 into training and validation. `domains` applies a corrupted domain to each client's
+        images (`draw_domains`). The images of `unseen_domain` are held out for testing. With a `train_part` or
+        `test_part` below 1, clients keep only that share of their training or test samples (`subsample`).
 
         Raises
         ------
         ValueError
-            As `partition`, `by_domain`, `leave_out`, `split`, `draw_roles`, `target_roles` and `draw_domains`; an
-            unknown scheme; `target_domain` beside `target_fraction`; `anew` with clients that only train or only test.
+            As `hold_out`, `partition`, `assign_roles`, `draw_domains`, `split` and `subsample`; or `resample_splits`
+            with sources and targets or with partial splits.
         """
-        if target_domain and target_fraction:
-            both = f"target_domain={target_domain!r} and target_fraction={target_fraction}"
-            raise ValueError(f"{both} exclude each other")
-        dealt, unseen = leave_out(images, unseen_domain)
-        clients = _deal(images, dealt, num_clients, scheme, alpha, seed, min_size, step_ratio)
-        origins = origins_of(images, clients)
-        if target_domain:
-            roles = target_roles(images, origins, target_domain)
-        else:
-            roles = draw_roles(num_clients, target_fraction, seed)
-        if anew and set(roles) != {"both"}:
-            raise ValueError("anew=True: allowed where all clients train and test; a target has no split to draw")
-        if anew and (train_part, test_part) != (1.0, 1.0):
-            raise ValueError(f"anew=True: allowed with train_part=1 and test_part=1, not {train_part} and {test_part}")
+        included, unseen = hold_out(images, unseen_domain)
+        domain = None if images.domain is None else images.domain[included]
+        parts = partition(
+            images.labels[included], num_clients, scheme, alpha, seed, min_size, step_ratio, domain, images.domains
+        )
+        clients = [included[own] for own in parts]
+        origins = client_domains(images, clients)
+        roles = assign_roles(images, origins, target_domain, target_fraction, seed)
+        if resample_splits:
+            _check_resampling(roles, train_part, test_part)
         drawn = draw_domains(roles, domains, seed)
         splits = tuple(
-            Split(own[:0], own[:0], own)
-            if role == "target"
-            else split(own, (seed, client), SOURCE if role == "source" else fractions)
+            subsample(_split(own, role, (seed, client), fractions), train_part, test_part, (seed, client))
             for client, (own, role) in enumerate(zip(clients, roles, strict=True))
         )
-        splits = tuple(part_of(one, train_part, test_part, (seed, client)) for client, one in enumerate(splits))
         rendered = render_domains(images, clients, drawn, seed)
-        return cls(rendered, splits, seed, roles, drawn, origins, unseen, fractions, anew)
+        return cls(rendered, splits, seed, roles, drawn, origins, unseen, fractions, resample_splits)
 
     @property
     def num_clients(self) -> int:
@@ -113,7 +113,7 @@ class Federation:
         return len(self.splits)
 
     def class_counts(self) -> np.ndarray:
-        """Return how many training samples of each class each client has, int64 [N, K]."""
+        """Return the number of training samples per client and class, int64 [N, K]."""
         classes = self.images.num_classes
         return np.stack([np.bincount(self.images.labels[one.train], minlength=classes) for one in self.splits])
 
@@ -125,18 +125,18 @@ class Federation:
     def in_round(self, round: int) -> Federation:
         """Return the federation whose `splits` clients train, validate and tune on in a round, from 1.
 
-        It is this one, unless splits are drawn anew. Test streams come from this one in any case: so one seed tests the
-        same samples either way, and what differs is the leak alone.
+        It is this one unless splits are resampled. Test streams always come from this one: with and without resampling,
+        one seed tests the same samples, and the results differ only by the leak.
         """
-        return _redrawn(self, round) if self.anew else self
+        return _resampled(self, round) if self.resample_splits else self
 
     def trained_on(self, rounds: int) -> np.ndarray:
-        """Return all samples that any client has trained or tuned on after so many rounds, sorted.
+        """Return all samples that any client has trained or tuned on after a number of rounds, sorted.
 
-        Drawn once, these are `train_indices`. Drawn anew, they are the training splits of all these rounds; validation
-        samples, which no weights are trained on, do not count then, since soon every sample has been one.
+        Without resampling these are `train_indices`. With resampling they are the training splits of all these rounds;
+        validation samples, on which no weights are trained, do not count, because soon every sample has been one.
         """
-        return _trained_on(self, rounds) if self.anew else self.train_indices
+        return _trained_on(self, rounds) if self.resample_splits else self.train_indices
 
     def others_test(self, client: int) -> np.ndarray:
         """Return the pooled test samples of all clients but `client`, in the order of the clients."""
@@ -144,16 +144,32 @@ class Federation:
         return np.concatenate([np.empty(0, np.int64), *parts])
 
 
+def _check_resampling(roles: Sequence[Role], train_part: float, test_part: float) -> None:
+    """Raise ValueError unless splits can be resampled."""
+    if set(roles) != {"both"}:
+        raise ValueError("resample_splits=True: allowed only if all clients train and test")
+    if (train_part, test_part) != (1.0, 1.0):
+        parts = f"train_part=1 and test_part=1, not {train_part} and {test_part}"
+        raise ValueError(f"resample_splits=True: allowed with {parts}")
+
+
+def _split(own: np.ndarray, role: Role, seed: tuple[int, int], fractions: tuple[float, float, float]) -> Split:
+    """Split one client's samples by its role."""
+    if role == "target":
+        return Split(own[:0], own[:0], own)
+    return split(own, seed, SOURCE if role == "source" else fractions)
+
+
 @lru_cache(maxsize=2)
-def _redrawn(federation: Federation, round: int) -> Federation:
-    """Return a federation with each client's samples split by (seed, client, round); all sizes stay."""
+def _resampled(federation: Federation, round: int) -> Federation:
+    """Return a federation with each client's samples split by (seed, client, round); sizes do not change."""
     if round < 1:
         raise ValueError(f"round={round} must be at least 1")  # 0 would be the split that is tested
     splits = tuple(
         split(one.samples, (federation.seed, client, round), federation.fractions)
         for client, one in enumerate(federation.splits)
     )
-    return replace(federation, splits=splits, anew=False)
+    return replace(federation, splits=splits, resample_splits=False)
 
 
 @lru_cache(maxsize=2)
@@ -164,23 +180,3 @@ def _trained_on(federation: Federation, rounds: int) -> np.ndarray:
         for one in federation.in_round(round).splits:
             trained[one.train] = True
     return np.flatnonzero(trained)
-
-
-def _deal(
-    images: Images,
-    dealt: np.ndarray,
-    num_clients: int,
-    scheme: str,
-    alpha: float,
-    seed: int,
-    min_size: int,
-    step_ratio: float,
-) -> list[np.ndarray]:
-    """Return each client's samples of those that are dealt; raises as `Federation.create`."""
-    if scheme in BY_DOMAIN:
-        rng = generator("partition", scheme, seed)
-        return by_domain(images, dealt, num_clients, scheme, step_ratio, rng, min_size)
-    if scheme in SCHEMES:
-        deal = partition(images.labels[dealt], num_clients, scheme, alpha, seed, min_size, step_ratio)
-        return [dealt[own] for own in deal]
-    raise ValueError(f"unknown partition scheme {scheme!r}; there are: {', '.join((*SCHEMES, *BY_DOMAIN))}")

@@ -1,4 +1,4 @@
-"""Labelled pictures in memory: bytes at rest, float in [0, 1] when somebody asks for a batch."""
+"""Labelled images in memory: stored as bytes, returned as floats in [0, 1]."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .seeds import generator
+from .rng import generator
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
-    """A data set: N pictures with one label each, read-only, so that clients of one process may share it.
+    """A data set of N images with one label each; read-only, so clients of one process can share it.
 
     Parameters
     ----------
     name : str
-        What the pictures are called in messages and reports.
+        Name of the data set in messages and reports.
     pixels : ndarray [N, C, H, W]
         uint8, 0 to 255.
     labels : ndarray [N]
@@ -27,9 +27,9 @@ class Images:
     classes : tuple of str
         The K class names.
     domains : tuple of str
-        Names of the D domains that the pictures come from; empty where there is no such thing.
+        Names of the D domains that the images come from; empty if the data set has no domains.
     domain : ndarray [N], optional
-        int64, 0 to D-1: the domain of each picture; given with `domains`, and only then.
+        int64, 0 to D-1: the domain of each image; given if and only if `domains` is.
 
     Raises
     ------
@@ -55,7 +55,7 @@ class Images:
         if self.pixels.ndim != 4 or min(self.pixels.shape[1:]) < 1:
             raise ValueError(f"{self.name}: pixels must be [N, C, H, W], got {self.pixels.shape}")
         if self.labels.shape != self.pixels.shape[:1]:
-            raise ValueError(f"{self.name}: {self.pixels.shape[0]} pictures but labels {self.labels.shape}")
+            raise ValueError(f"{self.name}: {self.pixels.shape[0]} images but labels {self.labels.shape}")
         if not self.classes or len(set(self.classes)) != len(self.classes):
             raise ValueError(f"{self.name}: class names must be present and different, got {self.classes}")
         if len(self) and (self.labels.min() < 0 or self.labels.max() >= len(self.classes)):
@@ -64,22 +64,22 @@ class Images:
                 f"but there are {len(self.classes)} classes"
             )
         self._check_domains()
-        # Views, so that the caller's own arrays stay as they are.
+        # Views, so that the caller's arrays stay writable.
         object.__setattr__(self, "pixels", _read_only(self.pixels))
         object.__setattr__(self, "labels", _read_only(self.labels))
         if self.domain is not None:
             object.__setattr__(self, "domain", _read_only(self.domain))
 
     def _check_domains(self) -> None:
-        """Refuse domains that do not fit the pictures."""
+        """Raise an error for domains that do not match the images."""
         if self.domain is None:
             if self.domains:
-                raise ValueError(f"{self.name}: domains {self.domains} but no domain of each picture")
+                raise ValueError(f"{self.name}: domains {self.domains} but no domain of each image")
             return
         if self.domain.dtype != np.int64:
             raise TypeError(f"{self.name}: domain must be int64, got {self.domain.dtype}")
         if self.domain.shape != self.labels.shape:
-            raise ValueError(f"{self.name}: {len(self)} pictures but domain {self.domain.shape}")
+            raise ValueError(f"{self.name}: {len(self)} images but domain {self.domain.shape}")
         if not self.domains or len(set(self.domains)) != len(self.domains):
             raise ValueError(f"{self.name}: domain names must be present and different, got {self.domains}")
         if len(self) and (self.domain.min() < 0 or self.domain.max() >= len(self.domains)):
@@ -98,27 +98,27 @@ class Images:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of one picture."""
+        """(C, H, W) of one image."""
         channels, height, width = self.pixels.shape[1:]
         return channels, height, width
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Images:
-        """Return the pictures at `indices` [n], in that order, as a copy."""
+        """Return the images at `indices` [n], in this order, as a copy."""
         chosen = np.asarray(indices, dtype=np.int64)
         domain = None if self.domain is None else self.domain[chosen]
         return Images(self.name, self.pixels[chosen], self.labels[chosen], self.classes, self.domains, domain)
 
     def batch(self, indices: np.ndarray | Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        """Return the pictures at `indices` [n] as float32 [n, C, H, W] in [0, 1] on `device`."""
+        """Return the images at `indices` [n] as float32 [n, C, H, W] in [0, 1] on `device`."""
         chosen = self.pixels[np.asarray(indices, dtype=np.int64)]
-        # Bytes travel to the device, a quarter of the floats; the division happens there.
+        # Bytes are a quarter of the size of floats: convert on the device.
         return torch.from_numpy(chosen).to(device).float().div_(255.0)
 
     def stratified(self, fraction: float, seed: int) -> Images:
         """Return a subset with the same class mix: round(fraction · n_k) of each class k, at least one.
 
-        The order of the pictures is kept. A class without pictures stays without. With domains, the same holds of
-        every class in each domain.
+        The order of the images is kept, and empty classes stay empty. With domains, this holds for every class in each
+        domain.
 
         Raises
         ------
@@ -140,7 +140,7 @@ class Images:
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous view of `array` that refuses to be written through."""
+    """Return a contiguous read-only view of `array`."""
     view = np.ascontiguousarray(array).view()
     view.setflags(write=False)
     return view

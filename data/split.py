@@ -1,4 +1,4 @@
-"""A client's training, validation and test samples, drawn from a seed."""
+"""Splits of a client's samples into training, validation and test samples."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .seeds import generator
+from .rng import generator
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Sorted, disjoint sample indices (int64) of one client."""
+    """Training, validation and test samples of one client: sorted, disjoint indices (int64)."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -20,7 +20,7 @@ class Split:
 
     @property
     def samples(self) -> np.ndarray:
-        """All three together, sorted."""
+        """All samples of the client, sorted."""
         return np.sort(np.concatenate([self.train, self.validation, self.test]))
 
     def __len__(self) -> int:
@@ -34,16 +34,16 @@ def split(
 ) -> Split:
     """Split a client's samples at random.
 
-    Sizes are the fractions of n rounded by largest remainder; equal remainders go to train first, then test,
-    then validation. So a tiny client has (train, validation, test) = (1, 0, 0), (1, 0, 1), (2, 0, 1), (2, 1,
-    1), (3, 1, 1) for n = 1 to 5 with the default fractions. A client with any sample has a training sample.
+    Sizes are the fractions of n rounded by largest remainder; equal remainders go to train first, then test, then
+    validation. With the default fractions, (train, validation, test) = (1, 0, 0), (1, 0, 1), (2, 0, 1), (2, 1, 1),
+    (3, 1, 1) for n = 1 to 5. A client with at least one sample has a training sample.
 
     Parameters
     ----------
     indices : ndarray [n]
         The client's samples, all different.
     seed : int or sequence of int
-        Decides the split, together with the *set* of indices (their order does not matter).
+        Determines the split, together with the *set* of indices (their order has no effect).
     fractions : (train, validation, test)
         Non-negative, train positive, sum 1.
 
@@ -56,33 +56,32 @@ def split(
     if len(own) != len(indices):
         raise ValueError(f"{len(indices) - len(own)} indices of the client are repeated")
     train, validation, _ = sizes(len(own), fractions)
-    keys = (seed,) if isinstance(seed, int) else tuple(seed)
-    shuffled = generator("split", *keys).permutation(own)
+    shuffled = generator("split", *_keys(seed)).permutation(own)
     parts = np.split(shuffled, [train, train + validation])
     return Split(*(np.sort(part) for part in parts))
 
 
-def part_of(split: Split, train: float, test: float, seed: int | Sequence[int]) -> Split:
-    """Keep a random part of the training and of the test samples, and all for validation (FedTHE, Tables 10 and 11).
+def subsample(split: Split, train: float, test: float, seed: int | Sequence[int]) -> Split:
+    """Keep a random share of the training and of the test samples, and all validation samples (FedTHE, Tables 10, 11).
 
     Parameters
     ----------
     train, test : float
-        In (0, 1], of n samples round(part n) stay, at least one. A smaller part is part of a larger one.
+        Shares in (0, 1]: round(share · n) of n samples are kept, at least one. Smaller shares are
+        subsets of larger ones.
     seed : int or sequence of int
-        Decides which.
+        Determines which samples are kept.
 
     Raises
     ------
     ValueError
-        A part is not in (0, 1].
+        A share is not in (0, 1].
     """
-    keys = (seed,) if isinstance(seed, int) else tuple(seed)
     kept = []
     for name, own, part in (("train", split.train, train), ("test", split.test, test)):
         if not 0 < part <= 1:
             raise ValueError(f"part of {name} = {part}: allowed is more than 0, at most 1")
-        order = generator("part", name, *keys).permutation(len(own))
+        order = generator("part", name, *_keys(seed)).permutation(len(own))
         kept.append(np.sort(own[order[: max(1, round(part * len(own)))]]) if part < 1 else own)
     return Split(kept[0], split.validation, kept[1])
 
@@ -107,3 +106,7 @@ def sizes(count: int, fractions: tuple[float, float, float]) -> tuple[int, int, 
         given[1 + int(np.argmax(given[1:]))] -= 1
         given[0] = 1
     return int(given[0]), int(given[2]), int(given[1])
+
+
+def _keys(seed: int | Sequence[int]) -> tuple[int, ...]:
+    return (seed,) if isinstance(seed, int) else tuple(seed)

@@ -1,4 +1,4 @@
-"""Balanced BatchNorm: statistics of each class, fused so that every class counts the same.
+"""Balanced BatchNorm: per-class statistics, averaged with equal weights.
 
 pFedBBN: A Personalized Federated Test-Time Adaptation with Balanced Batch Normalization for Class-Imbalanced Data
 (anonymous, under review, 2025), section 3.1.1, equations 1 to 4.
@@ -9,7 +9,7 @@ With z_i a sample's feature map, m_i its mean over positions and ĉ_i its pseudo
     σ²_k ← σ²_k - Δμ_k² + η_k Σ_{i: ĉ_i=k} (mean over positions of (z_i - μ_k)² - σ²_k),  μ_k ← μ_k + Δμ_k  (eq. 1, 2)
     μ = 1/K Σ_k μ_k,   σ² = 1/K Σ_k (σ²_k + (μ_k - μ)²)                                                     (eq. 4)
 
-Deviations, all decided because the paper is silent or its formula fails:
+Deviations, where the paper is silent or its formula fails:
 
 - The paper's 1/d is read as a mean over positions; with d the number of features the sums would mix channels.
 - η_k = min(η, 1/n_k), n_k the class's count in the batch. With a constant η, σ²_k turns negative from n_k > 1/η on and
@@ -40,16 +40,16 @@ def default_momentum(num_classes: int) -> float:
 
 
 class BalancedBatchNorm(nn.Module):
-    """What a BatchNorm layer becomes: it normalises with statistics in which all classes count the same.
+    """Replacement of a BatchNorm layer whose statistics weight all classes equally.
 
-    Without pseudo-labels (outside `pseudo_labels`) it normalises with what it has; with them it first updates its class
-    statistics from its own input, then normalises with the new ones. Either way (μ, σ²) are constants for the gradient,
-    and training mode makes no difference.
+    Outside `pseudo_labels` the layer normalizes with its current statistics. Inside, it first updates the class
+    statistics from its input, then normalizes with the new ones. In both cases (μ, σ²) are constants for the gradient;
+    training mode has no effect.
 
     Parameters
     ----------
     layer : BatchNorm1d, BatchNorm2d or BatchNorm3d
-        Where it starts. Its weight and bias, if it has them, are taken over, not copied; its running statistics become
+        The layer to replace. Its weight and bias, if any, are shared, not copied; its running statistics initialize
         those of every class.
     num_classes : int
         K, at least 1.
@@ -61,7 +61,7 @@ class BalancedBatchNorm(nn.Module):
     Attributes
     ----------
     class_mean, class_variance : Tensor [K, C]
-        μ_k and σ²_k, buffers. An update replaces them by new tensors, so that the old ones can be kept and put back.
+        μ_k and σ²_k, buffers. An update replaces the tensors, so the old ones can be kept and restored.
 
     Raises
     ------
@@ -96,7 +96,7 @@ class BalancedBatchNorm(nn.Module):
         self._labels: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [B, C, ...]; inside `pseudo_labels`, update first."""
+        """Normalize x [B, C, ...]; inside `pseudo_labels`, update the statistics first."""
         if self._labels is not None:
             self.update(x, self._labels)
         mean, variance = self.balanced()
@@ -110,12 +110,12 @@ class BalancedBatchNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, x: Tensor, labels: Tensor) -> None:
-        """Update the class statistics from the layer's input (eq. 1 to 3); classes without a sample stay as they are.
+        """Update the class statistics from the layer's input (eq. 1 to 3); classes without a sample do not change.
 
         Parameters
         ----------
         x : Tensor [B, C, ...]
-            Input; whatever follows C are positions.
+            Input; dimensions after C are positions.
         labels : Tensor [B]
             ĉ, integers in [0, K).
 
@@ -132,7 +132,7 @@ class BalancedBatchNorm(nn.Module):
         member = functional.one_hot(labels, self.num_classes).T.to(self.class_mean.dtype)  # [K, B]
         count = member.sum(1, keepdim=True)  # [K, 1] n_k
         share = member / count.clamp(min=1)
-        # Deviations from the old means, so that large means cost no digits.
+        # Deviations from the old means, so that large means cost no precision.
         off = centre - self.class_mean[labels]  # [B, C]
         delta = share @ off  # [K, C] δ
         within = share @ (spread + (off - delta[labels]) ** 2)  # [K, C] V
@@ -163,8 +163,8 @@ class BalancedBatchNorm(nn.Module):
 def sample_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and population variance over the positions of x [B, C, ...], each [B, C].
 
-    Two passes: the mean is taken off before squaring, so that a large one costs no digits. On a CPU this is many times
-    faster than `torch.var_mean`.
+    The mean is subtracted before squaring, so a large mean costs no precision. On a CPU this is many times faster than
+    `torch.var_mean`.
     """
     positions = tuple(range(2, x.ndim))
     if not positions:
@@ -178,12 +178,12 @@ def balance(
 ) -> nn.Module:
     """Return a deep copy of a BatchNorm network in which every BatchNorm layer is a `BalancedBatchNorm`.
 
-    Until it is updated inside `pseudo_labels`, the copy computes what the network does in evaluation mode.
+    Until its first update inside `pseudo_labels`, the copy equals the network in evaluation mode.
 
     Parameters
     ----------
     model : nn.Module
-        Left as it is; names of modules and parameters stay the same in the copy.
+        Not changed; the copy has the same module and parameter names.
     num_classes, momentum, gamma
         See `BalancedBatchNorm`.
 
@@ -195,7 +195,7 @@ def balance(
     layers = {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no BatchNorm layer to balance")
-    # deepcopy takes what its memo names instead of copying: so a layer is replaced wherever the network refers to it.
+    # deepcopy looks up replacements in its memo, so a layer is replaced wherever the network refers to it.
     memo: dict[int, Any] = {}
     for name, layer in layers.items():
         if layer.running_mean is None or layer.running_var is None:
@@ -207,7 +207,7 @@ def balance(
 
 @contextmanager
 def pseudo_labels(model: nn.Module, labels: Tensor) -> Iterator[None]:
-    """Let every `BalancedBatchNorm` of `model` update itself with `labels` [B] in forward passes inside the block."""
+    """Make every `BalancedBatchNorm` of `model` update from `labels` [B] in forward passes inside the block."""
     layers = [module for module in model.modules() if isinstance(module, BalancedBatchNorm)]
     for layer in layers:
         layer._labels = labels

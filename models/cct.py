@@ -8,26 +8,23 @@ T = ceil(ceil(S/2)/2)^2: 64 tokens for 32x32 images. "We use the exact same arch
 for CCT-4/3x2 with a learnable positional embedding" (FedTHE, appendix C.1); the ReLU before the heads is
 BTFL's (appendix B), d = 128.
 
-Details of the original implementation kept here. The layer is a pre-norm one with a quirk: after the
-attention residual the sum itself is normalised, and the MLP's residual starts from the normalised value: x ←
-LN(x + attention(LN(x))), x ← x + MLP(x). Queries, keys and values have no bias. Attention dropout 0.1;
-stochastic depth grows from 0 in the first layer to 0.1 in the last; no dropout elsewhere. Both act in
-training mode only. Linear weights start from a normal of 0.02 truncated at ±2, their biases at 0, the
-positional embedding from one of 0.2, convolutions from He's normal initialisation.
+Details of the original implementation. Layers are pre-norm with a deviation: the sum after the attention residual is
+normalized, and the MLP's residual starts from the normalized value: x ← LN(x + attention(LN(x))), x ← x + MLP(x).
+Queries, keys and values have no bias. Attention dropout 0.1; stochastic depth grows linearly from 0 in the first layer
+to 0.1 in the last; no other dropout. Both act in training mode only. Linear weights start from a normal of standard
+deviation 0.02 truncated at ±2, their biases at 0, the positional embedding from one of 0.2, convolutions from He's
+normal initialization.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.options import Option, rate, require_image_size
-
-OPTIONS: Mapping[str, Option] = {"attention_dropout": rate(0.1), "stochastic_depth": rate(0.1)}
+from models.info import ModelInfo, rate, require_image_size
 
 WIDTH = 128  # d, the embedding
 HEADS = 2
@@ -55,14 +52,14 @@ class Attention(nn.Module):
 
 
 class DropResidual(nn.Module):
-    """Stochastic depth (Huang et al. 2016): drop a sample's residual with probability `share` in training."""
+    """Stochastic depth (Huang et al. 2016): drop each sample's residual with probability `share` in training."""
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
 
     def forward(self, residual: Tensor) -> Tensor:
-        """Return `residual` [B, T, 128], zero for dropped samples, the others scaled to keep its mean."""
+        """Return `residual` [B, T, 128] with dropped samples at zero and the others scaled to keep the mean."""
         if not self.training or self.share == 0:
             return residual
         keep = 1 - self.share
@@ -71,7 +68,7 @@ class DropResidual(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """One CCT layer over tokens [B, T, 128]; see the module's docstring for the order of its norms."""
+    """A CCT layer over tokens [B, T, 128]; the order of its norms is described in the module docstring."""
 
     def __init__(self, attention_dropout: float, drop: float) -> None:
         super().__init__()
@@ -88,7 +85,7 @@ class EncoderLayer(nn.Module):
         self.drop = DropResidual(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's tokens [B, T, 128]."""
+        """Return the tokens [B, T, 128] after this layer."""
         x = self.norm2(x + self.drop(self.attention(self.norm1(x))))
         return x + self.drop(self.mlp(x))
 
@@ -158,3 +155,11 @@ def encoder(
     """
     require_image_size("model 'cct-4/3x2'", image_size, 5)
     return CompactTransformer(in_channels, image_size, attention_dropout, stochastic_depth), WIDTH
+
+
+CCT = ModelInfo(
+    "compact convolutional transformer, d = 128 (FedTHE, BTFL)",
+    encoder,
+    {"attention_dropout": rate(0.1), "stochastic_depth": rate(0.1)},
+    normalisation="layer",
+)

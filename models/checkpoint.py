@@ -1,4 +1,4 @@
-"""A trained network on disk: weights and how to build it again, in one safetensors file."""
+"""Model files: the weights of a network and its `build` arguments, in one safetensors file."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ SIZES = {"in_channels": 3, "image_size": 32}  # the defaults of `build`
 def save_model(
     path: str | os.PathLike[str], model: TwoHead, spec: Mapping[str, Any], *, personal: bool = False
 ) -> None:
-    """Write a network's `global_state()` and the arguments that build it again.
+    """Write a network's `global_state()` and its `build` arguments.
 
     Parameters
     ----------
     path : path-like
-        The file; replaced in one step (see `save_arrays`).
+        The file; replaced atomically (see `save_arrays`).
     model : TwoHead
         The network, on any device, in float16, float32 or float64.
     spec : Mapping
         The arguments of `models.build` as JSON values: "name", "num_classes", and any of "in_channels",
         "image_size" and the options.
     personal : bool
-        Write the personal head too. Such a file belongs to one device and must not leave it.
+        Write the personal head too. Such a file must not leave its device.
 
     Raises
     ------
     ValueError
-        `spec` is not what `build` takes or has another number of classes than `model`, or a weight is not
-        finite or of another type. Nothing is written then.
+        `spec` holds no valid arguments of `build`, its number of classes differs from the model's, or a weight is not
+        finite or of another type. Nothing is written in this case.
     """
     _check_spec(spec, str(path))
     if spec["num_classes"] != model.num_classes:
@@ -56,18 +56,18 @@ def save_model(
 
 
 def load_model(path: str | os.PathLike[str]) -> tuple[TwoHead, dict[str, Any]]:
-    """Read what `save_model` wrote: the network on the CPU in evaluation mode, and its spec.
+    """Read a file written by `save_model`: the network on the CPU in evaluation mode, and its spec.
 
-    A file without a personal head gives the personal head that the spec's seed (0 without one) draws; torch's
-    global generator is left alone. A file of pretrained weights named in the spec is not needed again.
+    If the file has no personal head, the head is drawn from the spec's seed (0 without one); torch's global generator
+    is not changed. A file of pretrained weights named in the spec is not needed.
 
     Raises
     ------
     FileNotFoundError
-        There is no such file.
+        The file does not exist.
     ValueError
-        The file is corrupt, truncated, of another format or version, holds a value that is not finite, or its
-        names or shapes do not fit its spec; the message names the file.
+        The file is corrupt, truncated, of another format or version, holds a value that is not finite, or its names
+        or shapes do not match its spec; the message names the file.
     """
     path = Path(path)
     arrays, metadata = load_arrays(path)
@@ -117,7 +117,7 @@ def _to_array(path: str | os.PathLike[str], name: str, value: Tensor) -> NDArray
 
 
 def _load(model: TwoHead, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Copy a file's arrays into a freshly built network, which takes over their floating-point type."""
+    """Copy the arrays of a file into a new network, which is converted to their floating-point type."""
     types = sorted({str(array.dtype) for array in arrays.values()})
     if types not in (["float16"], ["float32"], ["float64"]):
         raise ValueError(f"expected arrays of one floating-point type, got {types}")

@@ -1,4 +1,4 @@
-"""One encoder, two linear heads: what is shared and what stays on the device (FedTHE 4.2; BTFL 4.1)."""
+"""The two-head network: a shared encoder and global head, and a personal head (FedTHE 4.2; BTFL 4.1)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from models.finite import all_finite
+from models.arrays import all_finite
 
-#: Names of this prefix never leave the device.
+#: Parameters with this prefix never leave the device.
 PERSONAL_PREFIX = "personal_head."
-#: Names of this prefix serve training alone: telling quarter turns apart.
+#: Parameters with this prefix are used in training only: the rotation task of test-time training.
 ROTATION_PREFIX = "rotation_head."
 
 
@@ -29,7 +29,12 @@ class TwoHead(nn.Module):
     personal_bias : bool
         Give the personal head a bias (the published code has none).
     rotation_head : bool
-        Add `rotation_head`, Linear d → 4, which tells quarter turns of an image apart (test-time training); else None.
+        Add `rotation_head`, Linear d → 4, which predicts quarter turns of an image (test-time training); else None.
+
+    Raises
+    ------
+    ValueError
+        d or K is below 1.
     """
 
     def __init__(
@@ -59,13 +64,13 @@ class TwoHead(nn.Module):
         return self.head(self.features(x))
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters of what travels by name: all but the personal head's."""
+        """Return the shared parameters by name: all but those of the personal head."""
         return {name: value for name, value in self.named_parameters() if not name.startswith(PERSONAL_PREFIX)}
 
     def global_state(self) -> dict[str, Tensor]:
-        """Return what travels: all but the personal head by `state_dict` name, floating-point entries only.
+        """Return the shared state by `state_dict` name: floating-point entries outside the personal head.
 
-        The personal head stays; so do counters such as BatchNorm's `num_batches_tracked`.
+        The personal head and counters such as BatchNorm's `num_batches_tracked` are not included.
         """
         return {
             name: value
@@ -79,7 +84,7 @@ class TwoHead(nn.Module):
         Raises
         ------
         ValueError
-            Names or shapes differ (all are listed), or a value is not finite; nothing is loaded then.
+            Names or shapes differ (all are listed), or a value is not finite. Nothing is loaded in this case.
         """
         mine = self.global_state()
         missing, unknown = sorted(set(mine) - set(state)), sorted(set(state) - set(mine))

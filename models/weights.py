@@ -1,4 +1,4 @@
-"""The weights that a network starts with: He's normal draw, or a file that the user has."""
+"""Pretrained weights from a local file."""
 
 from __future__ import annotations
 
@@ -9,26 +9,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from models.finite import all_finite
+from models.arrays import all_finite
 
-COUNTER = "num_batches_tracked"  # older weight files, and our own, have none
-HEADS = ("fc.", "head.", "personal_head.")  # of torchvision's networks and of `TwoHead`
-BODY = "encoder.body."  # an encoder's names as part of a `TwoHead`
-NAMED = 4  # names shown in an error
-
-
-def he_normal(network: nn.Module) -> None:
-    """Draw the weights of all convolutions from He's normal distribution by fan-out (He et al. 2015)."""
-    for module in network.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+COUNTER = "num_batches_tracked"  # missing in older weight files and in files of `save_model`
+HEADS = ("fc.", "head.", "personal_head.")  # classifiers of torchvision's networks and of `TwoHead`
+BODY = "encoder.body."  # prefix of the encoder's names in a `TwoHead`
+NAMED = 4  # names listed in an error message
 
 
 def load_weights(network: nn.Module, path: Path, model: str) -> None:
     """Copy the weights of a .safetensors, .pth or .pt file into the encoder `network`.
 
-    The file has the names of `network.state_dict()`, or those of a whole `TwoHead`: what `save_model` writes and
-    `TwoHead.state_dict()` returns. Classifiers in it (`fc`, `head`, `personal_head`) are ignored, so the number of
+    The file holds the names of `network.state_dict()` or those of a whole `TwoHead`, as `save_model` writes and
+    `TwoHead.state_dict()` returns them. Its classifiers (`fc`, `head`, `personal_head`) are ignored, so the number of
     classes may differ.
 
     Parameters
@@ -36,15 +29,15 @@ def load_weights(network: nn.Module, path: Path, model: str) -> None:
     network : nn.Module
     path : Path
     model : str
-        The network's name in messages.
+        Name of the network in messages.
 
     Raises
     ------
     FileNotFoundError
-        There is no such file.
+        The file does not exist.
     ValueError
-        The file cannot be read, its names or shapes are not the network's, or a value is not finite; the message
-        names the file, and nothing is loaded then.
+        The file cannot be read, its names or shapes differ from the network's, or a value is not finite; the message
+        names the file. Nothing is loaded in this case.
     """
     weights = {name: value for name, value in _read(path).items() if not name.startswith(HEADS)}
     if all(name.startswith(BODY) for name in weights):
@@ -63,13 +56,13 @@ def load_weights(network: nn.Module, path: Path, model: str) -> None:
 
 
 def _some(names: set[str]) -> str:
-    """Return the first names as a list, and how many more there are."""
+    """Return the first names as a list, and the number of further names."""
     first, more = sorted(names)[:NAMED], len(names) - NAMED
     return f"{first} and {more} more" if more > 0 else f"{first}"
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """Return the named tensors of a .safetensors, .pth or .pt file, on the CPU; no code in it is run."""
+    """Return the named tensors of a weight file, on the CPU; code in the file is not run."""
     if path.suffix not in (".safetensors", ".pth", ".pt"):
         raise ValueError(f"{path}: unknown kind of weights {path.suffix!r}; there are: .safetensors, .pth, .pt")
     if not path.is_file():
@@ -80,7 +73,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             content = load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged archive raises whatever its parser meets first
+    except Exception as error:  # the error type depends on where the archive is damaged
         raise ValueError(f"{path}: cannot be read as weights: {error}") from error
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(f"{path}: holds no mapping from names to tensors")

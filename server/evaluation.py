@@ -10,7 +10,7 @@ from messages.flower import read_arrays, strategy_reply
 from messages.replies import EvaluationResult
 from messages.requests import Evaluate, Summarize, TrainingTask, Variant
 from models import ROTATION_PREFIX, TwoHead
-from models.blocks import by_block
+from models.layers import by_block
 from server.aggregation import robust_aggregator
 from server.events import Leak, RunError
 from server.methods import Training

@@ -29,7 +29,7 @@ from messages.replies import (
     Trained,
     Validated,
 )
-from models.finite import array_finite
+from models.arrays import array_finite
 
 #: name → (shape, dtype as numpy spells it).
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from models import ROTATION_PREFIX
-from models.blocks import by_block
+from models.layers import by_block
 from tta.atp_modules import finite_logits, module_tensors
 from tta.atp_steps import adapted, directions
 from tta.base import Adapter

@@ -1,6 +1,6 @@
 """The digital corruptions of Hendrycks & Dietterich (ICLR 2019) with the constants of make_cifar_c.py.
 
-Every function takes x [B, C, H, W] in [0, 1], the severity 1..5 and one stream a sample. Two of them live
+Every function takes x [B, C, H, W] in [0, 1], the severity 1..5 and one generator per sample. Two of them work
 on 8-bit images, as published: `pixelate` and `jpeg_compression` round x to 256 levels first.
 """
 
@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.corruptions import _filters
-from data.corruptions._common import Streams, draw
+from data.corruptions import _ops
+from data.corruptions._ops import Generators, draw
 
 BRIGHTNESS = (0.05, 0.1, 0.15, 0.2, 0.3)  # added to the value of HSV
 CONTRAST = (0.75, 0.5, 0.4, 0.3, 0.15)  # factor of the distance to the mean
@@ -30,7 +30,7 @@ ELASTIC_TRANSFORM = (  # height and smoothness of the displacement, shift of the
 )
 
 
-def brightness(images: Tensor, severity: int, streams: Streams) -> Tensor:
+def brightness(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Raise the value of HSV by c, up to 1 (make_cifar_c.py, `brightness`).
 
     With hue and saturation kept, a new value v' scales a pixel by v' / v; a black one becomes grey v'.
@@ -42,7 +42,7 @@ def brightness(images: Tensor, severity: int, streams: Streams) -> Tensor:
     return shape * raised
 
 
-def saturate(images: Tensor, severity: int, streams: Streams) -> Tensor:
+def saturate(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Change the saturation of HSV to s * c0 + c1, clipped to [0, 1] (make_cifar_c.py, `saturate`).
 
     A grey pixel of an RGB image has hue 0, which is red, so that c1 > 0 tints it red, as published. Images of
@@ -61,7 +61,7 @@ def saturate(images: Tensor, severity: int, streams: Streams) -> Tensor:
     return value * (1 - changed * below)
 
 
-def contrast(images: Tensor, severity: int, streams: Streams) -> Tensor:
+def contrast(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Move each channel towards its mean over the image (make_cifar_c.py, `contrast`)."""
     mean = images.mean(dim=(2, 3), keepdim=True)
     return (images - mean) * CONTRAST[severity - 1] + mean
@@ -72,7 +72,7 @@ def to_levels(images: Tensor) -> Tensor:
     return torch.floor(images * 255 + 0.5)
 
 
-def pixelate(images: Tensor, severity: int, streams: Streams) -> Tensor:
+def pixelate(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Shrink to int(c * side) with a box filter and enlarge again (make_cifar_c.py, `pixelate`).
 
     Bit for bit Pillow's result on 8-bit images: it shrinks columns, then rows, rounding after each; the
@@ -103,7 +103,7 @@ def _box(images: Tensor, axis: int, size: int) -> Tensor:
     return total / torch.from_numpy(last - first).to(images).reshape(shape)
 
 
-def jpeg_compression(images: Tensor, severity: int, streams: Streams) -> Tensor:
+def jpeg_compression(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Store as JPEG of quality c and read back, on the CPU (make_cifar_c.py, `jpeg_compression`)."""
     quality = JPEG_COMPRESSION[severity - 1]
     levels = to_levels(images).to(torch.uint8).cpu().permute(0, 2, 3, 1).contiguous().numpy()  # (B, H, W, C)
@@ -119,7 +119,7 @@ def _jpeg_round_trip(image: np.ndarray, quality: int) -> np.ndarray:
         return np.asarray(decoded).reshape(image.shape)
 
 
-def elastic_transform(images: Tensor, severity: int, streams: Streams) -> Tensor:
+def elastic_transform(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Move three corners at random (affine), then every pixel (make_cifar_c.py, `elastic_transform`).
 
     The published constants are shares of the image's side; here that is the shorter one.
@@ -127,16 +127,16 @@ def elastic_transform(images: Tensor, severity: int, streams: Streams) -> Tensor
     height, width = images.shape[-2:]
     side = min(height, width)
     strength, smoothness, shift = (side * share for share in ELASTIC_TRANSFORM[severity - 1])
-    corner_shift = draw(streams, images.double(), lambda stream: stream.uniform(-shift, shift, (3, 2)))
+    corner_shift = draw(rngs, images.double(), lambda rng: rng.uniform(-shift, shift, (3, 2)))
     rows, columns = _affine_sources(corner_shift, height, width)
-    warped = _filters.resample(images, rows, columns, repeat_edge=False)
+    warped = _ops.resample(images, rows, columns, repeat_edge=False)
     if strength == 0:
         return warped
-    field = draw(streams, images, lambda stream: stream.uniform(-1, 1, (2, height, width)))
-    field = strength * _filters.gaussian_blur(field, smoothness, mode="reflect", truncate=3.0)  # (B, 2, H, W)
+    field = draw(rngs, images, lambda rng: rng.uniform(-1, 1, (2, height, width)))
+    field = strength * _ops.gaussian_blur(field, smoothness, mode="reflect", truncate=3.0)  # (B, 2, H, W)
     row = torch.arange(height).to(images).reshape(1, height, 1)
     column = torch.arange(width).to(images).reshape(1, 1, width)
-    return _filters.resample(warped, row + field[:, 1], column + field[:, 0], repeat_edge=True)
+    return _ops.resample(warped, row + field[:, 1], column + field[:, 0], repeat_edge=True)
 
 
 def _affine_sources(corner_shift: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:

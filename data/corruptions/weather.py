@@ -1,19 +1,20 @@
 """The weather of Hendrycks & Dietterich (ICLR 2019) with CIFAR-10-C's constants (make_cifar_c.py).
 
-Every function takes x [B, C, H, W] in [0, 1], the severity 1..5 and one stream a sample. Nothing is read from
-files: the published frost overlays photographs, here the crystals are procedural (`_frost`).
+Every function takes x [B, C, H, W] in [0, 1], the severity 1..5 and one generator per sample. Nothing is read from
+files. CIFAR-10-C overlays photographs of frost whose licences are unclear; here frost is procedural: feathers of needle
+crystals in five tileable textures made from fixed seeds, with the same weights and a similar brightness.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.corruptions import _filters, _frost, _liquid
-from data.corruptions._common import Streams, colour_like, draw, luminance
+from data.corruptions import _ops
+from data.corruptions._ops import Generators, draw, luminance
 
 SNOW = (  # mean, deviation, zoom, threshold, blur radius, blur sigma, weight of the image
     (0.1, 0.2, 1.0, 0.6, 8, 3, 0.95),
@@ -24,20 +25,19 @@ SNOW = (  # mean, deviation, zoom, threshold, blur radius, blur sigma, weight of
 )
 FROST = ((1.0, 0.2), (1.0, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45))  # weights of image and frost
 FOG = ((0.2, 3.0), (0.5, 3.0), (0.75, 2.5), (1.0, 2.0), (1.5, 1.75))  # thickness, decay of the roughness
-SPATTER = (  # mean, deviation, smoothness, threshold, strength (water) or smoothness (mud)
-    (0.62, 0.1, 0.7, 0.7, 0.5),
-    (0.65, 0.1, 0.8, 0.7, 0.5),
-    (0.65, 0.3, 1.0, 0.69, 0.5),
-    (0.65, 0.1, 0.7, 0.69, 0.6),
-    (0.65, 0.1, 0.5, 0.68, 0.6),
-)
-SPATTER_MUD_FROM = 4  # severity at which the drops turn from water to mud
-WATER = (175 / 255, 238 / 255, 238 / 255)
-MUD = (63 / 255, 42 / 255, 20 / 255)
 FOG_MAP = 32  # side of the fog map, doubled until it covers the image
 
+# Frost textures
+TEXTURES = 5
+SIDE = 192  # pixels
+DIRECTIONS = 18  # of the needles, over 180 degrees
+CRYSTALS = 40  # feathers in a texture
+NEEDLE_LENGTH, NEEDLE_WIDTH = 6.0, 0.6  # standard deviations in pixels
+BARB_ANGLE = 60.0  # degrees between a feather's shaft and its barbs: the symmetry of ice
+TINT = (1.3, 1.1, 0.9)  # exponents of red, green, blue: thin ice is bluish, thick ice white
 
-def snow(images: Tensor, severity: int, streams: Streams) -> Tensor:
+
+def snow(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Whiten the image and add flakes, blurred along a line as they fall (make_cifar_c.py, `snow`).
 
     The flakes are Gaussian noise, enlarged, thresholded and blurred at an angle uniform in [-135, -45]
@@ -45,42 +45,100 @@ def snow(images: Tensor, severity: int, streams: Streams) -> Tensor:
     """
     mean, deviation, zoom, threshold, radius, sigma, weight = SNOW[severity - 1]
     shape = (1, *images.shape[2:])
-    flakes = draw(streams, images, lambda stream: stream.normal(mean, deviation, shape))
-    flakes = _filters.clipped_zoom(flakes, zoom)
+    flakes = draw(rngs, images, lambda rng: rng.normal(mean, deviation, shape))
+    flakes = _ops.clipped_zoom(flakes, zoom)
     flakes = torch.where(flakes < threshold, torch.zeros_like(flakes), flakes).clamp(0, 1)
-    angles = draw(streams, images.double(), lambda stream: np.asarray(stream.uniform(-135, -45)))
-    flakes = _filters.line_blur(flakes, angles, radius, sigma)
+    angles = draw(rngs, images.double(), lambda rng: np.asarray(rng.uniform(-135, -45)))
+    flakes = _ops.line_blur(flakes, angles, radius, sigma)
     whitened = torch.maximum(images, luminance(images) * 1.5 + 0.5)
     return weight * images + (1 - weight) * whitened + flakes + flakes.flip(2, 3)
 
 
-def frost(images: Tensor, severity: int, streams: Streams) -> Tensor:
+def frost(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Overlay ice: c0 * x + c1 * frost (make_cifar_c.py, `frost`).
 
-    As published one of five textures and a place in it are picked at random for each sample; the textures
-    are made here, not photographed, so their crystals differ from CIFAR-10-C's.
+    One of five textures and a position in it are drawn for each sample, as published; the textures differ from
+    CIFAR-10-C's (see the module).
     """
     image_weight, frost_weight = FROST[severity - 1]
     height, width = images.shape[-2:]
-    high = (_frost.TEXTURES, _frost.SIDE, _frost.SIDE)
-    choice = draw(streams, images.double(), lambda stream: stream.integers(high)).long()  # (B, 3)
+    high = (TEXTURES, SIDE, SIDE)
+    choice = draw(rngs, images.double(), lambda rng: rng.integers(high)).long()  # (B, 3)
     row = torch.arange(height, device=images.device)
     column = torch.arange(width, device=images.device)
-    rows = (choice[:, 1, None] + row)[:, :, None] % _frost.SIDE  # (B, H, 1); the textures tile
-    columns = (choice[:, 2, None] + column)[:, None, :] % _frost.SIDE  # (B, 1, W)
-    textures = torch.from_numpy(_frost.textures()).to(images)  # (5, S, S, 3)
-    ice = textures[choice[:, 0, None, None], rows, columns].permute(0, 3, 1, 2)  # (B, 3, H, W)
+    rows = (choice[:, 1, None] + row)[:, :, None] % SIDE  # (B, H, 1); the textures tile
+    columns = (choice[:, 2, None] + column)[:, None, :] % SIDE  # (B, 1, W)
+    ice_textures = torch.from_numpy(textures()).to(images)  # (5, S, S, 3)
+    ice = ice_textures[choice[:, 0, None, None], rows, columns].permute(0, 3, 1, 2)  # (B, 3, H, W)
     return image_weight * images + frost_weight * (ice if images.shape[1] == 3 else luminance(ice))
 
 
-def fog(images: Tensor, severity: int, streams: Streams) -> Tensor:
+@lru_cache(maxsize=1)
+def textures() -> np.ndarray:
+    """Return the textures [5, 192, 192, 3], RGB in [0, 1]; they repeat without a seam."""
+    return np.stack([_texture(np.random.default_rng(number)) for number in range(TEXTURES)])
+
+
+def _texture(rng: np.random.Generator) -> np.ndarray:
+    """Return one texture [192, 192, 3]: needles along the direction of the nearest crystal."""
+    noise = np.fft.fft2(rng.standard_normal((SIDE, SIDE)))
+    angles = np.arange(DIRECTIONS) * 180.0 / DIRECTIONS
+    needles = np.stack([_needles(noise, angle) for angle in angles])  # (DIRECTIONS, S, S)
+    warp = [6 * _smooth_noise(rng, 5.0) for _ in range(2)]
+    direction = _nearest_crystal(rng, warp)
+    barb = round(BARB_ANGLE * DIRECTIONS / 180)
+    rows, columns = np.indices((SIDE, SIDE))
+    layers = [needles[(direction + turn) % DIRECTIONS, rows, columns] for turn in (0, barb, -barb)]
+    feather = np.maximum(layers[0], 0.8 * np.maximum(layers[1], layers[2]))
+    cover = 1 / (1 + np.exp(-1.5 * _smooth_noise(rng, 9.0)))
+    ice = np.clip(0.22 + 0.3 * cover + 0.27 * (0.4 + 0.6 * cover) * feather, 0, 1)
+    return np.stack([ice**exponent for exponent in TINT], axis=-1)
+
+
+def _spectrum(sigma_rows: float, sigma_columns: float, angle: float = 0.0) -> np.ndarray:
+    """Return the transfer function [192, 192] of a periodic Gaussian, turned by `angle` degrees."""
+    frequency = 2 * np.pi * np.fft.fftfreq(SIDE)
+    down, right = np.meshgrid(frequency, frequency, indexing="ij")
+    turn = np.deg2rad(angle)
+    along = np.cos(turn) * right + np.sin(turn) * down
+    across = np.cos(turn) * down - np.sin(turn) * right
+    return np.exp(-((sigma_columns * along) ** 2 + (sigma_rows * across) ** 2) / 2)
+
+
+def _unit(field: np.ndarray) -> np.ndarray:
+    """Return a field with mean 0 and standard deviation 1."""
+    return (field - field.mean()) / field.std()
+
+
+def _needles(noise: np.ndarray, angle: float) -> np.ndarray:
+    """Return noise stretched along `angle`, mean 0 and standard deviation 1."""
+    return _unit(np.fft.ifft2(noise * _spectrum(NEEDLE_WIDTH, NEEDLE_LENGTH, angle)).real)
+
+
+def _smooth_noise(rng: np.random.Generator, sigma: float) -> np.ndarray:
+    """Return periodic noise [192, 192] of that smoothness, mean 0 and standard deviation 1."""
+    white = np.fft.fft2(rng.standard_normal((SIDE, SIDE)))
+    return _unit(np.fft.ifft2(white * _spectrum(sigma, sigma)).real)
+
+
+def _nearest_crystal(rng: np.random.Generator, warp: list[np.ndarray]) -> np.ndarray:
+    """Return the direction's index of the crystal that each pixel belongs to, on a torus, borders warped."""
+    centres = rng.uniform(0, SIDE, (CRYSTALS, 2, 1, 1))
+    directions = rng.integers(0, DIRECTIONS, CRYSTALS)
+    places = np.indices((SIDE, SIDE)) + np.stack(warp)
+    gap = np.abs(places - centres) % SIDE  # (CRYSTALS, 2, S, S)
+    gap = np.minimum(gap, SIDE - gap)
+    return directions[(gap**2).sum(axis=1).argmin(axis=0)]
+
+
+def fog(images: Tensor, severity: int, rngs: Generators) -> Tensor:
     """Add a plasma fractal and rescale: (x + c0 * fog) * max(x) / (max(x) + c0) (make_cifar_c.py, `fog`)."""
     thickness, decay = FOG[severity - 1]
     height, width = images.shape[-2:]
     side = FOG_MAP
     while side < max(height, width):
         side *= 2
-    noise = draw(streams, images, lambda stream: stream.uniform(-1, 1, side * side - 1))
+    noise = draw(rngs, images, lambda rng: rng.uniform(-1, 1, side * side - 1))
     haze = plasma_fractal(noise, decay)[:, None, :height, :width]  # (B, 1, H, W)
     brightest = images.amax(dim=(1, 2, 3), keepdim=True)
     return (images + thickness * haze) * brightest / (brightest + thickness)
@@ -121,29 +179,3 @@ def plasma_fractal(noise: Tensor, decay: float) -> Tensor:
         step, roughness = half, roughness / decay
     heights = heights - heights.amin(dim=(1, 2), keepdim=True)
     return heights / heights.amax(dim=(1, 2), keepdim=True)
-
-
-def spatter(images: Tensor, severity: int, streams: Streams) -> Tensor:
-    """Splash water (severity 1 to 3) or mud (4 and 5) on the lens (make_cifar_c.py, `spatter`)."""
-    mean, deviation, smoothness, threshold, last = SPATTER[severity - 1]
-    shape = (1, *images.shape[2:])
-    liquid = draw(streams, images, lambda stream: stream.normal(mean, deviation, shape))
-    liquid = _filters.gaussian_blur(liquid, smoothness)
-    liquid = torch.where(liquid < threshold, torch.zeros_like(liquid), liquid)  # (B, 1, H, W)
-    cover = partial(_mud, sigma=last) if severity >= SPATTER_MUD_FROM else partial(_water, strength=last)
-    return cover(images, liquid, threshold)
-
-
-def _water(images: Tensor, liquid: Tensor, threshold: float, strength: float) -> Tensor:
-    """Add pale turquoise where the drops catch the light; an image without a drop stays as it is."""
-    glare = _liquid.glare(liquid)
-    brightest = glare.amax(dim=(2, 3), keepdim=True)
-    share = torch.where(brightest > 0, glare / brightest.clamp_min(1e-12), torch.zeros_like(glare))
-    return images + strength * share * colour_like(WATER, images)
-
-
-def _mud(images: Tensor, liquid: Tensor, threshold: float, sigma: float) -> Tensor:
-    """Cover the image with brown where the liquid, smoothed by `sigma`, is dense."""
-    dense = _filters.gaussian_blur((liquid > threshold).to(images), sigma)
-    dense = torch.where(dense < 0.8, torch.zeros_like(dense), dense)
-    return images * (1 - dense) + dense * colour_like(MUD, images)

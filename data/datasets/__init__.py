@@ -1,5 +1,6 @@
-"""Where pictures come from: one file a source, and a registry that knows them by name."""
+"""Data sets: one file per source, and a registry that loads them by name."""
 
-from .registry import DATASETS, ROOT_VARIABLE, Dataset, load, load_natural
+from .base import Dataset
+from .registry import DATASETS, ROOT_VARIABLE, load, load_natural
 
 __all__ = ["DATASETS", "ROOT_VARIABLE", "Dataset", "load", "load_natural"]

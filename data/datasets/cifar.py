@@ -1,8 +1,11 @@
-"""CIFAR-10 and CIFAR-100, from whichever of three sources is at hand.
+"""CIFAR-10 and CIFAR-100 from one of three sources, and CIFAR-10.1.
 
-A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The training part (50,000) and
-the test part (10,000) are merged, train first, as FedTHE and BTFL do before they deal the pictures out to
-clients.
+A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The training part (50,000) and the test
+part (10,000) are merged, train first, as FedTHE and BTFL do before they partition the images.
+
+CIFAR-10.1 is a new test set for CIFAR-10, the natural shift of the benchmarks of FedTHE and BTFL: B. Recht, R. Roelofs,
+L. Schmidt, V. Shankar, "Do CIFAR-10 Classifiers Generalize to CIFAR-10?", 2018. Its published files are
+`cifar10.1_v6_data.npy` [2000, 32, 32, 3] and `cifar10.1_v6_labels.npy` (v4: 2,021 images).
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from .mosaics import is_packed, load_packed
-from .raw import Raw, Request
+from .base import Dataset, Raw, Request
+from .files import as_labels, class_names, read_array, read_arrays, read_tiles
 
 PARTS = {"all": ("train", "test"), "train": ("train",), "test": ("test",)}
 SOURCES = ("auto", "packed", "torchvision", "hub")
+VERSIONS = ("v6", "v4")
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SIZE = 32
 
 #: Name → (torchvision's folder, number of classes, label column of uoft-cs/<name> on the hub).
 _FACTS = {
@@ -27,86 +33,104 @@ _FACTS = {
 
 
 def load_cifar(request: Request, *, name: str, source: str = "auto", part: str = "all") -> Raw:
-    """Return CIFAR's pictures at 32 x 32.
+    """Return CIFAR's images at 32 x 32.
 
     Parameters
     ----------
     request : Request
-        Where to look, and whether a download is allowed.
     name : str
         "cifar10" or "cifar100".
     source : str
-        "packed": mosaics in `<root>/<name>/`. "torchvision": its extracted archive in `<root>`. "hub": the
-        Hugging Face hub through flwr-datasets (keeps its own cache; needs `download=True`). "auto": the first
-        of packed and torchvision that is present; otherwise, with `download=True`, torchvision's download
-        into the root, or the hub without a root.
+        "packed": mosaics in `<root>/<name>/`. "torchvision": its extracted archive in `<root>`. "hub": the Hugging Face
+        hub through flwr-datasets (has its own cache; needs `download=True`). "auto": the first of packed and
+        torchvision that is present; otherwise, with `download=True`, torchvision's download into the root, or the hub
+        without a root.
     part : str
         "all" (train, then test), "train" or "test".
 
     Raises
     ------
     ValueError
-        An unknown source or part, or a damaged file.
+        Unknown source or part, or a damaged file.
     FileNotFoundError
-        Nothing is there; the message says where it looked and how to allow a download.
+        No data found; the message lists the searched paths and how to allow a download.
     """
     if part not in PARTS:
         raise ValueError(f"unknown part {part!r}; there are: {', '.join(PARTS)}")
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; there are: {', '.join(SOURCES)}")
     chosen = _choose(request, name) if source == "auto" else source
-    if chosen == "packed":
-        folder = _root(request, name) / name
-        if not is_packed(folder):
-            raise _absent(request, name)
-        return load_packed(folder, PARTS[part], _FACTS[name][1])
-    if chosen == "torchvision":
-        return _from_torchvision(request, name, PARTS[part])
-    return _from_hub(request, name, PARTS[part])
+    read = {"packed": _from_mosaics, "torchvision": _from_torchvision, "hub": _from_hub}[chosen]
+    return read(request, name, PARTS[part])
 
 
-load_cifar10 = partial(load_cifar, name="cifar10")
-load_cifar100 = partial(load_cifar, name="cifar100")
+def _is_packed(folder: Path) -> bool:
+    return (folder / "labels.npz").is_file()
 
 
 def _choose(request: Request, name: str) -> str:
-    """Return the source that "auto" stands for, by what is present."""
-    if request.root is not None and is_packed(request.root / name):
+    """Return the source that "auto" stands for."""
+    if request.root is not None and _is_packed(request.root / name):
         return "packed"
     if request.root is not None and (request.root / _FACTS[name][0]).is_dir():
         return "torchvision"
     if not request.download:
-        raise _absent(request, name)
+        raise _not_found(request, name)
     return "hub" if request.root is None else "torchvision"
 
 
-def _root(request: Request, name: str) -> Path:
-    """Return the root, or say that one is needed."""
+def _not_found(request: Request, name: str) -> FileNotFoundError:
+    """Return the error that lists the searched paths and how to allow a download."""
     if request.root is None:
-        raise _absent(request, name)
-    return request.root
-
-
-def _absent(request: Request, name: str) -> FileNotFoundError:
-    """Return the error that says where it looked and what to do."""
-    if request.root is None:
-        where = "no folder to look in (give root, or set FEDTTA_DATA)"
+        where = "no data folder is set (give root, or set FEDTTA_DATA)"
     else:
         where = f"looked for {request.root / name / 'labels.npz'} and {request.root / _FACTS[name][0]}"
-    return FileNotFoundError(f"{name} is not there: {where}; a download is allowed with download=True")
+    return FileNotFoundError(f"{name} not found: {where}; a download is allowed with download=True")
+
+
+def _from_mosaics(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
+    """Read `train_00.webp`, ..., `test_00.webp`, ... and `labels.npz`; labels are in tile order."""
+    if request.root is None or not _is_packed(request.root / name):
+        raise _not_found(request, name)
+    folder = request.root / name
+    label_file, classes = folder / "labels.npz", _FACTS[name][1]
+    stored = read_arrays(label_file, *parts, "classes")
+    names = class_names(stored, classes, label_file)
+    pixels = [_part(folder, part, len(stored[part])) for part in parts]
+    labels = [as_labels(stored[part], len(stored[part]), classes, label_file) for part in parts]
+    return Raw(np.concatenate(pixels), np.concatenate(labels), names)
+
+
+def _part(folder: Path, part: str, count: int) -> np.ndarray:
+    """Return the images [count, 3, 32, 32] of one part; tiles beyond the labels pad the last file."""
+    files = sorted(path for path in folder.glob(f"{part}_*") if path.suffix in (".webp", ".png"))
+    if not files:
+        raise ValueError(f"{folder}: no {part}_*.webp or {part}_*.png beside labels.npz")
+    pixels = np.empty((count, 3, SIZE, SIZE), np.uint8)
+    filled = 0
+    for path in files:
+        if filled >= count:
+            raise ValueError(f"{path}: more mosaics than the {count} {part} labels of {folder / 'labels.npz'}")
+        mosaic = read_tiles(path, SIZE)[: count - filled]
+        pixels[filled : filled + len(mosaic)] = mosaic
+        filled += len(mosaic)
+    if filled < count:
+        raise ValueError(f"{folder}: {count} {part} labels but only {filled} images in {len(files)} mosaics")
+    return pixels
 
 
 def _from_torchvision(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
-    """Read torchvision's files (checked by their MD5), downloading them where that is allowed."""
-    root = _root(request, name)
-    folder = root / _FACTS[name][0]
+    """Read torchvision's files (verified by MD5), downloading them if allowed."""
+    if request.root is None:
+        raise _not_found(request, name)
+    folder = request.root / _FACTS[name][0]
     if not folder.is_dir() and not request.download:
-        raise _absent(request, name)
+        raise _not_found(request, name)
     from torchvision import datasets  # lazily: it takes seconds to import
 
     kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
     try:
-        loaded = [kind(str(root), train=part == "train", download=request.download) for part in parts]
+        loaded = [kind(str(request.root), train=part == "train", download=request.download) for part in parts]
     except RuntimeError as error:
         raise ValueError(f"{folder}: files are missing or damaged ({error})") from error
     pixels = np.concatenate([one.data for one in loaded]).transpose(0, 3, 1, 2)
@@ -117,7 +141,7 @@ def _from_torchvision(request: Request, name: str, parts: tuple[str, ...]) -> Ra
 def _from_hub(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
     """Read uoft-cs/<name> from the Hugging Face hub, through flwr-datasets."""
     if not request.download:
-        raise FileNotFoundError(f"{name} from the hub needs download=True (a cached copy is used where there is one)")
+        raise FileNotFoundError(f"{name} from the hub needs download=True (a cached copy is used if there is one)")
     from flwr_datasets import FederatedDataset  # lazily: it takes seconds to import
 
     hub = FederatedDataset(dataset=f"uoft-cs/{name}", partitioners=dict.fromkeys(parts, 1), shuffle=False)
@@ -128,6 +152,69 @@ def _from_hub(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
     for part in parts:
         split: Any = hub.load_split(part)
         classes = tuple(split.features[column].names)
-        pixels.extend(np.asarray(picture.convert("RGB")) for picture in split["img"])
+        pixels.extend(np.asarray(image.convert("RGB")) for image in split["img"])
         labels.extend(split[column])
     return Raw(np.stack(pixels).transpose(0, 3, 1, 2).copy(), np.asarray(labels, np.int64), classes)
+
+
+# CIFAR-10.1 ---------------------------------------------------------------------------------------------------------
+
+
+def _cifar10_1_file(root: Path, version: str, content: str) -> Path:
+    return root / "cifar10.1" / f"cifar10.1_{version}_{content}.npy"
+
+
+def load_cifar10_1(request: Request, *, version: str = "v6") -> Raw:
+    """Return CIFAR-10.1 from the two published files in `<root>/cifar10.1/`.
+
+    Raises
+    ------
+    ValueError
+        Unknown version, or a file that is damaged or has the wrong shape.
+    FileNotFoundError
+        The files do not exist. They are never downloaded: their authors publish them in their repository only.
+    """
+    if version not in VERSIONS:
+        raise ValueError(f"unknown version {version!r}; there are: {', '.join(VERSIONS)}")
+    if request.root is None or not _cifar10_1_file(request.root, version, "data").is_file():
+        where = "no root is given" if request.root is None else f"looked in {request.root / 'cifar10.1'}"
+        raise FileNotFoundError(
+            f"CIFAR-10.1 not found: {where}; it needs cifar10.1_{version}_data.npy and "
+            f"cifar10.1_{version}_labels.npy, published in the repository modestyachts/CIFAR-10.1"
+        )
+    data_file, label_file = (_cifar10_1_file(request.root, version, content) for content in ("data", "labels"))
+    if not label_file.is_file():
+        raise FileNotFoundError(f"{label_file} is missing")
+    pixels = read_array(data_file)
+    if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[1:] != (SIZE, SIZE, 3):
+        raise ValueError(f"{data_file}: uint8 [N, 32, 32, 3] is expected, got {pixels.dtype} {pixels.shape}")
+    labels = as_labels(read_array(label_file), len(pixels), len(CLASSES), label_file)
+    return Raw(np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)), labels, CLASSES)
+
+
+CIFAR10 = Dataset(
+    "CIFAR-10, 60,000 images (train and test merged)",
+    partial(load_cifar, name="cifar10"),
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+    classes=10,
+    flip=True,
+    natural=("cifar10.1",),
+)
+CIFAR100 = Dataset(
+    "CIFAR-100 with its 100 fine classes, 60,000 images (train and test merged)",
+    partial(load_cifar, name="cifar100"),
+    mean=(0.5071, 0.4865, 0.4409),
+    std=(0.2673, 0.2564, 0.2762),
+    classes=100,
+    flip=True,
+)
+CIFAR10_1 = Dataset(
+    "CIFAR-10.1, 2,000 new test images for CIFAR-10 (a natural shift)",
+    load_cifar10_1,
+    mean=CIFAR10.mean,
+    std=CIFAR10.std,
+    classes=10,
+    flip=True,
+    present=lambda root: _cifar10_1_file(root, "v6", "data").is_file(),
+)

@@ -1,7 +1,7 @@
-"""Handwritten digits, embedded in scikit-learn: 1,797 grey pictures of 8 x 8, no download.
+"""Handwritten digits embedded in scikit-learn: 1,797 grayscale images of 8 x 8, no download.
 
-E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998
-(its test part).
+E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998 (its test
+part).
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from pathlib import Path
 
 import numpy as np
 
-from .raw import Raw, Request
+from .base import Dataset, Raw, Request
 
-#: The sensor counts black pixels of 4 x 4 cells: values run from 0 to 16.
+#: The sensor counts black pixels of 4 x 4 cells: values range from 0 to 16.
 _FULL = 16.0
-_FILE = "datasets/data/digits.csv.gz"  # in scikit-learn's folder; 64 pixels and the label a line
+_FILE = "datasets/data/digits.csv.gz"  # in scikit-learn's folder; 64 pixels and the label per line
 
 
 def load_digits(request: Request) -> Raw:
     """Return all 1,797 digits, values 0..16 scaled to 0..255 without rounding.
 
-    The file is read where scikit-learn keeps it, without importing it: that takes seconds, and in deployment every
-    message is a process of its own.
+    The file is read from scikit-learn's folder without importing scikit-learn, which takes seconds; in a deployment
+    every message is handled by a new process.
 
     Raises
     ------
     FileNotFoundError
-        scikit-learn is not installed, or keeps its digits elsewhere.
+        scikit-learn or its file of digits is missing.
     """
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
@@ -38,3 +38,14 @@ def load_digits(request: Request) -> Raw:
     table = np.loadtxt(path, delimiter=",")  # [N, 65]
     pixels = (table[:, :-1] * (255.0 / _FULL)).astype(np.float32).reshape(-1, 1, 8, 8)
     return Raw(pixels, table[:, -1].astype(np.int64), tuple(str(digit) for digit in range(10)))
+
+
+DIGITS = Dataset(
+    "scikit-learn's 1,797 handwritten digits, 8 x 8 grayscale, embedded: no download",
+    load_digits,
+    mean=(0.3053, 0.3053, 0.3053),
+    std=(0.3236, 0.3236, 0.3236),
+    classes=10,
+    flip=False,
+    crop=0.6,
+)

@@ -1,21 +1,19 @@
-"""Folders of domains and classes: DomainNet cut to ten classes, as FedICON takes it from FedBN, and OfficeHome.
+"""DomainNet cut to ten classes, as FedICON takes it from FedBN, and OfficeHome: folders of domains and classes.
 
 X. Peng et al., "Moment Matching for Multi-Source Domain Adaptation", ICCV 2019: six domains of 345 classes. X. Li et
 al., "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization", ICLR 2021: the ten most common
-classes, which the published code of FedBN names. FedICON and FedBN give no number of pictures that every domain has;
-2,000 is ours. H. Venkateswara et al., "Deep Hashing Network for Unsupervised Domain Adaptation", CVPR 2017: OfficeHome,
-15,588 pictures of 65 classes in four domains (BTFL).
+classes, named in the published code of FedBN. FedICON and FedBN do not give a number of images that every domain has;
+2,000 is our choice. H. Venkateswara et al., "Deep Hashing Network for Unsupervised Domain Adaptation", CVPR 2017:
+OfficeHome, 15,588 images of 65 classes in four domains (BTFL).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from .folder import SUFFIXES, picture, subfolders
-from .raw import Request
-from .shelves import DomainRaw, Shelf, choose, join
+from .base import IMAGENET_MEAN, IMAGENET_STD, Dataset, Request
+from .files import labelled_files, read_images, subfolders
+from .multi_domain import DomainSource, MultiDomainRaw, combine_domains, select_domains
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 CLASSES = (
@@ -25,77 +23,83 @@ CLASSES = (
 HOMES = {"art": "Art", "clipart": "Clipart", "product": "Product", "real_world": "Real World"}
 
 
-def load_domainnet(request: Request, *, domains: str = "", per_domain: int = 2000, draw: int = 0) -> DomainRaw:
-    """Return the pictures of several domains at `image_size`; only those drawn are decoded.
+def load_domainnet(request: Request, *, domains: str = "", per_domain: int = 2000, draw: int = 0) -> MultiDomainRaw:
+    """Return the images of several domains at `image_size`; only sampled images are decoded.
 
     Parameters
     ----------
     request : Request
         Its root holds `domainnet/<domain>/<class>/*.jpg`, as the published archives unpack.
-    domains : str
-        Names with commas between them; empty: those at hand, and the images' name says which are not.
-    per_domain : int
-        Pictures of each domain, classes as even as they can be; 0: all.
-    draw : int
-        Decides which ones.
+    domains, per_domain, draw
+        See `select_domains` and `combine_domains`.
 
     Raises
     ------
     ValueError
-        An unknown domain, a bad number, a class folder without a picture, or a damaged picture.
+        Unknown domain, a bad number, a class folder without an image, or a damaged image.
     FileNotFoundError
-        A domain that is asked for is not at hand.
+        A requested domain is not available.
     """
     if request.root is None:
         raise FileNotFoundError("domainnet needs root (or FEDTTA_DATA)")
     top = request.root / "domainnet"
-    present = {domain: (top / domain).is_dir() for domain in DOMAINS}
-    chosen = choose(domains, present, "domainnet", f"{top}/<domain>/<class>/*.jpg, class one of {', '.join(CLASSES)}")
-    absent = () if domains else tuple(domain for domain in DOMAINS if not present[domain])
-    shelves = {domain: _shelf(top / domain, CLASSES, request.image_size) for domain in chosen}
-    return join(shelves, CLASSES, request, per_domain, draw, absent)
+    available = {domain: (top / domain).is_dir() for domain in DOMAINS}
+    expected = f"{top}/<domain>/<class>/*.jpg, class one of {', '.join(CLASSES)}"
+    chosen, absent = select_domains(domains, available, "domainnet", expected)
+    sources = {domain: _source(top / domain, CLASSES, request.image_size) for domain in chosen}
+    return combine_domains(sources, CLASSES, request, per_domain, draw, absent)
 
 
-def load_officehome(request: Request, *, domains: str = "", per_domain: int = 0, draw: int = 0) -> DomainRaw:
-    """Return OfficeHome's pictures of several domains at `image_size`.
+def load_officehome(request: Request, *, domains: str = "", per_domain: int = 0, draw: int = 0) -> MultiDomainRaw:
+    """Return OfficeHome's images of several domains at `image_size`.
 
     Parameters
     ----------
     request : Request
-        Its root holds `officehome/<domain>/<class>/*.jpg`, domains as the published archive names them (HOMES).
+        Its root holds `officehome/<domain>/<class>/*.jpg`, with the domain folders of the published archive (`HOMES`).
     domains, per_domain, draw
-        As in `load_domainnet`; all pictures are taken unless `per_domain` says otherwise.
+        See `select_domains` and `combine_domains`.
 
     Raises
     ------
     ValueError, FileNotFoundError
-        As in `load_domainnet`, or the domains do not have the same classes.
+        As `load_domainnet`, or the domains have different classes.
     """
     if request.root is None:
         raise FileNotFoundError("officehome needs root (or FEDTTA_DATA)")
-    folders = {domain: request.root / "officehome" / name for domain, name in HOMES.items()}
-    present = {domain: folder.is_dir() for domain, folder in folders.items()}
-    where = f"{request.root / 'officehome'}/<{', '.join(HOMES.values())}>/<class>/*.jpg"
-    chosen = choose(domains, present, "officehome", where)
-    absent = () if domains else tuple(domain for domain in HOMES if not present[domain])
+    top = request.root / "officehome"
+    folders = {domain: top / name for domain, name in HOMES.items()}
+    available = {domain: folder.is_dir() for domain, folder in folders.items()}
+    expected = f"{top}/<{', '.join(HOMES.values())}>/<class>/*.jpg"
+    chosen, absent = select_domains(domains, available, "officehome", expected)
     classes = {domain: tuple(subfolders(folders[domain])) for domain in chosen}
     first = classes[chosen[0]]
     for domain, own in classes.items():
         if different := sorted(set(own) ^ set(first)):
             raise ValueError(f"{folders[domain]} and {folders[chosen[0]]} differ in classes: {', '.join(different)}")
-    shelves = {domain: _shelf(folders[domain], first, request.image_size) for domain in chosen}
-    return join(shelves, first, request, per_domain, draw, absent)
+    sources = {domain: _source(folders[domain], first, request.image_size) for domain in chosen}
+    return combine_domains(sources, first, request, per_domain, draw, absent)
 
 
-def _shelf(folder: Path, classes: tuple[str, ...], size: int) -> Shelf:
-    """List one domain's files, class by class in the order of their names."""
-    files: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        inside = folder / name
-        found = sorted(one for one in inside.glob("*") if one.suffix.lower() in SUFFIXES)
-        if not found:
-            raise ValueError(f"{inside} holds no picture ({', '.join(SUFFIXES)})")
-        files.extend(found)
-        labels.extend([label] * len(found))
-    return Shelf(np.array(labels), lambda chosen: np.stack([picture(files[one], size) for one in chosen]))
+def _source(folder: Path, classes: tuple[str, ...], size: int) -> DomainSource:
+    """Return one domain from its class folders."""
+    files, labels = labelled_files([folder / name for name in classes])
+    return DomainSource(labels, lambda chosen: read_images([files[one] for one in chosen], size))
+
+
+DOMAINNET = Dataset(
+    "DomainNet's ten most common classes in its six domains, 2,000 images per domain",
+    load_domainnet,
+    mean=IMAGENET_MEAN,
+    std=IMAGENET_STD,
+    classes=len(CLASSES),
+    flip=True,
+)
+OFFICEHOME = Dataset(
+    "OfficeHome: art, clipart, product and real_world, from its folders",
+    load_officehome,
+    mean=IMAGENET_MEAN,
+    std=IMAGENET_STD,
+    classes=None,
+    flip=True,
+)

@@ -1,39 +1,34 @@
-"""Pictures in folders: `<root>/<class>/*.png`, or `<root>/<domain>/<class>/*.png` for data with domains."""
+"""Image folders: `<root>/<class>/*.png`, or `<root>/<domain>/<class>/*.png` for data with domains."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
-from .raw import Raw, Request, reading
-from .shelves import Shelf, join
-
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+from .base import HALF, Dataset, Raw, Request
+from .files import labelled_files, read_images, subfolders
+from .multi_domain import DomainSource, combine_domains
 
 
 def load_folder(request: Request, *, path: str = "", domain: str | None = None) -> Raw:
-    """Return every picture of an image folder as RGB, resized bilinearly to `image_size` x `image_size`.
+    """Return all images of a folder as RGB, resized bilinearly to `image_size` x `image_size`.
 
     Parameters
     ----------
     request : Request
         Its root is the folder.
     path : str
-        A folder below the root, where the root holds other data too.
+        Path of the folder below the root.
     domain : str, optional
-        The first level holds domains, the second classes: take this domain, or all of them with
-        "*". Label numbers are those of the classes of *all* domains, so that they agree between domains even where
-        one lacks a class.
+        The first level holds domains, the second classes: load this domain, or all of them with "*". Labels number the
+        classes of *all* domains, so they agree between domains even if a domain lacks a class.
 
     Raises
     ------
     ValueError
-        No root, an unknown domain (lists those there), no classes, a class folder without a picture (unless
-        another domain has that class), or a damaged picture (named).
+        No root, unknown domain (lists the known ones), no classes, a class folder without an image (unless another
+        domain has that class), or a damaged image (named).
     FileNotFoundError
-        The folder is not there.
+        The folder does not exist.
     """
     if request.root is None:
         raise ValueError("an image folder needs root (or FEDTTA_DATA)")
@@ -50,41 +45,24 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
         return _read(top / domain, classes, request.image_size)
     read = {one: _read(top / one, classes, request.image_size) for one in domains}
     if not read:
-        raise ValueError(f"{top} holds no domain folders")
-    shelves = {one: Shelf(raw.labels, raw.pixels.__getitem__) for one, raw in read.items()}
-    return join(shelves, tuple(classes), request, per_domain=0, draw=0)
-
-
-def subfolders(folder: Path) -> list[str]:
-    """Return the names of the visible folders in `folder`, sorted."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        raise ValueError(f"{top} contains no domain folders")
+    sources = {one: DomainSource(raw.labels, raw.pixels.__getitem__) for one, raw in read.items()}
+    return combine_domains(sources, tuple(classes), request, per_domain=0, draw=0)
 
 
 def _read(folder: Path, classes: list[str], size: int) -> Raw:
-    """Read `folder/<class>/*` class by class, files in the order of their names."""
-    pixels: list[np.ndarray] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        if not (folder / name).is_dir():
-            continue  # a class of another domain
-        files = sorted(file for file in (folder / name).iterdir() if file.suffix.lower() in SUFFIXES)
-        if not files:
-            raise ValueError(f"{folder / name} holds no picture ({', '.join(SUFFIXES)})")
-        pixels.extend(picture(file, size) for file in files)
-        labels.extend([label] * len(files))
-    if not pixels:
-        raise ValueError(f"{folder} holds no class folders")
-    return Raw(np.stack(pixels), np.asarray(labels, np.int64), tuple(classes))
+    """Read `folder/<class>/*` in the order of classes and file names; classes without a folder are skipped."""
+    files, labels = labelled_files([folder / name if (folder / name).is_dir() else None for name in classes])
+    if not files:
+        raise ValueError(f"{folder} contains no class folders")
+    return Raw(read_images(files, size), labels, tuple(classes))
 
 
-def picture(path: Path, size: int) -> np.ndarray:
-    """Read one picture as uint8 [3, size, size].
-
-    Raises
-    ------
-    ValueError
-        It is damaged; the message names it.
-    """
-    with reading(path), Image.open(path) as opened:
-        rgb = opened.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
-        return np.asarray(rgb).transpose(2, 0, 1)
+FOLDER = Dataset(
+    "your own images: root/<class>/*.png, or root/<domain>/<class>/*.png",
+    load_folder,
+    mean=HALF,
+    std=HALF,
+    classes=None,
+    flip=True,
+)

@@ -1,125 +1,45 @@
-"""The data sets by name: what they are, how they are normalised, and one function that loads any of them."""
+"""The data set registry: every data set by name, and `load`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from ..images import Images
-from . import imagenet32
-from .cifar import load_cifar10, load_cifar100
-from .cifar10_1 import is_present, load_cifar10_1
-from .digit5 import load_digit5
-from .digits import load_digits
-from .domainnet import load_domainnet, load_officehome
-from .folder import load_folder
-from .imagenet32 import load_imagenet32, load_imagenet_a, load_imagenet_r, load_imagenet_v2
-from .npz import load_npz
-from .office10 import load_office10, load_pacs
-from .raw import Loader, Request, finish
-from .shelves import DomainRaw
+from .base import Dataset, Request, to_images
+from .cifar import CIFAR10, CIFAR10_1, CIFAR100
+from .digit5 import DIGIT5
+from .digits import DIGITS
+from .domainnet import DOMAINNET, OFFICEHOME
+from .folder import FOLDER
+from .imagenet32 import IMAGENET32, IMAGENET_A, IMAGENET_R, IMAGENET_V2
+from .multi_domain import MultiDomainRaw
+from .npz import NPZ
+from .office10 import OFFICE10, PACS
 
-#: Where data is looked for when no root is given.
+#: Environment variable with the default data folder.
 ROOT_VARIABLE = "FEDTTA_DATA"
 
-RGB = tuple[float, float, float]
-_CIFAR10_MEAN, _CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-_CIFAR100_MEAN, _CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-_HALF: RGB = (0.5, 0.5, 0.5)
-_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_SEVERAL = ("domains", "per_domain", "draw")
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """What is known of a data set before it is loaded.
-
-    `mean` and `std` are per channel, of pixels in [0, 1]; `classes` is None where the files decide; `flip`
-    says whether a mirrored picture still belongs to its class; `options` are the names that its loader takes;
-    `natural` names the data sets that are its natural shifts, the usual one first; of a contrastive view at least
-    `crop` of the area is left. The default is Khosla et al.'s for CIFAR; less than six tenths of a digit may be another
-    digit, and of Office-10's scenes at 32 x 32 pixels nothing that tells its class (a linear probe on corrupted
-    validation images, seed 1, after 10 encoder rounds at learning rate 0.05: 58.5 % right with 0.6, 53.1 % with 0.2).
-    """
-
-    description: str
-    loader: Loader
-    mean: RGB
-    std: RGB
-    classes: int | None
-    flip: bool
-    options: tuple[str, ...] = ()
-    natural: tuple[str, ...] = ()
-    crop: float = 0.2
-
-    def normalisation(self, channels: int = 3) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return (mean, std) for 3 channels, or their averages for grey pictures."""
-        if channels == 3:
-            return self.mean, self.std
-        return (sum(self.mean) / 3,), (sum(self.std) / 3,)
-
-
 DATASETS: dict[str, Dataset] = {
-    "digits": Dataset(
-        "scikit-learn's 1,797 handwritten digits, 8 x 8 grey, embedded: no download",
-        load_digits, (0.3053, 0.3053, 0.3053), (0.3236, 0.3236, 0.3236), 10, flip=False, crop=0.6,
-    ),
-    "cifar10": Dataset(
-        "CIFAR-10, 60,000 pictures (train and test merged)",
-        load_cifar10, _CIFAR10_MEAN, _CIFAR10_STD, 10, flip=True,
-        options=("source", "part"), natural=("cifar10.1",),
-    ),
-    "cifar100": Dataset(
-        "CIFAR-100 with its 100 fine classes, 60,000 pictures (train and test merged)",
-        load_cifar100, _CIFAR100_MEAN, _CIFAR100_STD, 100, flip=True, options=("source", "part"),
-    ),
-    "cifar10.1": Dataset(
-        "CIFAR-10.1, 2,000 new test pictures for CIFAR-10 (a natural shift)",
-        load_cifar10_1, _CIFAR10_MEAN, _CIFAR10_STD, 10, flip=True, options=("version",),
-    ),
-    "folder": Dataset(
-        "pictures of your own: root/<class>/*.png, or root/<domain>/<class>/*.png",
-        load_folder, _HALF, _HALF, None, flip=True, options=("path", "domain"),
-    ),
-    "npz": Dataset(
-        "pictures of your own: an .npz file with x and y (never mirrored: what they show is not known)",
-        load_npz, _HALF, _HALF, None, flip=False, options=("path", "layout"),
-    ),
-    "digit5": Dataset(
-        "Digit-5: MNIST, SVHN, USPS, SynthDigits and MNIST-M, those at hand, 2,000 pictures a domain",
-        load_digit5, _HALF, _HALF, 10, flip=False, options=_SEVERAL, crop=0.6,
-    ),
-    "office10": Dataset(
-        "Office-Caltech-10: amazon, caltech10, dslr and webcam",
-        load_office10, _HALF, _HALF, 10, flip=True, options=(*_SEVERAL, "copies"), crop=0.6,
-    ),
-    "pacs": Dataset(
-        "PACS: photo, art_painting, cartoon and sketch",
-        load_pacs, _IMAGENET_MEAN, _IMAGENET_STD, 7, flip=True, options=(*_SEVERAL, "copies"),
-    ),
-    "domainnet": Dataset(
-        "DomainNet's ten most common classes in its six domains, 2,000 pictures a domain",
-        load_domainnet, _IMAGENET_MEAN, _IMAGENET_STD, 10, flip=True, options=_SEVERAL,
-    ),
-    "officehome": Dataset(
-        "OfficeHome: art, clipart, product and real_world, from its folders",
-        load_officehome, _IMAGENET_MEAN, _IMAGENET_STD, None, flip=True, options=_SEVERAL,
-    ),
-    "imagenet32": Dataset(
-        "ImageNet at 32 x 32, from folders, the classes that ImageNet-A and -R have too",
-        load_imagenet32, _IMAGENET_MEAN, _IMAGENET_STD, None, flip=True, options=("natural",),
-        natural=("imagenet-v2", "imagenet-a", "imagenet-r"),
-    ),
-    **{
-        name: Dataset(f"{name}, a natural shift of imagenet32", loader, _IMAGENET_MEAN, _IMAGENET_STD, None, flip=True)
-        for name, loader in (
-            ("imagenet-v2", load_imagenet_v2), ("imagenet-a", load_imagenet_a), ("imagenet-r", load_imagenet_r),
-        )
-    },
-}  # fmt: skip
+    "digits": DIGITS,
+    "cifar10": CIFAR10,
+    "cifar100": CIFAR100,
+    "cifar10.1": CIFAR10_1,
+    "folder": FOLDER,
+    "npz": NPZ,
+    "digit5": DIGIT5,
+    "office10": OFFICE10,
+    "pacs": PACS,
+    "domainnet": DOMAINNET,
+    "officehome": OFFICEHOME,
+    "imagenet32": IMAGENET32,
+    "imagenet-v2": IMAGENET_V2,
+    "imagenet-a": IMAGENET_A,
+    "imagenet-r": IMAGENET_R,
+}
 
 
 def load(
@@ -132,31 +52,31 @@ def load(
     seed: int = 0,
     **options: Hashable,
 ) -> Images:
-    """Load a data set; what was loaded last is kept, so clients in one process share one (read-only) copy.
+    """Load a data set; the last ones are cached, so clients of one process share one read-only copy.
 
     Parameters
     ----------
     name : str
         A name in `DATASETS`.
     root : path, optional
-        Where to look; None means the environment variable FEDTTA_DATA, and nowhere if that is not set.
+        Data folder; None: the environment variable FEDTTA_DATA, if set.
     image_size, channels : int
-        Pictures come out as `channels` (1 or 3) x `image_size` x `image_size`.
+        Images have `channels` (1 or 3) x `image_size` x `image_size` pixels.
     download : bool
-        Allow a download where the source has one.
+        Allow a download if the data set supports it.
     fraction : float
         Keep this share of every class, in (0, 1], drawn from `seed`.
     seed : int
-        Decides which pictures `fraction` keeps, nothing else.
+        Decides only which images `fraction` keeps.
     options
-        What this data set's loader takes besides (`DATASETS[name].options`).
+        Options of this data set (`DATASETS[name].options`).
 
     Raises
     ------
     ValueError
-        An unknown data set or option (lists what there is), a bad value, or a damaged file (named).
+        Unknown data set or option (lists the known ones), a bad value, or a damaged file (named).
     FileNotFoundError
-        The data is not there; the message says where it looked.
+        The data does not exist; the message lists the searched paths.
     """
     described = _described(name)
     unknown = sorted(set(options) - set(described.options))
@@ -164,7 +84,7 @@ def load(
         there = ", ".join(described.options) or "none"
         raise ValueError(f"unknown option {unknown[0]!r} of data set {name!r}; there are: {there}")
     found = _root(root)
-    # A seed that decides nothing must not make a second copy.
+    # Without a fraction the seed has no effect and must not create a second copy.
     used_seed = 0 if fraction == 1.0 else seed
     return _load(name, found, image_size, channels, download, fraction, used_seed, tuple(sorted(options.items())))
 
@@ -176,14 +96,14 @@ def load_natural(
     channels: int = 3,
     natural: Hashable = "",
 ) -> Images | None:
-    """Load a natural shift of data set `name` (CIFAR-10.1 for CIFAR-10); None if it is not at hand, or there is none.
+    """Load a natural shift of data set `name` (CIFAR-10.1 for CIFAR-10); None if there is none or it is not available.
 
-    `natural` is the data set's option of that name; empty: the usual one. Files that are damaged raise as in `load`.
+    `natural` is the data set's option of that name; empty: its default. Damaged files raise as in `load`.
 
     Raises
     ------
     ValueError
-        As `load`, or `natural` is none of this data set's.
+        As `load`, or `natural` is not a natural shift of this data set.
     """
     known = _described(name).natural
     if natural and natural not in known:
@@ -191,8 +111,10 @@ def load_natural(
     if not known:
         return None
     chosen = str(natural or known[0])
-    there = is_present(_root(root)) if chosen == "cifar10.1" else imagenet32.is_present(_root(root), chosen)
-    return load(chosen, root, image_size, channels) if there else None
+    folder, present = _root(root), DATASETS[chosen].present
+    if folder is None or present is None or not present(folder):
+        return None
+    return load(chosen, folder, image_size, channels)
 
 
 def _described(name: str) -> Dataset:
@@ -202,7 +124,7 @@ def _described(name: str) -> Dataset:
 
 
 def _root(root: str | os.PathLike[str] | None) -> Path | None:
-    """Return the folder to look in: what was given, else the environment's, else None."""
+    """Return the data folder: the given one, else that of the environment, else None."""
     given = os.environ.get(ROOT_VARIABLE) if root is None else root
     return Path(given).expanduser() if given else None
 
@@ -219,8 +141,8 @@ def _load(
     options: tuple[tuple[str, Hashable], ...],
 ) -> Images:
     raw = DATASETS[name].loader(Request(root, image_size, download), **dict(options))
-    images = finish(raw, name, image_size, channels)
-    if isinstance(raw, DomainRaw):
-        known = f"{name} without {', '.join(raw.absent)}" if raw.absent else name
-        images = replace(images, name=known, domains=raw.domains, domain=raw.domain)
+    images = to_images(raw, name, image_size, channels)
+    if isinstance(raw, MultiDomainRaw):
+        complete = f"{name} without {', '.join(raw.absent)}" if raw.absent else name
+        images = replace(images, name=complete, domains=raw.domains, domain=raw.domain)
     return images.stratified(fraction, seed)

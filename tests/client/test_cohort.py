@@ -17,7 +17,7 @@ from client.training import epoch
 from data import Federation
 from messages.arrays import Arrays
 from models import TwoHead, build
-from models.stacked import Stacked, draws
+from models.vectorized import VectorizedNetwork, is_stochastic
 from tests.client.tiny import (
     CLASSES,
     Task,
@@ -191,9 +191,9 @@ def test_layers_that_draw_and_other_rules_do_not_fit() -> None:
     assert fits(member, Task("t", "personalized", "cross_entropy"))
     assert not fits(member, Task("t", "ditto", "cross_entropy"))
     noisy = build("cct-4/3x2", CLASSES, in_channels=3, image_size=16, seed=0)
-    assert draws(noisy)
+    assert is_stochastic(noisy)
     assert not fits(clients(noisy, world())[0], TASK)
-    assert not draws(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2)))
+    assert not is_stochastic(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2)))
 
 
 def test_batches_side_by_side_are_each_clients_own() -> None:
@@ -221,7 +221,7 @@ def test_padding_moves_no_running_statistics() -> None:
     batch = padded([(x, torch.zeros(5, dtype=torch.int64)), (x[:3], torch.zeros(3, dtype=torch.int64))])
     parameters = {name: torch.stack([value.detach()] * 2) for name, value in model.named_parameters()}
     buffers = {name: torch.stack([b] * 2) for name, b in model.named_buffers() if b.is_floating_point()}
-    output, moved = Stacked(model)(parameters, buffers, batch.x, batch.mask)
+    output, moved = VectorizedNetwork(model)(parameters, buffers, batch.x, batch.mask)
     assert set(moved) == {"encoder.norm.running_mean", "encoder.norm.running_var"}
     for place, count in ((0, 5), (1, 3)):
         twin = copy.deepcopy(model)

@@ -47,7 +47,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
 
 def world(anew: bool = True) -> Federation:
-    return Federation.create(images(240), 3, "iid", seed=1, anew=anew)
+    return Federation.create(images(240), 3, "iid", seed=1, resample_splits=anew)
 
 
 def trained(rounds: int = ROUNDS, statistics: bool = True) -> tuple[list[Device], Arrays, Arrays | None]:
@@ -163,4 +163,4 @@ def test_a_node_that_only_trains_or_only_tests_is_refused(role: str) -> None:
     settings = Settings(fraction=0.1, image_size=16, clients=3, device="cpu", split="published")
     with pytest.raises(ValueError, match=f"role = '{role}': allowed for client 1 are both"):
         made(settings, 1, role)
-    assert made(settings, 1, "both").federation.anew
+    assert made(settings, 1, "both").federation.resample_splits

@@ -13,8 +13,7 @@ from PIL import Image
 from scipy import ndimage
 from sklearn.datasets import load_sample_image
 
-from data.corruptions import corrupt
-from data.corruptions._common import make_streams
+from data.corruptions import corrupt, sample_generators
 
 SEVERITIES = range(1, 6)
 
@@ -30,7 +29,7 @@ def images() -> np.ndarray:
 
 
 def levels(image: np.ndarray) -> Image.Image:
-    """Return [3, H, W] in [0, 1] as an 8-bit picture."""
+    """Return [3, H, W] in [0, 1] as an 8-bit image."""
     return Image.fromarray((image * 255).round().astype(np.uint8).transpose(1, 2, 0))
 
 
@@ -44,7 +43,7 @@ def per_pixel(image: np.ndarray, change) -> np.ndarray:
 def check(images, name, severity, expected, tolerance=1e-12):
     result = corrupt(images, name, severity, 3)
     want = np.stack([np.clip(expected(image, stream), 0, 1) for image, stream in
-                     zip(images, make_streams(3, len(images)), strict=True)])  # fmt: skip
+                     zip(images, sample_generators(3, len(images)), strict=True)])  # fmt: skip
     np.testing.assert_allclose(result, want, atol=tolerance, rtol=0)
     single = corrupt(images.astype(np.float32), name, severity, 3)
     np.testing.assert_allclose(single, want, atol=max(2e-5, tolerance), rtol=0)
@@ -119,9 +118,9 @@ def test_pixelate_equals_pillow_bit_for_bit(images, severity):
 @pytest.mark.parametrize("size", [(8, 8), (28, 28), (33, 50), (96, 64)])
 def test_pixelate_of_other_sizes(size):
     image = np.random.default_rng(0).integers(0, 256, (1, 1, *size)) / 255
-    picture = Image.fromarray((image[0, 0] * 255).round().astype(np.uint8))
-    small = picture.resize((int(size[1] * 0.65), int(size[0] * 0.65)), Image.Resampling.BOX)
-    want = np.asarray(small.resize(picture.size, Image.Resampling.BOX))
+    large = Image.fromarray((image[0, 0] * 255).round().astype(np.uint8))
+    small = large.resize((int(size[1] * 0.65), int(size[0] * 0.65)), Image.Resampling.BOX)
+    want = np.asarray(small.resize(large.size, Image.Resampling.BOX))
     np.testing.assert_array_equal((corrupt(image, "pixelate", 5, 0)[0, 0] * 255).round(), want)
 
 
@@ -193,7 +192,7 @@ def test_glass_blur_is_the_published_loop(images, severity):
 
     # Single precision may fall on the other side of a rounding step: one level of 255.
     result = corrupt(images, "glass_blur", severity, 3)
-    want = np.stack([expected(image, stream) for image, stream in zip(images, make_streams(3, 4), strict=True)])
+    want = np.stack([expected(image, stream) for image, stream in zip(images, sample_generators(3, 4), strict=True)])
     np.testing.assert_allclose(result, want, atol=1e-12, rtol=0)
     single = corrupt(torch.tensor(images, dtype=torch.float32), "glass_blur", severity, 3).numpy()
     np.testing.assert_allclose(single, want, atol=1.01 / 255, rtol=0)

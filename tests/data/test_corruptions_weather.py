@@ -11,8 +11,7 @@ from PIL import Image
 from scipy import ndimage
 from sklearn.datasets import load_sample_image
 
-from data.corruptions import _frost, _liquid, corrupt
-from data.corruptions._common import make_streams
+from data.corruptions import corrupt, sample_generators, spatter, weather
 
 SEVERITIES = range(1, 6)
 
@@ -48,7 +47,7 @@ def fog_map(noise: np.ndarray, decay: float) -> np.ndarray:
 def test_fog(images, severity):
     thickness, decay = [(0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)][severity - 1]
     result = corrupt(images, "fog", severity, 2)
-    for image, stream, got in zip(images, make_streams(2, 3), result, strict=True):
+    for image, stream, got in zip(images, sample_generators(2, 3), result, strict=True):
         haze = fog_map(stream.uniform(-1, 1, 1023), decay)
         want = (image + thickness * haze) * image.max() / (image.max() + thickness)
         np.testing.assert_allclose(got, np.clip(want, 0, 1), atol=1e-12)
@@ -67,7 +66,7 @@ def test_snow(images, severity):
         (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85), (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
     ][severity - 1]  # fmt: skip
     result = corrupt(images, "snow", severity, 5)
-    for image, stream, got in zip(images, make_streams(5, 3), result, strict=True):
+    for image, stream, got in zip(images, sample_generators(5, 3), result, strict=True):
         flakes = stream.normal(mean, deviation, (32, 32))
         crop = math.ceil(32 / zoom)
         top = (32 - crop) // 2
@@ -91,14 +90,14 @@ def test_snow(images, severity):
 def test_frost_adds_a_crop_of_a_texture(images, severity):
     image_weight, ice_weight = [(1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)][severity - 1]
     result = corrupt(images, "frost", severity, 4)
-    for image, stream, got in zip(images, make_streams(4, 3), result, strict=True):
+    for image, stream, got in zip(images, sample_generators(4, 3), result, strict=True):
         number, y, x = stream.integers((5, 192, 192))
-        ice = np.tile(_frost.textures()[number], (2, 2, 1))[y : y + 32, x : x + 32].transpose(2, 0, 1)
+        ice = np.tile(weather.textures()[number], (2, 2, 1))[y : y + 32, x : x + 32].transpose(2, 0, 1)
         np.testing.assert_allclose(got, np.clip(image_weight * image + ice_weight * ice, 0, 1), atol=1e-12)
 
 
 def test_frost_textures_look_like_frost():
-    textures = _frost.textures()
+    textures = weather.textures()
     assert textures.shape == (5, 192, 192, 3)
     assert textures.min() >= 0
     assert textures.max() <= 1
@@ -114,7 +113,7 @@ def test_frost_textures_look_like_frost():
 def test_mud(images, severity):
     smooth, threshold = [(0.7, 0.69), (0.5, 0.68)][severity - 4]
     result = corrupt(images, "spatter", severity, 9)
-    for image, stream, got in zip(images, make_streams(9, 3), result, strict=True):
+    for image, stream, got in zip(images, sample_generators(9, 3), result, strict=True):
         liquid = ndimage.gaussian_filter(stream.normal(0.65, 0.1, (32, 32)), smooth, mode="nearest")
         dense = ndimage.gaussian_filter((liquid > threshold).astype(float), 0.6, mode="nearest")
         dense[dense < 0.8] = 0
@@ -129,7 +128,7 @@ def test_water_brightens_towards_turquoise_where_there_is_liquid(images, severit
     ][severity - 1]  # fmt: skip
     dark = np.zeros_like(images)
     result = corrupt(dark, "spatter", severity, 9)
-    for stream, got in zip(make_streams(9, 3), result, strict=True):
+    for stream, got in zip(sample_generators(9, 3), result, strict=True):
         liquid = ndimage.gaussian_filter(stream.normal(mean, deviation, (32, 32)), smooth, mode="nearest")
         assert (got[:, liquid < threshold] == 0).all()
         # The brightest drop reaches half of (175, 238, 238) / 255, all others the same colour, darker.
@@ -138,13 +137,13 @@ def test_water_brightens_towards_turquoise_where_there_is_liquid(images, severit
 
 
 def test_no_drop_no_change():
-    assert (_liquid.glare(torch.zeros(2, 1, 16, 16)) == 0).all()
+    assert (spatter.glare(torch.zeros(2, 1, 16, 16)) == 0).all()
 
 
 def test_chamfer_distance_from_one_point():
     marked = torch.zeros(1, 1, 32, 32, dtype=torch.bool)
     marked[..., 5, 7] = True
-    got = _liquid.chamfer_distance(marked)[0, 0].numpy()
+    got = spatter.chamfer_distance(marked)[0, 0].numpy()
     for y, x in np.ndindex(32, 32):
         short, long = sorted((abs(y - 5), abs(x - 7)))
         # The cheapest path: knight's moves, filled up with straight or with diagonal steps.
@@ -157,9 +156,9 @@ def test_chamfer_distance_from_one_point():
 
 
 def test_canny_outlines_a_square_and_follows_faint_ends():
-    picture = np.zeros((1, 1, 20, 20))
-    picture[..., 5:15, 5:15] = 200
-    edges = _liquid.canny(torch.tensor(picture))[0, 0].numpy()
+    square = np.zeros((1, 1, 20, 20))
+    square[..., 5:15, 5:15] = 200
+    edges = spatter.canny(torch.tensor(square))[0, 0].numpy()
     # A step has equal gradients on both sides; the tie goes to the earlier pixel across the edge (> before, >= after).
     assert edges[7:13, 4].all()
     assert edges[7:13, 14].all()
@@ -169,15 +168,15 @@ def test_canny_outlines_a_square_and_follows_faint_ends():
     assert not edges[:3].any()
     faint = np.zeros((1, 1, 20, 20))
     faint[..., :, 10:] = 20  # |dx| = 80: between the thresholds
-    assert not _liquid.canny(torch.tensor(faint)).any()
+    assert not spatter.canny(torch.tensor(faint)).any()
     faint[..., :4, 10:] = 120  # a strong piece (480) that the faint rest is attached to
-    assert _liquid.canny(torch.tensor(faint))[0, 0, 8:, 9].all()
+    assert spatter.canny(torch.tensor(faint))[0, 0, 8:, 9].all()
 
 
 def test_equalise_spreads_the_levels():
     images = torch.randint(3, 21, (4, 1, 6, 6), generator=torch.Generator().manual_seed(1)).double()
     images[3] = 7  # a flat image stays
-    got = _liquid.equalise(images)
+    got = spatter.equalise(images)
     assert (got[3] == 7).all()
     for image, result in zip(images[:3, 0].numpy(), got[:3, 0].numpy(), strict=True):
         above = (image > image.min()).sum()

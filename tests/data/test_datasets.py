@@ -1,219 +1,213 @@
-"""Data sets: embedded, registry, image folder and npz files; every file is written by the test itself."""
+"""Contract of every data set, on small files in its published form; the real ones if they are available."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
-import torch
-from PIL import Image
-from sklearn.datasets import load_digits
-from torch.nn import functional
+from hypothesis import given
+from hypothesis import strategies as st
 
 from data import DATASETS, load, load_natural
+from data.datasets.multi_domain import balanced_sample
+from tests.data.files import WRITERS
+
+FROM_FILES = [name for name in DATASETS if name != "digits"]
+MULTI_DOMAIN = [name for name, one in DATASETS.items() if "domains" in one.options]
+REAL = Path(os.environ.get("FEDTTA_DATA", "nowhere"))
 
 
 @pytest.fixture(autouse=True)
-def _no_environment(monkeypatch):
-    monkeypatch.delenv("FEDTTA_DATA", raising=False)
+def _no_environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real" not in request.node.name:
+        monkeypatch.delenv("FEDTTA_DATA", raising=False)
 
 
-def write_png(path, pixels):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path)
+@pytest.mark.parametrize("name", DATASETS)
+def test_images_have_the_size_asked_for_and_are_shared(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path)
+    whole, grey = load(name, root=tmp_path), load(name, root=tmp_path, image_size=16, channels=1)
+    declared = DATASETS[name].classes
+    assert (whole.shape, grey.shape) == ((3, 32, 32), (1, 16, 16))
+    assert declared in (None, whole.num_classes)
+    assert len(whole) > 0
+    np.testing.assert_array_equal(whole.labels, grey.labels)
+    assert load(name, root=tmp_path, seed=1) is load(name, root=tmp_path, seed=2) is whole
+    part = load(name, root=tmp_path, fraction=0.5, seed=1)
+    assert part is not load(name, root=tmp_path, fraction=0.5, seed=2)
+    assert len(part) <= len(whole)
+    assert not whole.pixels.flags.writeable
 
 
-def test_digits_are_scikit_learns():
-    real = load_digits()
-    made = load("digits")
-    wanted = functional.interpolate(
-        torch.tensor(real.images[:, None] / 16.0), size=(32, 32), mode="bilinear", align_corners=False
-    )
-    assert made.pixels.shape == (1797, 3, 32, 32)
-    assert made.classes == tuple("0123456789")
-    np.testing.assert_array_equal(made.labels, real.target)
-    x = made.batch(np.arange(1797)).double()
-    assert float((x - wanted).abs().max()) <= 0.5 / 255 + 1e-6  # rounded once
-    mean, std = DATASETS["digits"].normalisation(1)
-    np.testing.assert_allclose([x.mean(), x.std()], [mean[0], std[0]], atol=1e-3)
+@pytest.mark.parametrize("name", DATASETS)
+def test_declarations(name: str) -> None:
+    declared = DATASETS[name]
+    assert declared.description
+    mean, std = declared.normalisation(1)
+    assert mean[0] == pytest.approx(sum(declared.mean) / 3)
+    assert std[0] == pytest.approx(sum(declared.std) / 3)
+    assert declared.normalisation() == (declared.mean, declared.std)
+    assert min(declared.std) > 0
+    assert all(DATASETS[shift].present is not None for shift in declared.natural)
+    there = ", ".join(declared.options) or "none"
+    with pytest.raises(ValueError, match=f"unknown option 'sorce' of data set '{name}'; there are: {there}"):
+        load(name, sorce="web")
 
 
-def test_digits_at_their_own_size_and_in_grey():
-    made = load("digits", image_size=8, channels=1)
-    np.testing.assert_array_equal(made.pixels[:, 0], np.round(load_digits().images * 255 / 16).astype(np.uint8))
+def test_options_are_those_of_the_loader() -> None:
+    assert DATASETS["cifar10"].options == ("source", "part")
+    assert DATASETS["pacs"].options == ("domains", "per_domain", "draw", "copies")
+    assert (DATASETS["imagenet32"].options, DATASETS["imagenet-a"].options) == (("natural",), ())
+    assert not DATASETS["digits"].flip
+    assert DATASETS["cifar10"].flip
 
 
-def test_clients_of_one_process_share_one_read_only_copy():
-    assert load("digits", seed=1) is load("digits", seed=2)
-    assert load("digits", fraction=0.5, seed=1) is not load("digits", fraction=0.5, seed=2)
-    assert not load("digits").pixels.flags.writeable
+@pytest.mark.parametrize("name", FROM_FILES)
+def test_missing_data_are_named(name: str, tmp_path: Path) -> None:
+    if name != "folder":  # an empty folder has no classes
+        with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+            load(name, root=tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=r"root|FEDTTA_DATA"):
+        load(name)
 
 
-def test_fraction_keeps_the_class_mix():
-    whole, half = load("digits"), load("digits", fraction=0.5, seed=3)
-    wanted = [round(n / 2) for n in np.bincount(whole.labels)]
-    assert np.bincount(half.labels).tolist() == wanted
+@pytest.mark.parametrize("name", [name for name in FROM_FILES if name != "imagenet32"])
+def test_every_damaged_file_is_named(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path)
+    own = {"imagenet-a": "imagenet-a/n0[24]", "imagenet-r": "imagenet-r/n0[24]", "imagenet-v2": "imagenet-v2/[13]"}
+    files = sorted(path for path in tmp_path.glob(f"{own.get(name, '**')}/*") if path.is_file())
+    assert files
+    for file in files:
+        content = file.read_bytes()
+        for damaged in (b"", b"nonsense", content[: len(content) // 3]):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match=rf"{file.name} is damaged"):
+                load(name, root=tmp_path)
+        file.write_bytes(content)
+    load(name, root=tmp_path)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"name": "mnits"}, "unknown data set 'mnits'; there are: digits, cifar10, cifar100, cifar10.1, folder, npz"),
-        ({"name": "digits", "domain": "a"}, "unknown option 'domain' of data set 'digits'; there are: none"),
-        ({"name": "cifar10", "sorce": "hub"}, "unknown option 'sorce' .* there are: source, part"),
         ({"name": "cifar10", "source": "web"}, "unknown source 'web'; there are: auto, packed, torchvision, hub"),
         ({"name": "cifar10", "part": "val"}, "unknown part 'val'; there are: all, train, test"),
         ({"name": "cifar10.1", "version": "v5"}, "unknown version 'v5'; there are: v6, v4"),
         ({"name": "npz", "layout": "hwcn"}, "unknown layout 'hwcn'; there are: auto, nchw, nhwc"),
-        ({"name": "npz"}, "needs root"),
-        ({"name": "folder"}, "needs root"),
         ({"name": "digits", "channels": 2}, "channels must be 1 or 3"),
         ({"name": "digits", "image_size": 0}, "image_size=0"),
         ({"name": "digits", "fraction": 2.0}, "fraction=2.0"),
     ],
 )
-def test_bad_settings_say_what_there_is(arguments, message):
+def test_bad_arguments_list_the_allowed_values(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(**arguments)
 
 
-def test_the_table_is_whole():
-    for name, described in DATASETS.items():
-        assert described.description, name
-        assert len(described.mean) == len(described.std) == 3
-        assert min(described.std) > 0
-    assert not DATASETS["digits"].flip
-    assert DATASETS["cifar10"].flip
+# Natural shifts -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "shift"), [(name, shift) for name, one in DATASETS.items() for shift in one.natural])
+def test_natural_shifts_share_the_classes(name: str, shift: str, tmp_path: Path) -> None:
+    assert load_natural(name, tmp_path, natural=shift) is None
+    assert load_natural(name) is None
+    WRITERS[shift](tmp_path)
+    WRITERS[name](tmp_path)
+    found = load_natural(name, tmp_path, image_size=16, channels=1, natural=shift)
+    assert found is not None
+    assert found.name == shift
+    assert found.shape == (1, 16, 16)
+    assert found.classes == load(name, tmp_path).classes
+    usual = load_natural(name, tmp_path)
+    assert usual is not None
+    assert usual.name == DATASETS[name].natural[0]
+    with pytest.raises(ValueError, match=rf"natural = 'digits': allowed with data set '{name}' are"):
+        load_natural(name, tmp_path, natural="digits")
+
+
+def test_data_sets_without_natural_shift(tmp_path: Path) -> None:
     assert load_natural("digits") is None
+    assert load_natural("cifar100", tmp_path) is None
 
 
-# Image folder -------------------------------------------------------------------------------------------------------
+# Several domains ----------------------------------------------------------------------------------------------------
 
 
-def test_folder_of_classes(tmp_path):
-    colours = {"blue": (0, 0, 200), "red": (200, 0, 0)}
-    for name, colour in colours.items():
-        for number, suffix in enumerate(("png", "webp", "bmp")):
-            write_png(tmp_path / name / f"{number}.{suffix}", np.full((9, 5 + number, 3), colour, np.uint8))
-    (tmp_path / "red" / "notes.txt").write_text("no picture")
-    (tmp_path / ".hidden").mkdir()
-    made = load("folder", root=tmp_path, image_size=8)
-    assert made.classes == ("blue", "red")
-    assert made.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    assert made.shape == (3, 8, 8)
-    for label, colour in enumerate(colours.values()):
-        for channel in range(3):
-            values = made.pixels[made.labels == label][:, channel].astype(int)
-            assert abs(values - colour[channel]).max() <= 12  # WebP here is lossy
+@pytest.mark.parametrize("name", MULTI_DOMAIN)
+def test_domains_are_selected_and_sampled(name: str, tmp_path: Path) -> None:
+    WRITERS[name](tmp_path)
+    whole = load(name, root=tmp_path, per_domain=0)
+    assert whole.domain is not None
+    assert np.array_equal(np.unique(whole.domain), np.arange(len(whole.domains)))
+    assert (np.diff(whole.domain) >= 0).all()
+    last = whole.domains[-1]
+    alone = load(name, root=tmp_path, per_domain=3, domains=f" {last} ")
+    assert (alone.name, alone.domains, len(alone)) == (name, (last,), 3)
+    small = load(name, root=tmp_path, per_domain=3)
+    assert small.domain is not None
+    np.testing.assert_array_equal(small.pixels[small.domain == len(whole.domains) - 1], alone.pixels)
+    draws = {load(name, root=tmp_path, per_domain=3, domains=last, draw=draw).pixels.tobytes() for draw in range(5)}
+    assert len(draws) > 1
 
 
-def test_domains_agree_on_the_label_numbers(tmp_path):
-    for domain, names in {"photo": ("cat", "dog", "horse"), "sketch": ("dog", "horse")}.items():
-        for name in names:
-            write_png(tmp_path / "pacs" / domain / name / "0.png", np.zeros((4, 4), np.uint8))
-    made = load("folder", root=tmp_path, path="pacs", domain="sketch", image_size=4, channels=1)
-    assert made.classes == ("cat", "dog", "horse")
-    assert made.labels.tolist() == [1, 2]
-    with pytest.raises(ValueError, match="unknown domain 'clipart'; there are: photo, sketch"):
-        load("folder", root=tmp_path, path="pacs", domain="clipart")
+@pytest.mark.parametrize("name", MULTI_DOMAIN)
+def test_bad_domains_and_samples(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"{name}: .* not at hand; expected: {tmp_path}/"):
+        load(name, root=tmp_path)
+    with pytest.raises(ValueError, match=f"unknown domain 'oil' of {name}; there are: [a-z]"):
+        load(name, root=tmp_path, domains="oil")
+    WRITERS[name](tmp_path)
+    for option, value in (("per_domain", -1), ("per_domain", 2.5), ("draw", -1)):
+        with pytest.raises(ValueError, match=f"{option}={value} must be a non-negative integer"):
+            load(name, root=tmp_path, **{option: value})
 
 
-def test_folder_errors_name_the_culprit(tmp_path):
-    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    write_png(tmp_path / "cat" / "fine.png", noise)
-    (tmp_path / "dog").mkdir()
-    with pytest.raises(ValueError, match="dog holds no picture"):
-        load("folder", root=tmp_path)
-    broken = tmp_path / "dog" / "broken.png"
-    broken.write_bytes((tmp_path / "cat" / "fine.png").read_bytes()[:1500])
-    with pytest.raises(ValueError, match=r"broken\.png is damaged"):
-        load("folder", root=tmp_path)
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        load("folder", root=tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no class folders"):
-        load("folder", root=tmp_path / "empty")
+@given(st.lists(st.integers(0, 4), max_size=60), st.integers(0, 70), st.integers(0, 99))
+def test_a_balanced_sample_is_as_even_as_possible(labels: list[int], count: int, seed: int) -> None:
+    stock = np.array(labels, np.int64)
+    drawn = balanced_sample(stock, count, np.random.default_rng(seed))
+    assert len(drawn) == (min(count, len(labels)) or len(labels))
+    assert (np.diff(drawn) > 0).all()
+    got, there = np.bincount(stock[drawn], minlength=5), np.bincount(stock, minlength=5)
+    # No class with samples left contributes fewer than another one, beyond the remainder of one.
+    short = got < there
+    assert not short.any() or got.max() - got[short].min() <= 1
 
 
-# npz ----------------------------------------------------------------------------------------------------------------
-
-GREY = np.arange(2 * 4 * 4, dtype=np.uint8).reshape(2, 4, 4)
-COLOUR = np.arange(2 * 4 * 4 * 3, dtype=np.uint8).reshape(2, 4, 4, 3)
-Y = np.array([0, 1])
+# Real data ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("x", "wanted", "options"),
+    ("name", "folder", "options", "counts"),
     [
-        (GREY, np.repeat(GREY[:, None], 3, 1), {}),
-        (COLOUR, COLOUR.transpose(0, 3, 1, 2), {}),
-        (COLOUR.transpose(0, 3, 1, 2), COLOUR.transpose(0, 3, 1, 2), {}),
-        (COLOUR, COLOUR.transpose(0, 3, 1, 2), {"layout": "nhwc"}),
-        (COLOUR / 255.0, COLOUR.transpose(0, 3, 1, 2), {}),
+        ("digit5", "digits", {"per_domain": 0, "domains": "mnist,usps"}, [9438, 9291]),
+        ("office10", "office_caltech10", {"copies": True}, [958, 1123, 157, 295]),
+        ("office10", "office_caltech10", {}, [933, 1122, 157, 295]),
+        ("pacs", "pacs64", {"domains": "photo"}, [1670]),
     ],
 )
-def test_npz_layouts_and_dtypes(tmp_path, x, wanted, options):
-    np.savez(tmp_path / "data.npz", x=x, y=Y)
-    for root, more in (
-        (tmp_path, {}),
-        (tmp_path / "data.npz", {}),
-        (tmp_path.parent, {"path": f"{tmp_path.name}/data.npz"}),
-    ):
-        made = load("npz", root=root, image_size=4, **options, **more)
-        np.testing.assert_array_equal(made.pixels, wanted)
-        assert made.labels.tolist() == [0, 1]
-        assert made.classes == ("0", "1")
+def test_real_counts(name: str, folder: str, options: dict[str, Any], counts: list[int]) -> None:
+    if not (REAL / folder).is_dir():
+        pytest.skip("the data are not available")
+    made = load(name, **options)
+    assert made.domain is not None
+    assert np.bincount(made.domain).tolist() == counts
+    assert made.num_classes == DATASETS[name].classes
 
 
-def test_npz_class_names_and_grey_from_colour(tmp_path):
-    np.savez(tmp_path / "data.npz", x=COLOUR, y=Y, classes=np.array(["cat", "dog", "owl"]))
-    made = load("npz", root=tmp_path, image_size=4, channels=1)
-    assert made.classes == ("cat", "dog", "owl")
-    np.testing.assert_array_equal(made.pixels[:, 0], np.round(COLOUR @ [0.299, 0.587, 0.114]))
-
-
-def test_npz_resizing_averages(tmp_path):
-    np.savez(tmp_path / "data.npz", x=np.full((1, 64, 64), 77, np.uint8), y=[0])
-    assert (load("npz", root=tmp_path, image_size=10).pixels == 77).all()
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"x": GREY}, r"data\.npz: no array 'y'; there are: x"),
-        ({"x": GREY, "y": np.array([0.0, np.nan])}, r"data\.npz: 1 labels are missing \(not finite\), the first at 1"),
-        ({"x": GREY, "y": np.array([0, -1])}, r"label -1 at 1 is not an integer from 0 to 0"),
-        ({"x": GREY, "y": np.array([0, 0.5])}, r"label 0\.5 at 1"),
-        (
-            {"x": GREY, "y": np.array([0, 3]), "classes": np.array(["a", "b"])},
-            "label 3 at 1 is not an integer from 0 to 1",
-        ),
-        ({"x": GREY, "y": np.array([0, 1e300])}, "too large to be a class number"),
-        ({"x": GREY, "y": np.array([0])}, r"2 pictures but labels of shape \(1,\)"),
-        ({"x": GREY, "y": np.array(["a", "b"])}, "labels must be integers"),
-        ({"x": GREY.astype(np.int32), "y": Y}, "uint8 or floating point"),
-        ({"x": GREY.astype(float), "y": Y}, r"must lie in \[0, 1\]"),
-        ({"x": np.where(GREY == 20, np.nan, 0.5), "y": Y}, "picture 1 holds values that are not finite"),
-        ({"x": np.zeros((2, 3, 3, 3), np.uint8), "y": Y}, "give layout nchw or nhwc"),
-        ({"x": np.zeros((2, 5, 5, 5), np.uint8), "y": Y}, "give layout nchw or nhwc"),
-        ({"x": np.zeros((2, 5), np.uint8), "y": Y}, "x must be"),
-        ({"x": np.array([None, None]), "y": Y}, r"data\.npz is damaged or not what it should be"),
-    ],
-)
-def test_npz_that_does_not_fit(tmp_path, arrays, message):
-    np.savez(tmp_path / "data.npz", **arrays)
-    with pytest.raises(ValueError, match=message):
-        load("npz", root=tmp_path)
-
-
-@pytest.mark.parametrize("keep", [0, 10, 200])
-def test_truncated_npz_is_named(tmp_path, keep):
-    file = tmp_path / "data.npz"
-    np.savez(file, x=GREY, y=Y)
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"data\.npz is damaged"):
-        load("npz", root=tmp_path)
-
-
-def test_missing_npz(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no file .*data\.npz"):
-        load("npz", root=tmp_path)
+def test_real_cifar10() -> None:
+    if not (REAL / "cifar10").is_dir():
+        pytest.skip("the data are not available")
+    made = load("cifar10")
+    assert made.pixels.shape == (60_000, 3, 32, 32)
+    assert np.bincount(made.labels).tolist() == [6000] * 10
+    assert np.bincount(made.labels[:50_000]).tolist() == [5000] * 10
+    train = made.pixels[:50_000]
+    means = [train[:, channel].mean() / 255 for channel in range(3)]
+    deviations = [train[:, channel].std() / 255 for channel in range(3)]
+    np.testing.assert_allclose(means, DATASETS["cifar10"].mean, atol=5e-5)
+    np.testing.assert_allclose(deviations, DATASETS["cifar10"].std, atol=5e-5)

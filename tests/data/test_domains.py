@@ -1,4 +1,4 @@
-"""Sources and targets, and the corruption that each client's pictures are under."""
+"""Clients' roles, domains held out, and corrupted domains."""
 
 from __future__ import annotations
 
@@ -10,11 +10,20 @@ from hypothesis import strategies as st
 
 from data import Federation, Images
 from data.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
-from data.domains import Domain, Role, draw_domains, draw_roles, render_domains
-from data.seeds import generator
+from data.domains import (
+    Domain,
+    Role,
+    client_domains,
+    draw_domains,
+    draw_roles,
+    hold_out,
+    render_domains,
+    target_roles,
+)
+from data.rng import generator
 
 
-def pictures(count: int, size: int = 8, classes: int = 10) -> Images:
+def random_images(count: int, size: int = 8, classes: int = 10) -> Images:
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (count, 3, size, size), dtype=np.uint8)
     return Images("made", pixels, np.arange(count, dtype=np.int64) % classes, tuple("abcdefghij"[:classes]))
@@ -22,7 +31,7 @@ def pictures(count: int, size: int = 8, classes: int = 10) -> Images:
 
 def test_the_papers_federation() -> None:
     """ATP, C.1: 240 sources of 160 + 40, 60 targets of 200 test samples, on CIFAR-10's 60,000 labels."""
-    made = Federation.create(pictures(60_000, size=1), 300, scheme="step", target_fraction=0.2, seed=1)
+    made = Federation.create(random_images(60_000, size=1), 300, scheme="step", target_fraction=0.2, seed=1)
     sizes = {
         role: {
             (len(one.train), len(one.validation), len(one.test))
@@ -38,12 +47,12 @@ def test_the_papers_federation() -> None:
     assert made.domains == (None,) * 300
 
 
-def test_without_targets_everybody_trains_and_tests() -> None:
-    made = Federation.create(pictures(100), 4, seed=1)
+def test_without_targets_all_clients_train_and_test() -> None:
+    made = Federation.create(random_images(100), 4, seed=1)
     assert made.roles == ("both",) * 4
     assert made.domains == (None,) * 4
     assert {(len(one.train), len(one.validation), len(one.test)) for one in made.splits} == {(15, 5, 5)}
-    # a federation put together by hand has the same
+    # also without `create`
     assert Federation(made.images, made.splits, 1).roles == ("both",) * 4
 
 
@@ -64,7 +73,7 @@ def test_another_seed_other_roles() -> None:
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_an_impossible_share_of_targets_is_named(fraction: float) -> None:
+def test_bad_target_fraction(fraction: float) -> None:
     with pytest.raises(ValueError, match=rf"target_fraction={fraction} must be in"):
         draw_roles(10, fraction, 1)
 
@@ -80,12 +89,12 @@ def test_targets_have_the_four_extra_corruptions_and_sources_the_fifteen_common_
     assert (len(CORRUPTIONS), len(EXTRA_CORRUPTIONS)) == (15, 4)
     severities = [domain.severity for domain in domains if domain is not None]
     assert {level: severities.count(level) > 30 for level in set(severities)} == dict.fromkeys(range(1, 6), True)
-    # clients that do everything have the common ones
+    # clients with both roles have the common ones
     both = draw_domains(("both",) * 50, "corruptions", 1)
     assert {domain.corruption for domain in both if domain is not None} <= set(CORRUPTIONS)
 
 
-def test_a_clients_domain_depends_on_seed_client_and_role_alone() -> None:
+def test_a_clients_domain_depends_on_seed_client_and_role_only() -> None:
     roles = draw_roles(40, 0.25, 3)
     domains = draw_domains(roles, "corruptions", 7)
     assert draw_domains(roles[:11], "corruptions", 7) == domains[:11]
@@ -95,15 +104,15 @@ def test_a_clients_domain_depends_on_seed_client_and_role_alone() -> None:
     assert draw_domains(roles, "corruptions", 8) != domains
 
 
-def test_unknown_domains_list_what_there_is() -> None:
+def test_unknown_domains_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match="unknown domains 'weather'; there are: none, corruptions"):
         draw_domains(("both",), "weather", 1)
     with pytest.raises(ValueError, match="'weather'"):
-        Federation.create(pictures(40), 4, domains="weather")
+        Federation.create(random_images(40), 4, domains="weather")
 
 
-def test_no_domains_leave_the_very_same_images() -> None:
-    images = pictures(40)
+def test_without_domains_the_images_are_the_same_object() -> None:
+    images = random_images(40)
     made = Federation.create(images, 4, domains="none", seed=1)
     assert made.images is images
 
@@ -112,9 +121,9 @@ CLIENTS = [np.array([0, 3, 5]), np.array([1, 2]), np.array([4, 7]), np.array([],
 DOMAINS = (Domain("gaussian_noise", 3), None, Domain(EXTRA_CORRUPTIONS[0], 5), Domain("fog", 1))
 
 
-def test_pictures_are_those_of_the_corruption_rounded_to_bytes() -> None:
-    """Every sample by itself, by its own seed; everything else is left alone."""
-    images = pictures(9, size=32)
+def test_images_are_corrupted_and_rounded_to_bytes() -> None:
+    """Every sample by its own seed; all others are unchanged."""
+    images = random_images(9, size=32)
     before = images.pixels.copy()
     made = render_domains(images, CLIENTS, DOMAINS, seed=5)
     for indices, domain in zip(CLIENTS, DOMAINS, strict=True):
@@ -127,15 +136,15 @@ def test_pictures_are_those_of_the_corruption_rounded_to_bytes() -> None:
             expected = (corrupt(x, domain.corruption, domain.severity, [noise])[0] * 255).round().numpy()
             np.testing.assert_array_equal(made.pixels[index], expected)
             assert (made.pixels[index] != before[index]).any()
-    np.testing.assert_array_equal(made.pixels[[6, 8]], before[[6, 8]])  # nobody's
+    np.testing.assert_array_equal(made.pixels[[6, 8]], before[[6, 8]])  # of no client
     np.testing.assert_array_equal(images.pixels, before)
     assert made.pixels.dtype == np.uint8
     np.testing.assert_array_equal(made.labels, images.labels)
     assert (made.name, made.classes) == (images.name, images.classes)
 
 
-def test_a_samples_noise_depends_on_the_seed_and_its_number_alone() -> None:
-    images, domain = pictures(9, size=16), Domain("impulse_noise", 4)
+def test_noise_depends_on_the_seed_and_the_sample_number_only() -> None:
+    images, domain = random_images(9, size=16), Domain("impulse_noise", 4)
     together = render_domains(images, [np.arange(9)], [domain], seed=2).pixels
     backwards = render_domains(images, [np.arange(9)[::-1]], [domain], seed=2).pixels
     np.testing.assert_array_equal(together, backwards)
@@ -143,18 +152,34 @@ def test_a_samples_noise_depends_on_the_seed_and_its_number_alone() -> None:
     np.testing.assert_array_equal(split[[1, 4, 8]], together[[1, 4, 8]])
     other = render_domains(images, [np.arange(9)], [domain], seed=3).pixels
     assert all((other[i] != together[i]).any() for i in range(9))
-    # two equal pictures do not get equal noise
+    # two equal images do not get equal noise
     same = Images("same", np.repeat(images.pixels[:1], 2, axis=0), np.zeros(2, np.int64), ("a",))
     noisy = render_domains(same, [np.arange(2)], [domain], seed=2).pixels
     assert (noisy[0] != noisy[1]).any()
 
 
-def test_a_federation_in_domains_is_the_same_everywhere() -> None:
-    images = pictures(60, size=16)
-    settings = {"scheme": "step", "target_fraction": 0.34, "domains": "corruptions", "seed": 4}
-    first, again = (Federation.create(images, 6, **settings) for _ in range(2))
-    np.testing.assert_array_equal(first.images.pixels, again.images.pixels)
-    assert (first.roles, first.domains) == (again.roles, again.domains)
-    clients = [np.concatenate([one.train, one.validation, one.test]) for one in first.splits]
-    expected = render_domains(images, clients, first.domains, 4)
-    np.testing.assert_array_equal(first.images.pixels, expected.pixels)
+# Domains of the data set --------------------------------------------------------------------------------------------
+
+NAMES = ("ink", "paint", "photo")
+
+
+def with_domains(count: int) -> Images:
+    plain = random_images(count)
+    domain = np.arange(count, dtype=np.int64) % 3
+    return Images("made", plain.pixels, plain.labels, plain.classes, NAMES, domain)
+
+
+def test_a_held_out_domain_is_excluded() -> None:
+    included, unseen = hold_out(with_domains(9), "paint")
+    assert included.tolist() == [0, 2, 3, 5, 6, 8]
+    assert unseen.tolist() == [1, 4, 7]
+    everything, nothing = hold_out(random_images(4), "")
+    assert everything.tolist() == [0, 1, 2, 3]
+    assert (nothing.dtype, len(nothing)) == (np.int64, 0)
+
+
+def test_client_domains_and_target_roles() -> None:
+    clients = [np.array([0, 3]), np.array([0, 1]), np.array([], np.int64)]
+    assert client_domains(with_domains(6), clients) == ("ink", None, None)
+    assert client_domains(random_images(6), clients) == (None,) * 3
+    assert target_roles(with_domains(6), ("ink", "photo"), "photo") == ("source", "target")

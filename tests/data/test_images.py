@@ -1,6 +1,8 @@
-"""Labelled pictures: what is refused, what is shared, what a batch is."""
+"""Labelled images: validation, sharing, batches, subsets."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,13 +80,64 @@ PIXELS, LABELS = np.zeros((2, 3, 4, 4), np.uint8), np.zeros(2, np.int64)
         (PIXELS.astype(float), LABELS, ("a",), TypeError, "uint8"),
         (PIXELS, LABELS.astype(np.int32), ("a",), TypeError, "int64"),
         (PIXELS[0], LABELS, ("a",), ValueError, r"\[N, C, H, W\]"),
-        (PIXELS, LABELS[:1], ("a",), ValueError, "2 pictures but labels"),
+        (PIXELS, LABELS[:1], ("a",), ValueError, "2 images but labels"),
         (PIXELS, LABELS + 1, ("a",), ValueError, "labels run from 1 to 1"),
         (PIXELS, LABELS - 1, ("a",), ValueError, "labels run from -1"),
         (PIXELS, LABELS, (), ValueError, "class names"),
         (PIXELS, LABELS, ("a", "a"), ValueError, "class names"),
     ],
 )
-def test_what_does_not_fit_is_refused(pixels, labels, classes, error, message):
+def test_inconsistent_arrays_are_rejected(pixels, labels, classes, error, message):
     with pytest.raises(error, match=message):
         Images("made", pixels, labels, classes)
+
+
+# Domains ------------------------------------------------------------------------------------------------------------
+
+NAMES = ("ink", "paint", "photo")
+
+
+def with_domains(domain: Any, labels: Any) -> Images:
+    """Images of one pixel, their number."""
+    pixels = np.arange(len(labels)).astype(np.uint8).reshape(-1, 1, 1, 1)
+    return Images("made", pixels, np.asarray(labels, np.int64), tuple("abcde"), NAMES, np.asarray(domain, np.int64))
+
+
+def test_a_part_of_the_images_keeps_its_domains() -> None:
+    part = with_domains([0, 1, 2, 0, 1, 2], [0] * 6).subset([5, 4, 0])
+    assert part.domains == NAMES
+    assert part.domain is not None
+    assert part.domain.tolist() == [2, 1, 0]
+    assert not part.domain.flags.writeable
+
+
+def test_a_fraction_keeps_every_class_of_every_domain() -> None:
+    sizes = {(0, 0): 20, (0, 1): 7, (2, 0): 3, (2, 4): 1}
+    images = with_domains(
+        [domain for (domain, _), n in sizes.items() for _ in range(n)],
+        [label for (_, label), n in sizes.items() for _ in range(n)],
+    )
+    part = images.stratified(0.25, 3)
+    assert part.domain is not None
+    got = {key: int(((part.domain == key[0]) & (part.labels == key[1])).sum()) for key in sizes}
+    assert got == {(0, 0): 5, (0, 1): 2, (2, 0): 1, (2, 4): 1}
+    assert (np.diff(part.pixels.ravel().astype(int)) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("domains", "domain", "error", "message"),
+    [
+        (("a",), None, ValueError, "no domain of each image"),
+        ((), np.zeros(2, np.int64), ValueError, "domain names must be present"),
+        (("a", "a"), np.zeros(2, np.int64), ValueError, "present and different"),
+        (("a",), np.zeros(3, np.int64), ValueError, "2 images but domain"),
+        (("a",), np.array([0, 1]), ValueError, "domain runs from 0 to 1, but there are 1"),
+        (("a",), np.array([0, -1]), ValueError, "domain runs from -1"),
+        (("a",), np.zeros(2), TypeError, "domain must be int64, got float64"),
+    ],
+)
+def test_inconsistent_domains_are_rejected(
+    domains: tuple[str, ...], domain: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        Images("made", np.zeros((2, 1, 1, 1), np.uint8), np.zeros(2, np.int64), ("x",), domains, domain)

@@ -1,25 +1,29 @@
-"""Typed options of the backbones: a default, a check, and words for what is allowed."""
+"""What a backbone declares: its encoder, its normalization layers, and its typed options."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from torch import nn
+
+Normalisation = Literal["batch", "group", "layer"]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a model.
+    """An option of a model.
 
     Parameters
     ----------
     default : Any
-        The value when the option is not given.
+        Value used when the option is not given.
     allowed : str
-        What is allowed, in words, for error messages and help.
+        Description of the allowed values, for error messages and help.
     accepts : Callable
-        Value → whether it is allowed, its type included.
+        Value → whether its type and value are allowed.
     """
 
     default: Any
@@ -28,12 +32,12 @@ class Option:
 
 
 def is_whole(value: object, minimum: int) -> bool:
-    """Say whether `value` is an int (a bool is none) of at least `minimum`."""
+    """Return whether `value` is an int (a bool is none) of at least `minimum`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_number(value: object) -> bool:
-    """Say whether `value` is a finite int or float (a bool is none)."""
+    """Return whether `value` is a finite int or float (a bool is none)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -48,12 +52,12 @@ def whole(default: int, minimum: int) -> Option:
 
 
 def rate(default: float) -> Option:
-    """Return an option in [0, 1): a share of things dropped while training."""
+    """Return an option in [0, 1): a drop probability."""
     return Option(default, "a number in [0, 1)", lambda value: is_number(value) and 0 <= value < 1)
 
 
 def choice(default: object, *others: object) -> Option:
-    """Return an option with a closed list of values."""
+    """Return an option with a fixed list of values."""
     values = (default, *others)
     # Types are compared as well, because True == 1.
     return Option(
@@ -64,14 +68,14 @@ def choice(default: object, *others: object) -> Option:
 
 
 def per_channel(default: float, positive: bool = False) -> Option:
-    """Return an option that is one number, or a list of one number a channel."""
+    """Return an option that is one number, or a list with one number per channel."""
 
     def accepts(value: object) -> bool:
         numbers: list[Any] = [value] if not isinstance(value, Sequence) or isinstance(value, str) else list(value)
         return bool(numbers) and all(is_number(n) and (not positive or n > 0) for n in numbers)
 
     kind = "positive number" if positive else "number"
-    return Option(default, f"a {kind}, or a list with one {kind} a channel", accepts)
+    return Option(default, f"a {kind}, or a list with one {kind} per channel", accepts)
 
 
 def optional_seed() -> Option:
@@ -85,13 +89,13 @@ def optional_path() -> Option:
 
 
 def complete(owner: str, table: Mapping[str, Option], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check `given` against `table` and return every option's value, defaults filled in.
+    """Check `given` against `table` and return the value of every option, defaults included.
 
     Raises
     ------
     ValueError
-        An option is unknown, or its value is not allowed; the message names `owner`, the option, the value
-        and what is allowed.
+        An option is unknown or its value is not allowed; the message names `owner`, the option, the value and the
+        allowed values.
     """
     for key, value in given.items():
         if key not in table:
@@ -102,6 +106,55 @@ def complete(owner: str, table: Mapping[str, Option], given: Mapping[str, Any]) 
 
 
 def require_image_size(owner: str, image_size: int, minimum: int) -> None:
-    """Raise ValueError when images of `image_size` pixels a side are too small for the network."""
+    """Raise ValueError if images of `image_size` x `image_size` pixels are too small for the network."""
     if image_size < minimum:
         raise ValueError(f"{owner}: image_size={image_size} is too small; the minimum is {minimum}")
+
+
+#: Options that every model has.
+COMMON_OPTIONS: Mapping[str, Option] = {
+    "mean": per_channel(0.5),
+    "std": per_channel(0.5, positive=True),
+    "personal_bias": flag(False),
+    "rotation_head": flag(False),
+    "seed": optional_seed(),
+}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A backbone as the registry knows it.
+
+    Parameters
+    ----------
+    summary : str
+        One-line description.
+    encoder : Callable
+        (in_channels, image_size, **own options) → (encoder without input normalization, d).
+    own_options : Mapping
+        Options specific to this backbone.
+    normalisation : "batch", "group", "layer" or None
+        Its normalization layers with default options.
+    normalisation_option : str or None
+        Option whose value replaces `normalisation`, if there is one.
+    """
+
+    summary: str
+    encoder: Callable[..., tuple[nn.Module, int]]
+    own_options: Mapping[str, Option]
+    normalisation: Normalisation | None
+    normalisation_option: str | None = None
+
+    @property
+    def options(self) -> Mapping[str, Option]:
+        """All options of this model, common ones included."""
+        return {**COMMON_OPTIONS, **self.own_options}
+
+    def normalisation_with(self, options: Mapping[str, Any]) -> Normalisation | None:
+        """Return the normalization layers of a model built with `options`.
+
+        Methods that adapt BatchNorm layers require "batch".
+        """
+        if self.normalisation_option is None:
+            return self.normalisation
+        return options.get(self.normalisation_option, self.normalisation)

@@ -1,4 +1,4 @@
-"""Class-imbalanced corruption streams: the paper's own tables, who holds what, and that only the arguments decide."""
+"""Class-imbalanced corruption streams: the paper's tables, class mixes, and dependence on the arguments only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import CORRUPTIONS, Images, corrupt
-from data.class_mix import MIXES, PUBLISHED, class_counts
-from data.imbalanced import corruption_streams
-from data.seeds import generator
+from data.imbalanced_streams import MIXES, PUBLISHED, class_counts, corruption_streams
+from data.rng import generator
 
-# Tables 4 and 5 of the paper: pictures of classes 0 to 9 that the ten clients meet together, rounds 1 to 5. Rounds 6
+# Tables 4 and 5 of the paper: images of classes 0 to 9 of all ten clients together, rounds 1 to 5. Rounds 6
 # to 75 repeat them.
 TABLE_4 = [
     [496, 5, 268, 0, 200, 0, 327, 200, 304, 200],
@@ -72,10 +71,10 @@ def test_published_lists_need_the_papers_set_up():
         with pytest.raises(ValueError, match=rf'{key}={value} must be 1?0+ for mix="published"'):
             class_counts(**(full | {key: value}))
     stock = np.full(10, 1000)
-    stock[[3, 1]] = 0, 5  # nobody wants class 3; five of class 1 are enough
+    stock[[3, 1]] = 0, 5  # no client has class 3; five of class 1 are enough
     assert class_counts(**full, available=stock)[9, 1] == 5
     stock[[1, 6]] = 4, 999
-    with pytest.raises(ValueError, match=r"needs more pictures than there are \(class 1: 4 of 5, class 6: 999 of 1000"):
+    with pytest.raises(ValueError, match=r"needs more images than there are \(class 1: 4 of 5, class 6: 999 of 1000"):
         class_counts(**full, available=stock)
 
 
@@ -95,7 +94,9 @@ def test_counts_are_what_there_is(mix, stock, size, concentration, seed):
         return class_counts(mix, clients, size, len(stock), seed, concentration, np.array(stock))
 
     if sum(stock) < size:
-        with pytest.raises(ValueError, match=rf"size={size} pictures a client cannot be had: there are {sum(stock)}"):
+        with pytest.raises(
+            ValueError, match=rf"size={size} images per client are not available: there are {sum(stock)}"
+        ):
             draw(3)
         return
     counts = draw(3)
@@ -104,7 +105,7 @@ def test_counts_are_what_there_is(mix, stock, size, concentration, seed):
     assert (counts >= 0).all()
     assert (counts <= stock).all()
     assert (counts.sum(axis=1) == size).all()
-    np.testing.assert_array_equal(draw(5)[:3], counts)  # who else takes part does not matter
+    np.testing.assert_array_equal(draw(5)[:3], counts)  # other clients have no effect
 
 
 @pytest.mark.parametrize("concentration", [0.005, 0.01, 0.1, 1.0, 10.0])
@@ -129,7 +130,7 @@ def test_shares_have_the_moments_of_a_dirichlet(concentration):
     np.testing.assert_allclose(shares.var(axis=0), variance, rtol=0.12)
 
 
-def test_numpys_own_draw_is_no_help_at_tiny_concentrations():
+def test_numpys_dirichlet_underflows_at_tiny_concentrations():
     """Why the draw is made in logarithms: at δ = 1e-4 gamma variates underflow, and their mix is 0 / 0."""
     assert (np.random.default_rng(0).standard_gamma(1e-4, (50, 10)).sum(axis=1) == 0).any()
     counts = class_counts("dirichlet", 50, 1000, 10, 0, 1e-4)
@@ -138,7 +139,7 @@ def test_numpys_own_draw_is_no_help_at_tiny_concentrations():
 
 
 def test_what_a_class_lacks_goes_to_the_clients_next_classes():
-    # CIFAR-100: 100 pictures a class. At this δ shares are worlds apart, so the ten largest fill up.
+    # CIFAR-100: 100 images per class. At this δ shares differ by orders of magnitude, so the ten largest fill up.
     concentration, counts = 1e-5, class_counts("dirichlet", 4, 1000, 100, 7, 1e-5, np.full(100, 100))
     for client, own in enumerate(counts):
         rng = generator("imbalanced mix", 7, client)
@@ -148,11 +149,11 @@ def test_what_a_class_lacks_goes_to_the_clients_next_classes():
 
 
 def test_excess_in_proportion_by_hand(monkeypatch):
-    monkeypatch.setattr("data.class_mix._log_shares", lambda *_: np.log([0.6, 0.2, 0.1, 0.1]) - 700)
+    monkeypatch.setattr("data.imbalanced_streams._log_shares", lambda *_: np.log([0.6, 0.2, 0.1, 0.1]) - 700)
     # 20 · shares = 12, 4, 2, 2. Five of class 0: 7 over, 7/2, 7/4, 7/4 to the others: 3 + 2 + 2 (largest remainders).
     counts = class_counts("dirichlet", 1, 20, 4, 0, 1.0, np.array([5, 9, 9, 9]))
     assert counts.tolist() == [[5, 7, 4, 4]]
-    # Two turns: 7 over as before, class 1 can take 1 of its 3 only, the other 2 go to classes 2 and 3 alike.
+    # Two passes: 7 over as before, class 1 can take 1 of its 3 only, the other 2 go to classes 2 and 3 alike.
     counts = class_counts("dirichlet", 1, 20, 4, 0, 1.0, np.array([5, 5, 9, 9]))
     assert counts.tolist() == [[5, 5, 5, 5]]
 
@@ -176,7 +177,7 @@ def test_lists(images, mix, order):
     for client in range(4):
         rounds = [made.indices(client, number) for number in range(12)]
         own = np.concatenate(rounds[:3])
-        assert len(np.unique(own)) == len(own) == 24  # no picture twice
+        assert len(np.unique(own)) == len(own) == 24  # without repetition
         for number, met in enumerate(rounds):  # the same list under each corruption
             np.testing.assert_array_equal(met, rounds[number % 3])
             assert made.corruption(client, number) == made.domains[client][number // 3]
@@ -186,7 +187,7 @@ def test_lists(images, mix, order):
         labels = images.labels[own]
         np.testing.assert_array_equal(made.counts[client], np.bincount(labels, minlength=10))
         assert (np.diff(labels) >= 0).all() == (order == "sorted")
-        assert not np.array_equal(own, own[np.lexsort((own, labels))])  # in a class, not in the pictures' own order
+        assert not np.array_equal(own, own[np.lexsort((own, labels))])  # in a class, not in the order of the data set
     stock = np.bincount(images.labels)
     np.testing.assert_array_equal(made.counts, class_counts(mix, 4, 24, 10, 5, 0.3, stock))
 
@@ -197,7 +198,7 @@ def test_default_order(images, mix, order):
 
 
 def test_clients_draw_independently(images):
-    made = small(images, size=160, batch=8, mix="iid")  # 4 · 160 of 300 pictures: they must overlap
+    made = small(images, size=160, batch=8, mix="iid")  # 4 · 160 of 300 images: they must overlap
     sets = [set(own.tolist()) for own in made.lists]
     assert len(set.union(*sets)) < 4 * 160
     assert len({frozenset(one) for one in sets}) == 4
@@ -216,7 +217,7 @@ def test_orders_of_corruptions(images):
     assert len(set(small(images, clients=6, orders=1, **names).domains)) == 1
 
 
-def test_pictures_are_corrupted_by_number_alone(images):
+def test_corruptions_depend_on_the_image_number_only(images):
     made = small(images)
     for client, number in ((1, 0), (0, 5), (3, 11)):
         batch = made.batch(client, number)
@@ -234,8 +235,8 @@ def test_pictures_are_corrupted_by_number_alone(images):
             torch.testing.assert_close(x, alone, rtol=0, atol=1e-6)
 
 
-def test_the_same_picture_looks_the_same_to_everybody():
-    images = make_images(4, classes=2)  # all clients hold all eight pictures, in different orders
+def test_an_image_is_corrupted_identically_for_all_clients():
+    images = make_images(4, classes=2)  # all clients have all eight images, in different orders
     made = small(images, size=8, batch=4, mix="iid")
     seen: dict[tuple[str, int], torch.Tensor] = {}
     looks = set()
@@ -291,7 +292,7 @@ def test_lists_cannot_be_written(images):
         ({"orders": 5}, "orders=5 must be from 0 to clients=4"),
         ({"orders": -1}, "orders=-1"),
         ({"seed": -1}, "must not be negative"),
-        ({"size": 304}, "size=304 pictures a client cannot be had: there are 300"),
+        ({"size": 304}, "size=304 images per client are not available: there are 300"),
         ({"mix": "published"}, 'clients=4 must be 10 for mix="published"'),
     ],
 )
@@ -310,5 +311,5 @@ def test_clients_and_rounds_that_are_not_there(images, client, number, key):
 
 @pytest.mark.parametrize("available", [[1, 2], [5, 5, -1]])
 def test_bad_stock(available):
-    with pytest.raises(ValueError, match="must be 3 numbers >= 0, one a class"):
+    with pytest.raises(ValueError, match="must be 3 numbers >= 0, one per class"):
         class_counts("iid", 1, 3, 3, 0, 0.01, np.array(available))

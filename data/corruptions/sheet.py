@@ -1,14 +1,13 @@
-"""A contact sheet: one image under every corruption and severity, as a labelled PNG.
+"""Contact sheet of the corruptions: one image under every corruption and severity, as a labelled PNG.
 
-    python -m data.contact_sheet OUT.png [--image FILE] [--size 32] [--seed 0]
+    python -m data.corruptions.sheet OUT.png [--image FILE] [--size 32] [--seed 0]
 
-Without a file it shows the flower that scikit-learn bundles.
+The default image is the flower bundled with scikit-learn.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,20 +31,20 @@ def contact_sheet(
     names: Sequence[str] = CORRUPTIONS + EXTRA_CORRUPTIONS,
     seed: int = 0,
 ) -> Path:
-    """Write a PNG with a row for each corruption: the original, then each severity.
+    """Write a PNG with one row per corruption: the original, then each severity.
 
     Parameters
     ----------
     image : Tensor
         [C, H, W], floating point in [0, 1], C 1 or 3.
     path : str or Path
-        Where to; missing folders are made, an older file is replaced in one step.
+        Output file; missing folders are created.
     severities : sequence of int
         Columns, each in 1..5.
     names : sequence of str
         Rows, corruption names.
     seed : int
-        The same for every cell.
+        Seed of every cell.
 
     Returns
     -------
@@ -64,7 +63,8 @@ def contact_sheet(
     batch = image.detach().cpu().unsqueeze(0)
     rows = [[batch[0], *(corrupt(batch, name, level, [seed])[0] for level in severities)] for name in names]
     target = Path(path)
-    _save_png(_draw_sheet(rows, ["original", *map(str, severities)], names), target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _draw_sheet(rows, ["original", *map(str, severities)], names).save(target, format="PNG")
     return target
 
 
@@ -84,58 +84,44 @@ def _draw_sheet(rows: list[list[Tensor]], header: list[str], labels: Sequence[st
         top = HEADER_HEIGHT + row * step_y
         pen.text((LABEL_WIDTH - 10, top + height * factor // 2), label, fill="black", font=font, anchor="rm")
         for column, cell in enumerate(cells):
-            picture = _to_picture(cell).resize((width * factor, height * factor), Image.Resampling.NEAREST)
-            sheet.paste(picture, (LABEL_WIDTH + column * step_x, top))
+            tile = _to_rgb(cell).resize((width * factor, height * factor), Image.Resampling.NEAREST)
+            sheet.paste(tile, (LABEL_WIDTH + column * step_x, top))
     return sheet
 
 
-def _to_picture(image: Tensor) -> Image.Image:
-    """Return [C, H, W] in [0, 1] as an 8-bit RGB picture."""
+def _to_rgb(image: Tensor) -> Image.Image:
+    """Convert [C, H, W] in [0, 1] to an 8-bit RGB image."""
     levels = (image * 255).round().to(torch.uint8).expand(3, -1, -1)
     return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
 
-def _save_png(picture: Image.Image, path: Path) -> None:
-    """Write a PNG so that a reader sees the old file or the whole new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            picture.save(file, format="PNG")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def load_image(path: Path | None, size: int) -> Tensor:
+    """Return the central square of an image file, or of scikit-learn's flower, as [3, size, size] in [0, 1].
 
-
-def load_picture(path: Path | None, size: int) -> Tensor:
-    """Return the middle square of a picture file, or of scikit-learn's flower, as [3, size, size] in [0, 1].
-
-    Raises FileNotFoundError for a missing file and PIL.UnidentifiedImageError for one that is no picture.
+    Raises FileNotFoundError for a missing file and PIL.UnidentifiedImageError for another format.
     """
     if path is None:
         from sklearn.datasets import load_sample_image  # slow to import, needed only here
 
-        picture = Image.fromarray(load_sample_image("flower.jpg"))
+        image = Image.fromarray(load_sample_image("flower.jpg"))
     else:
         with Image.open(path) as opened:
-            picture = opened.convert("RGB")
-    side = min(picture.size)
-    left, top = (picture.width - side) // 2, (picture.height - side) // 2
-    square = picture.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.LANCZOS)
+            image = opened.convert("RGB")
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    square = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(square)).permute(2, 0, 1).float() / 255
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m data.contact_sheet", description="Show every corruption.")
+    parser = argparse.ArgumentParser(prog="python -m data.corruptions.sheet", description="Draw every corruption.")
     parser.add_argument("out", type=Path, help="PNG to write")
-    parser.add_argument("--image", type=Path, help="picture to corrupt (default: scikit-learn's flower)")
+    parser.add_argument("--image", type=Path, help="image to corrupt (default: scikit-learn's flower)")
     parser.add_argument("--size", type=int, default=32, help="side it is resized to (default 32)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    print(contact_sheet(load_picture(options.image, options.size), options.out, seed=options.seed))
+    print(contact_sheet(load_image(options.image, options.size), options.out, seed=options.seed))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What every model promises: shapes, non-negative features, options, seeds."""
+"""Contract of every model: shapes, non-negative features, options, seeds, files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,72 +13,73 @@ from torch import nn
 
 import models
 
-FEATURES = {
-    "cnn": 64, "resnet20-gn": 64, "resnet20-bn": 64, "cct-4/3x2": 128, "resnet18": 512, "resnet50": 2048,
-    "wide-resnet": 128, "resnext29": 1024, "shallow-cnn": 64,
-}  # fmt: skip
-SMALL = {
-    "cnn": 16, "resnet20-gn": 4, "resnet20-bn": 4, "cct-4/3x2": 5, "resnet18": 32, "resnet50": 32,
-    "wide-resnet": 4, "resnext29": 4, "shallow-cnn": 18,
-}  # fmt: skip
-#: Sizes of these tests where the default one is large.
-OPTIONS: dict[str, dict[str, Any]] = {"wide-resnet": {"depth": 10, "width": 2}, "resnext29": {"cardinality": 4}}
-#: Without one that takes long to build and shares all its code with resnet18.
-LIGHT = [name for name in FEATURES if name != "resnet50"]
-NORMS = {
-    "batch": nn.modules.batchnorm._BatchNorm,
-    "group": nn.GroupNorm,
-    "layer": nn.LayerNorm,
+#: Feature dimension d, smallest image size, and options that make a network small.
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "cnn": (64, 16, {}),
+    "resnet20-gn": (64, 4, {}),
+    "resnet20-bn": (64, 4, {}),
+    "cct-4/3x2": (128, 5, {}),
+    "resnet18": (512, 32, {}),
+    "resnet50": (2048, 32, {}),
+    "wide-resnet": (128, 4, {"depth": 10, "width": 2}),
+    "resnext29": (1024, 4, {"cardinality": 4}),
+    "shallow-cnn": (64, 18, {}),
 }
+#: Without resnet50, which takes long to build and shares its code with resnet18.
+LIGHT = [name for name in CASES if name != "resnet50"]
+NORMS = {"batch": nn.modules.batchnorm._BatchNorm, "group": nn.GroupNorm, "layer": nn.LayerNorm}
 
 
-def test_the_table_names_the_models() -> None:
-    assert set(models.MODELS) == set(FEATURES)
+def build(name: str, num_classes: int = 10, **arguments: Any) -> models.TwoHead:
+    return models.build(name, num_classes, **{"seed": 0, **CASES[name][2], **arguments})
 
 
-@pytest.mark.parametrize("name", FEATURES)
+def test_every_model_is_tested() -> None:
+    assert set(models.MODELS) == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("in_channels", [1, 3])
 def test_shapes_and_sign(name: str, in_channels: int) -> None:
-    for size in sorted({SMALL[name], 23 if SMALL[name] < 23 else 33}):
-        model = models.build(name, 7, in_channels, size, seed=1, **OPTIONS.get(name, {})).eval()
+    features, smallest, _ = CASES[name]
+    for size in sorted({smallest, 23 if smallest < 23 else 33}):
+        model = build(name, 7, in_channels=in_channels, image_size=size).eval()
         x = torch.rand(3, in_channels, size, size, generator=torch.Generator().manual_seed(0))
         z = model.features(x)
-        assert z.shape == (3, FEATURES[name])
-        assert model.feature_dim == FEATURES[name]
+        assert z.shape == (3, features)
+        assert model.feature_dim == features
         assert bool((z >= 0).all())
         assert model(x).shape == (3, 7)
         assert torch.equal(model(x), model.head(z))
         assert model.personal_head(z).shape == (3, 7)
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_one_pixel_below_the_minimum(name: str) -> None:
-    size = SMALL[name] - 1
-    with pytest.raises(ValueError, match=f"image_size={size} is too small; the minimum is {SMALL[name]}"):
-        models.build(name, 10, image_size=size, **OPTIONS.get(name, {}))
+@pytest.mark.parametrize("name", CASES)
+def test_smaller_images_are_rejected(name: str) -> None:
+    smallest = CASES[name][1]
+    with pytest.raises(
+        ValueError, match=f"'{name}': image_size={smallest - 1} is too small; the minimum is {smallest}"
+    ):
+        build(name, image_size=smallest - 1)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_small_stem_takes_smaller_images(name: str) -> None:
-    model = models.build(name, 4, image_size=8, small_stem=True, seed=0).eval()
-    assert model(torch.rand(2, 3, 8, 8)).shape == (2, 4)
+    assert build(name, 4, image_size=8, small_stem=True).eval()(torch.rand(2, 3, 8, 8)).shape == (2, 4)
     with pytest.raises(ValueError, match=f"'{name}'.*the minimum is 8"):
-        models.build(name, 4, image_size=7, small_stem=True)
+        build(name, image_size=7, small_stem=True)
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_normalisation_layers_are_as_the_table_says(name: str) -> None:
-    found = {
-        kind
-        for kind, cls in NORMS.items()
-        if any(isinstance(module, cls) for module in models.build(name, 10, seed=0, **OPTIONS.get(name, {})).modules())
-    }
+@pytest.mark.parametrize("name", CASES)
+def test_normalization_layers_are_those_declared(name: str) -> None:
+    model = build(name)
+    found = {kind for kind, cls in NORMS.items() if any(isinstance(module, cls) for module in model.modules())}
     stated = models.MODELS[name].normalisation
     assert found == ({stated} if stated else set())
     assert models.MODELS[name].normalisation_with({}) == stated
 
 
-def test_cnn_with_batch_norm_says_so() -> None:
+def test_cnn_with_batch_norm_declares_it() -> None:
     assert models.MODELS["cnn"].normalisation is None
     assert models.MODELS["cnn"].normalisation_with({"norm": "batch"}) == "batch"
     model = models.build("cnn", 10, norm="batch", seed=0)
@@ -85,9 +87,8 @@ def test_cnn_with_batch_norm_says_so() -> None:
 
 
 @pytest.mark.parametrize("name", LIGHT)
-def test_normalisation_of_the_input_comes_first(name: str) -> None:
-    options = OPTIONS.get(name, {})
-    model = models.build(name, 10, mean=[0.1, 0.2, 0.3], std=(0.5, 1.0, 2.0), seed=0, **options)
+def test_input_normalization_comes_first(name: str) -> None:
+    model = build(name, mean=[0.1, 0.2, 0.3], std=(0.5, 1.0, 2.0))
     assert isinstance(model.encoder, nn.Sequential)
     first = model.encoder[0]
     assert isinstance(first, models.Normalise)
@@ -96,27 +97,41 @@ def test_normalisation_of_the_input_comes_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LIGHT)
-def test_only_weights_and_running_statistics_travel(name: str) -> None:
-    model = models.build(name, 10, personal_bias=True, seed=0, **OPTIONS.get(name, {}))
-    state = model.global_state()
-    forbidden = ("personal_head", "num_batches_tracked", "normalise", ".mean", ".std")
-    assert not [key for key in state if any(word in key for word in forbidden)]
+def test_global_state_holds_weights_and_running_statistics_only(name: str) -> None:
+    model = build(name, personal_bias=True)
     shared = {key for key, _ in model.named_parameters() if not key.startswith("personal_head.")}
     running = {key for key, _ in model.named_buffers() if key.endswith(("running_mean", "running_var"))}
-    assert set(state) == shared | running
+    assert set(model.global_state()) == shared | running
 
 
 @pytest.mark.parametrize("name", LIGHT)
 def test_seed_is_reproducible_and_leaves_the_global_generator_alone(name: str) -> None:
     torch.manual_seed(11)
     before = torch.get_rng_state()
-    first = models.build(name, 10, seed=5, **OPTIONS.get(name, {})).state_dict()
+    first = build(name, seed=5).state_dict()
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(3)  # another global state
-    second = models.build(name, 10, seed=5, **OPTIONS.get(name, {})).state_dict()
-    other = models.build(name, 10, seed=6, **OPTIONS.get(name, {})).state_dict()
+    second, other = build(name, seed=5).state_dict(), build(name, seed=6).state_dict()
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_files_restore_every_weight(name: str, tmp_path: Path) -> None:
+    spec = {"name": name, "num_classes": 4, **CASES[name][2], "personal_bias": True}
+    torch.manual_seed(1)
+    model = models.build(**spec)
+    for personal in (False, True):
+        path = tmp_path / str(personal) / "model.safetensors"  # the folder is created
+        models.save_model(path, model, spec, personal=personal)
+        before = torch.get_rng_state()
+        loaded, read = models.load_model(path)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert read == spec
+        assert not loaded.training
+        assert all(torch.equal(loaded.global_state()[key], value) for key, value in model.global_state().items())
+        assert torch.equal(loaded.personal_head.weight, model.personal_head.weight) == personal
+        assert [one.name for one in path.parent.iterdir()] == ["model.safetensors"]
 
 
 def test_without_seed_the_callers_generator_decides() -> None:
@@ -177,7 +192,7 @@ def test_a_personal_bias_does_not_change_the_global_weights() -> None:
         ({"name": "shallow-cnn", "bias": True}, ["'shallow-cnn'", "no option 'bias'"]),
     ],
 )
-def test_refusals_name_the_option_and_what_is_allowed(arguments: dict[str, Any], words: list[str]) -> None:
+def test_errors_name_the_option_and_the_allowed_values(arguments: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         models.build(**{"name": "cnn", "num_classes": 10, **arguments})
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -199,11 +214,9 @@ def test_cnn_takes_any_size_from_16(size: int, channels: int, classes: int) -> N
     assert bool((z >= 0).all())
 
 
-@pytest.mark.parametrize(
-    "name", ["cnn", "resnet20-gn", "resnet20-bn", "wide-resnet", "resnext29", "cct-4/3x2", "shallow-cnn"]
-)
+@pytest.mark.parametrize("name", [name for name, (_, smallest, _) in CASES.items() if smallest <= 18])
 def test_per_sample_gradients_can_be_batched(name: str) -> None:
-    model = models.build(name, 5, image_size=18, seed=0, **OPTIONS.get(name, {})).double().eval()
+    model = build(name, 5, image_size=18).double().eval()
     weights = dict(model.named_parameters())
     fixed = dict(model.named_buffers())
     x = torch.rand(2, 3, 18, 18, dtype=torch.float64)

@@ -1,25 +1,65 @@
-"""How light catches on drops of water: the 8-bit pipeline inside the published `spatter`, for whole batches.
+"""Spatter of Hendrycks & Dietterich (ICLR 2019): water or mud on the lens (make_cifar_c.py, `spatter`).
 
-The steps are those of OpenCV (Canny edges, chamfer distance, histogram equalisation, an emboss filter), each
-on [B, 1, H, W] tensors that hold whole numbers 0..255 in floating point.
+The way light catches on drops of water follows the published 8-bit pipeline of OpenCV (Canny edges, chamfer distance,
+histogram equalization, an emboss filter) for whole batches: each step maps [B, 1, H, W] tensors that hold whole numbers
+0..255 in floating point.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.corruptions._filters import correlate
+from data.corruptions import _ops
+from data.corruptions._ops import Generators, colour_like, correlate, draw
+
+SPATTER = (  # mean, deviation, smoothness, threshold, strength (water) or smoothness (mud)
+    (0.62, 0.1, 0.7, 0.7, 0.5),
+    (0.65, 0.1, 0.8, 0.7, 0.5),
+    (0.65, 0.3, 1.0, 0.69, 0.5),
+    (0.65, 0.1, 0.7, 0.69, 0.6),
+    (0.65, 0.1, 0.5, 0.68, 0.6),
+)
+SPATTER_MUD_FROM = 4  # severity at which the drops turn from water to mud
+WATER = (175 / 255, 238 / 255, 238 / 255)
+MUD = (63 / 255, 42 / 255, 20 / 255)
 
 CANNY_LOW, CANNY_HIGH = 50, 150
 FAR = 20  # distances are cut here, in pixels
 #: Length of a step in the 5 x 5 chamfer metric: straight, diagonal, knight's move (Borgefors 1986; OpenCV).
 STRAIGHT, DIAGONAL, KNIGHT = 1.0, 1.4, 2.1969
 EMBOSS = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]])
+
+
+def spatter(images: Tensor, severity: int, rngs: Generators) -> Tensor:
+    """Splash water (severity 1 to 3) or mud (4 and 5) on the lens (make_cifar_c.py, `spatter`)."""
+    mean, deviation, smoothness, threshold, last = SPATTER[severity - 1]
+    shape = (1, *images.shape[2:])
+    liquid = draw(rngs, images, lambda rng: rng.normal(mean, deviation, shape))
+    liquid = _ops.gaussian_blur(liquid, smoothness)
+    liquid = torch.where(liquid < threshold, torch.zeros_like(liquid), liquid)  # (B, 1, H, W)
+    cover = partial(_mud, sigma=last) if severity >= SPATTER_MUD_FROM else partial(_water, strength=last)
+    return cover(images, liquid, threshold)
+
+
+def _water(images: Tensor, liquid: Tensor, threshold: float, strength: float) -> Tensor:
+    """Add pale turquoise where the drops catch the light; an image without a drop is not changed."""
+    shine = glare(liquid)
+    brightest = shine.amax(dim=(2, 3), keepdim=True)
+    share = torch.where(brightest > 0, shine / brightest.clamp_min(1e-12), torch.zeros_like(shine))
+    return images + strength * share * colour_like(WATER, images)
+
+
+def _mud(images: Tensor, liquid: Tensor, threshold: float, sigma: float) -> Tensor:
+    """Cover the image with brown where the liquid, smoothed by `sigma`, is dense."""
+    dense = _ops.gaussian_blur((liquid > threshold).to(images), sigma)
+    dense = torch.where(dense < 0.8, torch.zeros_like(dense), dense)
+    return images * (1 - dense) + dense * colour_like(MUD, images)
 
 
 def glare(liquid: Tensor) -> Tensor:

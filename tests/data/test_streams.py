@@ -1,4 +1,4 @@
-"""Test-time streams: what they are made of, what they never contain, and that nothing but the arguments decides."""
+"""Test streams: their composition, no leaks, and dependence on the arguments only."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from data import (
     resolve,
     stream,
 )
-from data.natural import deal, largest_remainder
-from data.seeds import generator
+from data.partition import largest_remainder, match_class_mixes
+from data.rng import generator
 
 CLASSES = tuple("abcdefghij")
 
@@ -44,7 +44,7 @@ def natural():
 
 
 def rows(x):
-    """Each picture's bytes, to find it again."""
+    """The bytes of each image, as a key."""
     return [one.numpy().tobytes() for one in x]
 
 
@@ -65,10 +65,10 @@ def test_every_stream(federation, natural, name, with_natural):
         assert made.y.dtype == torch.int64
         assert float(made.x.min()) >= 0
         assert float(made.x.max()) <= 1
-        # labels belong to the pictures, and no picture comes twice
+        # labels belong to the images, and no image occurs twice
         np.testing.assert_array_equal(made.y.numpy()[known], federation.images.labels[made.index[known]])
         assert len(np.unique(made.index[known])) == known.sum()
-        # nothing that anybody trains on, and each source from where it says
+        # no training sample, and each sample comes from its stated source
         assert check_no_leak(made, federation) == 0
         own, others = federation.splits[client].test, federation.others_test(client)
         internal = np.isin(made.source, ["original", "corrupted"])
@@ -76,7 +76,7 @@ def test_every_stream(federation, natural, name, with_natural):
         assert np.isin(made.index[internal], own).all()
         assert np.isin(made.index[external], others).all()
         np.testing.assert_array_equal(known, internal | external)
-        # clean pictures are the data set's own, natural ones the natural set's, with their labels
+        # clean images are those of the data set, natural ones those of the natural set, with their labels
         clean = np.isin(made.source, ["original", "out_of_client"])
         assert torch.equal(made.x[clean], federation.images.batch(made.index[clean]))
         if with_natural and (~known).any():
@@ -105,7 +105,7 @@ def test_what_streams_are_made_of(federation):
 
 
 def test_what_streams_are_made_of_with_a_natural_set(federation, natural):
-    shares = [len(share) for share in deal(federation.class_counts(), natural.labels, seed=0)]
+    shares = [len(share) for share in match_class_mixes(federation.class_counts(), natural.labels, seed=0)]
 
     def of(name, client=0):
         return counts(stream(federation, client, name, seed=0, natural=natural))
@@ -123,10 +123,10 @@ def test_what_streams_are_made_of_with_a_natural_set(federation, natural):
     }  # fmt: skip
 
 
-def test_scarce_natural_pictures_cut_all_parts_alike(federation):
+def test_few_natural_images_cut_all_parts_to_one_size(federation):
     scarce = make_images(20, "new", seed=5)
     for client in range(6):
-        share = len(deal(federation.class_counts(), scarce.labels, seed=0)[client])
+        share = len(match_class_mixes(federation.class_counts(), scarce.labels, seed=0)[client])
         made = counts(stream(federation, client, "mixture", seed=0, natural=scarce))
         assert made == dict.fromkeys(["original", "corrupted", "out_of_client", "natural"] if share else [], share)
 
@@ -137,18 +137,18 @@ def test_own_streams_hold_the_whole_test_split(federation):
     assert not np.array_equal(made.index, federation.splits[2].test)  # in random order
 
 
-def test_corruptions_depend_on_seed_and_picture_alone(federation):
+def test_corruptions_depend_on_seed_and_sample_only(federation):
     made = stream(federation, 1, "corrupted", seed=3)
     clean = federation.images.batch(made.index)
     kinds = set()
-    for x, picture, index in zip(made.x, clean, made.index, strict=True):
+    for x, image, index in zip(made.x, clean, made.index, strict=True):
         kind, sample_seed = generator("corruption", 3, int(index)).integers((15, 2**31))
         kinds.add(CORRUPTIONS[kind])
-        alone = corrupt(picture[None], CORRUPTIONS[kind], 5, [int(sample_seed)])[0]
+        alone = corrupt(image[None], CORRUPTIONS[kind], 5, [int(sample_seed)])[0]
         torch.testing.assert_close(x, alone, rtol=0, atol=1e-6)
     assert len(kinds) > 8  # 40 draws of 15
 
-    # the same picture is corrupted alike in other clients' streams and other shifts
+    # an image is corrupted identically in other clients' streams and under other shifts
     seen = dict(zip(made.index.tolist(), rows(made.x), strict=True))
     for client, name in ((0, "shifted_exd"), (1, "mixture"), (1, "synthetical"), (4, "synthetical")):
         other = stream(federation, client, name, seed=3)
@@ -189,18 +189,18 @@ def test_streams_do_not_depend_on_what_was_made_before(federation, natural, name
     labels=st.lists(st.integers(0, 3), max_size=80),
     seed=st.integers(0, 2**32),
 )
-def test_natural_pictures_follow_the_training_mix(table, labels, seed):
+def test_natural_images_follow_the_training_mix(table, labels, seed):
     training, stock = np.array(table), np.array(labels, dtype=np.int64)
-    dealt = deal(training, stock, seed)
-    together = np.concatenate(dealt)
+    assigned = match_class_mixes(training, stock, seed)
+    together = np.concatenate(assigned)
     assert len(np.unique(together)) == len(together)  # disjoint
 
     demand, supply = training.sum(0), np.bincount(stock, minlength=4)
     scale = min((supply[k] / demand[k] for k in range(4) if demand[k]), default=0)
-    mix = np.stack([np.bincount(stock[own], minlength=4) for own in dealt])
+    mix = np.stack([np.bincount(stock[own], minlength=4) for own in assigned])
     assert (np.abs(mix - scale * training) < 1 + 1e-6).all()
     assert all(mix[:, k].sum() == np.floor(round(scale * demand[k], 6)) for k in range(4))
-    assert all(np.array_equal(a, b) for a, b in zip(dealt, deal(training, stock, seed), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(assigned, match_class_mixes(training, stock, seed), strict=True))
 
 
 def test_largest_remainder_by_hand():
@@ -212,7 +212,7 @@ def test_largest_remainder_by_hand():
 
 @pytest.mark.parametrize("name", SHIFTS)
 @pytest.mark.parametrize("tests", [0, 1])
-def test_clients_with_next_to_nothing(name, tests, natural):
+def test_clients_with_few_samples(name, tests, natural):
     tiny = Federation.create(make_images(3 + 3 * tests), 3, scheme="iid", seed=0)
     assert [len(one.test) for one in tiny.splits] == [tests] * 3
     made = stream(tiny, 0, name, seed=0, natural=natural)
@@ -225,7 +225,7 @@ def test_clients_with_next_to_nothing(name, tests, natural):
     assert check_no_leak(made, tiny) == 0
 
 
-def test_a_single_client_has_nobody_outside():
+def test_a_single_client_has_no_other_clients():
     alone = Federation.create(make_images(50), 1, seed=0)
     assert len(stream(alone, 0, "original", 0)) == 10
     for name in ("out_of_client", "mixture", "original_exd", "shifted_exd", "synthetical"):
@@ -252,11 +252,11 @@ def test_resolve():
     assert resolve("original,corrupted", has_natural=False) == (("original", "corrupted"), None)
     with pytest.raises(ValueError, match="unknown shift 'orignal'; there are: brfl, btgfl, original, corrupted"):
         resolve("orignal", has_natural=True)
-    with pytest.raises(ValueError, match="nothing is left"):
+    with pytest.raises(ValueError, match="none is available"):
         resolve("natural", has_natural=False)
 
 
-def test_an_unseen_domain_is_everybodys_test_set():
+def test_the_unseen_domain_is_a_test_set_of_every_client():
     plain = make_images(60)
     domain = np.arange(60, dtype=np.int64) % 3
     images = Images("made", plain.pixels, plain.labels, plain.classes, ("a", "b", "c"), domain)
@@ -284,7 +284,7 @@ def test_names_that_can_be_made(natural):
         ({"partition": -1}, "partition=-1"),
         ({"severity": 0}, "severity=0"),
         ({"severity": 6}, "severity=6"),
-        ({"natural": make_images(20, "big", size=16)}, "big does not fit made: classes or picture shapes differ"),
+        ({"natural": make_images(20, "big", size=16)}, "big does not fit made: classes or image shapes differ"),
     ],
 )
 def test_bad_arguments(federation, change, message):

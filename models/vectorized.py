@@ -1,6 +1,6 @@
-"""Several networks of one architecture as one: every tensor has a first dimension of networks (torch.func.vmap).
+"""Vectorized forward pass: N networks of one architecture, stacked along a first dimension (torch.func.vmap).
 
-Batches may be padded: a mask says which samples there are, and BatchNorm takes its statistics over those alone.
+Batches may be padded: a mask marks the real samples, and BatchNorm computes its statistics over those only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 Tensors = dict[str, Tensor]
 
 
-def draws(network: nn.Module) -> bool:
-    """Tell whether layers draw by themselves in training (dropout): stacked, they would draw other numbers."""
+def is_stochastic(network: nn.Module) -> bool:
+    """Return whether a layer draws random numbers in training (dropout); vectorized, it would draw other numbers."""
     drop = (nn.modules.dropout._DropoutNd,)
     return any(
         (isinstance(layer, drop) and layer.p > 0) or (isinstance(layer, DropResidual) and layer.share > 0)
@@ -28,13 +28,13 @@ def draws(network: nn.Module) -> bool:
     )
 
 
-class Stacked:
+class VectorizedNetwork:
     """The forward pass of N networks at once.
 
     Parameters
     ----------
     network : nn.Module
-        One of them; its values play no part, its mode does.
+        One of the networks; its mode is used, its values are not.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -45,7 +45,7 @@ class Stacked:
     def __call__(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], x: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensors]:
-        """Return the outputs [N, B, ...] and the running statistics that BatchNorm layers would have now.
+        """Return the outputs [N, B, ...] and the updated running statistics of BatchNorm layers.
 
         Parameters
         ----------
@@ -53,12 +53,12 @@ class Stacked:
             Name → [N, ...].
         x : Tensor [N, B, ...]
         mask : Tensor [N, B]
-            1 for a sample, 0 for padding; in evaluation mode it plays no part.
+            1 for a sample, 0 for padding; ignored in evaluation mode.
 
         Raises
         ------
         RuntimeError
-            A layer draws by itself; see `draws`.
+            A layer draws random numbers; see `is_stochastic`.
         """
 
         def one(own: Tensors, kept: Tensors, images: Tensor, there: Tensor) -> tuple[Tensor, Tensors]:
@@ -73,7 +73,7 @@ class Stacked:
 
     @contextmanager
     def _masking(self) -> Iterator[None]:
-        """Let BatchNorm layers in training mode look at the mask, inside the block."""
+        """Make BatchNorm layers in training mode use the mask inside the block."""
         layers = [
             (name, layer)
             for name, layer in self.network.named_modules()
@@ -88,7 +88,7 @@ class Stacked:
                 layer.__dict__.pop("forward", None)
 
     def _masked(self, name: str, layer: BatchNorm) -> Callable[[Tensor], Tensor]:
-        """Return a BatchNorm layer's forward function over the samples that there are."""
+        """Return a forward function of a BatchNorm layer that ignores padding."""
 
         def forward(x: Tensor) -> Tensor:
             assert self._mask is not None

@@ -1,4 +1,4 @@
-"""The contact sheet."""
+"""The contact sheet of the corruptions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from data.contact_sheet import GAP, HEADER_HEIGHT, LABEL_WIDTH, contact_sheet, load_picture, main
 from data.corruptions import corrupt
+from data.corruptions.sheet import GAP, HEADER_HEIGHT, LABEL_WIDTH, contact_sheet, load_image, main
 
 
 def cell(sheet: Image.Image, row: int, column: int, side: int = 96) -> np.ndarray:
@@ -37,20 +37,6 @@ def test_grey_image(tmp_path):
     assert (pixels[..., 0] == pixels[..., 2]).all()
 
 
-def test_failed_write_leaves_the_old_file_and_no_rest(tmp_path, monkeypatch):
-    path = tmp_path / "sheet.png"
-    path.write_bytes(b"old")
-
-    def broken(self, *args, **kwargs):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Image.Image, "save", broken)
-    with pytest.raises(OSError, match="disk full"):
-        contact_sheet(torch.rand(3, 16, 16), path, (1,), ["contrast"])
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match=r"\[C, H, W\]"):
         contact_sheet(torch.rand(1, 3, 16, 16), tmp_path / "x.png")
@@ -62,19 +48,19 @@ def test_bad_arguments(tmp_path):
 
 
 def test_command_line(tmp_path, capsys):
-    picture = tmp_path / "in.png"
-    Image.new("RGB", (40, 20), (200, 100, 50)).save(picture)
-    main([str(tmp_path / "out.png"), "--image", str(picture)])
+    photo = tmp_path / "in.png"
+    Image.new("RGB", (40, 20), (200, 100, 50)).save(photo)
+    main([str(tmp_path / "out.png"), "--image", str(photo)])
     assert capsys.readouterr().out.strip() == str(tmp_path / "out.png")
     with Image.open(tmp_path / "out.png") as sheet:
         assert (cell(sheet, 0, 0) == (200, 100, 50)).all()
         assert sheet.height == HEADER_HEIGHT + 19 * (96 + GAP)
 
 
-def test_default_picture_is_a_photograph():
-    image = load_picture(None, 32)
+def test_default_image_is_a_photograph():
+    image = load_image(None, 32)
     assert image.shape == (3, 32, 32)
     assert image.std() > 0.15
     assert image[0].mean() > image[2].mean()  # an orange flower
     with pytest.raises(FileNotFoundError):
-        load_picture("missing.png", 32)
+        load_image("missing.png", 32)

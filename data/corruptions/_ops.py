@@ -1,18 +1,46 @@
-"""Linear filters and resampling over a batch [B, C, H, W].
+"""Operations that the corruptions share: random draws, luminance, linear filters and resampling of [B, C, H, W].
 
-Filters along an axis are small dense matrices (made by scipy, hence with scipy's boundary rules to the last
-digit) applied by a batched product: one tool for Gaussian blur, zoom and box resampling, fast on CPU and GPU.
+Filters along an axis are small dense matrices (made by scipy, hence with scipy's boundary rules to the last digit)
+applied by a batched product: one tool for Gaussian blur, zoom and box resampling, fast on CPU and GPU.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+#: One generator per sample, in the order of the batch.
+Generators = Sequence[np.random.Generator]
+#: Weights of red, green and blue in the luminance (ITU-R BT.601).
+LUMINANCE = (0.299, 0.587, 0.114)
+
+
+def draw(rngs: Generators, like: Tensor, sample: Callable[[np.random.Generator], np.ndarray]) -> Tensor:
+    """Draw once from every generator and stack the draws to [B, ...] with the dtype and device of `like`.
+
+    Draws are made on the CPU in float64, so they are equal on all devices.
+    """
+    return torch.from_numpy(np.stack([sample(rng) for rng in rngs])).to(like)
+
+
+def luminance(images: Tensor) -> Tensor:
+    """Return the BT.601 luminance [B, 1, H, W] of RGB images; grayscale images are returned unchanged."""
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = LUMINANCE
+    return red * images[:, 0:1] + green * images[:, 1:2] + blue * images[:, 2:3]
+
+
+def colour_like(colour: tuple[float, float, float], images: Tensor) -> Tensor:
+    """Return an RGB colour as [1, C, 1, 1] for the channels of `images` (its luminance for grayscale images)."""
+    rgb = torch.tensor(colour, dtype=torch.float64).to(images).reshape(1, 3, 1, 1)
+    return rgb if images.shape[1] == 3 else luminance(rgb)
 
 
 @lru_cache(maxsize=256)
@@ -22,7 +50,7 @@ def gaussian_matrix(size: int, sigma: float, mode: str = "nearest", truncate: fl
     The defaults of `mode` and `truncate` are those of `skimage.filters.gaussian`. The kernel has radius
     int(truncate * sigma + 0.5) pixels.
     """
-    from scipy import ndimage  # lazily: a process that corrupts nothing need not load it
+    from scipy import ndimage  # imported lazily: most processes corrupt nothing
 
     return ndimage.gaussian_filter1d(np.eye(size), sigma, axis=0, mode=mode, truncate=truncate)
 
@@ -31,8 +59,8 @@ def gaussian_matrix(size: int, sigma: float, mode: str = "nearest", truncate: fl
 def zoom_matrix(size: int, factor: float) -> np.ndarray:
     """Return the matrix [size, size] that enlarges the middle of an axis by `factor` >= 1, linearly.
 
-    The middle ceil(size / factor) pixels are zoomed with `scipy.ndimage.zoom` (order 1) and what is
-    too many is trimmed: `clipped_zoom` of make_cifar_c.py, one axis.
+    The middle ceil(size / factor) pixels are zoomed with `scipy.ndimage.zoom` (order 1) and trimmed to `size`:
+    `clipped_zoom` of make_cifar_c.py along one axis.
     """
     crop = math.ceil(size / factor)
     start = (size - crop) // 2
@@ -83,8 +111,8 @@ def clipped_zoom(images: Tensor, factor: float) -> Tensor:
 def correlate(images: Tensor, kernel: np.ndarray) -> Tensor:
     """Correlate each channel of [B, C, H, W] with an odd square kernel, mirrored at the edges.
 
-    The edge pixel is not repeated (OpenCV's default border, BORDER_REFLECT_101). Taps are added one by one,
-    so a sample's result does not depend on its batch.
+    The edge pixel is not repeated (OpenCV's default border, BORDER_REFLECT_101). Taps are added one by one, so a
+    sample's result does not depend on its batch.
     """
     height, width = images.shape[-2:]
     radius = len(kernel) // 2
@@ -96,7 +124,7 @@ def correlate(images: Tensor, kernel: np.ndarray) -> Tensor:
 
 
 def line_blur(images: Tensor, angles: Tensor, radius: float, sigma: float) -> Tensor:
-    """Blur along a line, one direction a sample: the motion blur of ImageMagick.
+    """Blur along a line with one direction per sample: the motion blur of ImageMagick.
 
     Pixel p becomes the weighted mean of p + round(i * direction), i = 0 .. 2 * ceil(radius), with weights
     exp(-i^2 / (2 sigma^2)): a one-sided Gaussian, integer steps, edge pixels repeated outside.

@@ -1,4 +1,4 @@
-"""Explicit random generators: every draw in this room comes from a generator named by what it is for."""
+"""Random generators of the data package: every draw has a generator named by its purpose."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def generator(*keys: int | str) -> np.random.Generator:
-    """Return a generator that depends on `keys` alone, e.g. `generator("split", seed, client)`.
+    """Return a generator that depends on `keys` only, e.g. `generator("split", seed, client)`.
 
-    Two different purposes get independent streams even from the same seed, and no draw depends on what was
-    drawn before for something else.
+    Different purposes have independent generators even with the same seed, and no draw depends on earlier draws for
+    another purpose.
 
     Parameters
     ----------
