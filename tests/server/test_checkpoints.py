@@ -51,12 +51,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         quicken(patch)
         folder = tmp_path_factory.mktemp("killed")
         settings = SMALL.replace(methods="fedrep", state_dir=str(folder / "state"))
+        second = Killer("answered", only=lambda point: point[:3] == (Train.kind, "fedrep", "2"))
         with pytest.raises(Killed):
-            serve(
-                devices(settings, killer=Killer("answered", only=lambda p: p[:3] == (Train.kind, "fedrep", "2"))),
-                settings,
-                folder / "r",
-            )
+            serve(devices(settings, killer=second), settings, folder / "r")
         yield folder
 
 
@@ -80,8 +77,9 @@ def checkpoint(**changes: Any) -> Checkpoint:
         "strategy": {},
     }
     known: dict[str, Any] = {
-        "position": Position("fedrep", "training", "", 3), "run": "abc", "settings": {"seed": 1, "alpha": 0.1, "b": True},
-        "world": {"sizes": [[1, 2, 3]]}, "finished": ("x", "y"), "replied": {"fedrep": {0: 3, 11: 1}}, "seconds": 1.5,
+        "position": Position("fedrep", "training", "", 3), "run": "abc",
+        "settings": {"seed": 1, "alpha": 0.1, "b": True}, "world": {"sizes": [[1, 2, 3]]},
+        "finished": ("x", "y"), "replied": {"fedrep": {0: 3, 11: 1}}, "seconds": 1.5,
         "offset": 77, "records": records, "notes": {"signature": {"shared": {"w": [[2], "float32"]}}},
     }  # fmt: skip
     return Checkpoint(**{**known, **changes})
@@ -97,6 +95,8 @@ def test_a_checkpoint_comes_back_with_all_bits_and_in_order(tmp_path: Path) -> N
         for name, value in named.items():
             other = back.records[key][name]
             assert (other.dtype, other.shape, other.tobytes()) == (value.dtype, value.shape, value.tobytes())
+    told = json.loads(load_arrays(path, finite=False)[1]["checkpoint"])  # as all versions of schema 1 write it
+    assert (told["place"]["round"], told["world"], told["schema"]) == (3, {"sizes": [[1, 2, 3]]}, 1)
     for name in ("position", "run", "settings", "world", "finished", "replied", "seconds", "offset", "notes"):
         assert getattr(back, name) == getattr(one, name), name
 
