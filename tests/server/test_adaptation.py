@@ -180,7 +180,7 @@ def test_only_what_a_rule_needs_is_sent(matrix: Watched) -> None:
 
 
 def test_scores_and_arrays_are_those_of_one_long_lived_adapter(matrix: Watched) -> None:
-    """Replay without Flower: a device made anew for every message, state on disk, is one adapter that never sleeps."""
+    """Replay without Flower: a device made for each request, with its state on disk, equals one adapter that lives throughout."""
     settings = matrix.settings
     model, _ = load_model(matrix.folder / "r" / "model.safetensors")
     stream = streams_of(settings, federation_of(settings))
@@ -283,7 +283,7 @@ def test_a_bad_reply_never_reaches_the_mixture(change: Callable[[Arrays], Arrays
         got = run.request(partition, 2).shared or {}
         for name, value in got.items():
             np.testing.assert_allclose(value, row[0] * good[0][name] + row[1] * good[1][name], rtol=1e-6)
-    assert run.request(0, 2).shared is None  # it has nothing yet, and goes on from its own memory
+    assert run.request(0, 2).shared is None  # it has no mixture yet, and continues from its own memory
     # its batch of round 1 is not counted, that of round 2 is
     assert [(e["partition"], e["round"]) for e in run.of("adapted")] == [(1, 1), (2, 1), (0, 2), (1, 2), (2, 2)]
 

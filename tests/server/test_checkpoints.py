@@ -136,7 +136,7 @@ def test_how_many_are_written_and_kept(
             written.append(round)
         files = checkpoint_files(folder)
         there = [read_checkpoint(path).position.round for path in files.values()]
-        # what clients are told to be able to go back to is exactly what the server could go back to
+        # the rounds that clients keep state of are exactly those that the server could resume from
         assert there == checkpoints.rounds("t") == written[-kept:]
         assert checkpoints.rounds("u") == []
     assert written == ([r for r in range(1, rounds + 1) if r % every == 0 or r == rounds] if every else [])
@@ -254,7 +254,7 @@ def test_clients_with_other_data(cut: Path, monkeypatch: pytest.MonkeyPatch) -> 
         resume(cut)
 
 
-def test_a_run_that_somebody_else_is_writing(cut: Path) -> None:
+def test_a_run_that_another_process_is_writing(cut: Path) -> None:
     with locked(cut / "r"):
         refused(cut, RunError, "r: another process is writing this run")
     resume(cut)

@@ -226,7 +226,7 @@ def test_variants_move_their_own_modules_only_and_share_one_network(tmp_path: Pa
 
 
 def test_a_network_that_a_client_lost_is_sent_again(tmp_path: Path) -> None:
-    """Its disk was wiped before round 2: it says so, and has the network again in round 3."""
+    """Its disk was wiped before round 2: it fails, and has the network again in round 3."""
 
     def wipe(partition: int, request: Request) -> None:
         if partition == 1 and isinstance(request, RefineRates) and request.round == 2:
