@@ -31,8 +31,9 @@ from models import build
 from server.events import Event, RunError
 from server.report import METRICS_FILE
 from settings import Settings, SettingsError, from_config
-from simulation import agents, control
+from simulation import deployment as agents
 from simulation import deployment as nodes
+from simulation import superlink as control
 from simulation.superlink import FlowerError
 
 #: One training of the embedded digits, and as little after it as a run allows.
@@ -129,13 +130,13 @@ def deployed(settings: Settings, folder: Path, timeout: float) -> tuple[list[flo
         ]
         try:
             stack.enter_context(nodes.deployment(home, configs))
-            agents.wait_for(
+            agents.wait_for_agents(
                 {f"unix:{sockets}/a{i}": agents.start_agent(home / f"agent-{i}", devices[i]) for i in range(number)}
             )
             floor = run_empty_app(home, write_empty_app(folder, settings, timeout), timeout)
             nodes.run(home, settings.flat(), timeout)
         except FlowerError as error:
-            raise FlowerError(f"{error}\n{nodes.logs(home, f'*/{agents.LOG}')}".rstrip()) from error
+            raise FlowerError(f"{error}\n{nodes.logs(home, f'*/{agents.AGENT_LOG}')}".rstrip()) from error
     return floor, read_events(folder / "results" / RUN / METRICS_FILE)
 
 

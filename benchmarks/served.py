@@ -25,7 +25,7 @@ from client.spec import network_spec
 from data import Federation
 from models import TwoHead, build
 from settings import Settings
-from simulation import agents
+from simulation import deployment as agents
 from simulation.deployment import logs
 from simulation.superlink import FlowerError
 from tta import Statistics
@@ -121,7 +121,7 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
     process = agents.start_agent(folder / "home", config)
     try:
         try:
-            agents.wait_for({address: process})
+            agents.wait_for_agents({address: process})
             yield address, process.pid
             process.terminate()
             status = process.wait(STOPPING)
@@ -131,4 +131,4 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
         if status:
             raise FlowerError(f"the agent ended with status {status}")
     except (FlowerError, subprocess.TimeoutExpired) as error:
-        raise FlowerError(f"{error}\n{logs(folder, f'*/{agents.LOG}')}") from error
+        raise FlowerError(f"{error}\n{logs(folder, f'*/{agents.AGENT_LOG}')}") from error

@@ -138,7 +138,7 @@ class Cell:
 
     @property
     def about(self) -> dict[str, str]:
-        """Return what its events tell."""
+        """Return the fields that its events have in common."""
         return {"method": self.row.label, "collaboration": self.collaboration.label}
 
     def save(self, checkpoints: Checkpoints, federation: Federation, round: int) -> None:

@@ -148,7 +148,7 @@ def memory_key(method: str, collaboration: str) -> str:
 
 
 class Checkpoints:
-    """Writes a run's checkpoints and knows what a resumed run has already done.
+    """Writes a run's checkpoints and tracks which rounds of a resumed run are complete.
 
     It is also a listener on the run's events, to be called after the file that events are written to.
 

@@ -1,4 +1,4 @@
-"""What a result was made with: settings, commit, versions, hardware."""
+"""Provenance of a run: settings, commit, versions, hardware."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from settings import Settings
 
-#: Settings that name a place on one machine and say nothing of the result.
-PLACES = ("state-dir",)
+#: Settings that name a folder of one machine and have no effect on the result.
+LOCAL = ("state-dir",)
 PACKAGES = ("flwr", "ray", "torch", "torchvision", "numpy", "scipy")
 
 
@@ -23,7 +23,7 @@ def describe(settings: Settings) -> dict[str, Any]:
     """Return start time (UTC), settings, commit, versions and hardware, as JSON values."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "settings": {key: value for key, value in settings.flat().items() if key not in PLACES},
+        "settings": {key: value for key, value in settings.flat().items() if key not in LOCAL},
         "versions": {"python": platform.python_version(), **_versions()},
         "commit": commit(),
         "hardware": hardware(),

@@ -93,7 +93,7 @@ def evaluation_round(
     ------
     Leak
         A test stream held a sample that had been trained on, although splits are drawn once. Splits that are redrawn in
-        every round leak on purpose: a note tells how much.
+        every round leak on purpose: a note reports how much.
     NoReplies, QuorumMissed
         As `Round.ask`.
     """

@@ -90,6 +90,12 @@ METHODS: dict[str, Method] = {
     "bbse": Method("cross_entropy", "bbse", "label prior by the confusion matrix"),
     "tsa": Method("cross_entropy", "tsa", "the heads' mixture on which two views agree"),
 }
+# Trainings and adapters without a line above are methods by their own names.
+METHODS |= {
+    name: Method(name, "none", recipe.summary, recipe.base) for name, recipe in TRAININGS.items() if recipe.base
+}
+_named = {method.adapter for method in METHODS.values()}
+METHODS |= {name: Method("cross_entropy", name, ADAPTERS[name].adapts) for name in ADAPTERS if name not in _named}
 
 
 #: Needs of an adapter that only a client that trains on labels of its own can meet.

@@ -155,7 +155,7 @@ class Nodes:
         timeout : float
             Seconds to wait for the replies.
         about : mapping
-            What the events tell beside the node: training, round.
+            Further fields of the events: training, round.
 
         Returns
         -------

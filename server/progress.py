@@ -21,7 +21,7 @@ from server.events import Event
 class TerminalProgress:
     """Shows rounds, the clients of the current phase, images/s and the time left.
 
-    In a terminal these are bars; where the output is a file, one line a round.
+    A terminal gets bars, a file one line a round.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ class TerminalProgress:
         self.phase = self.progress.add_task("starting", total=None, note="")
         self.sizes: list[int] = []
         self.epochs = 1
-        self.right = self.samples = 0  # of the test-time round under way
+        self.correct = self.samples = 0  # of the current test-time round
 
     def __enter__(self) -> TerminalProgress:
         """Start drawing."""
@@ -93,14 +93,14 @@ class TerminalProgress:
         self._step(f"{name}  {note}")
 
     def _on_adapted(self, event: Event) -> None:
-        self.right += sum(event["correct"])
+        self.correct += sum(event["correct"])
         self.samples += sum(event["total"])
 
     def _on_adapt_round(self, event: Event) -> None:
-        note = f"{100 * self.right / max(self.samples, 1):.1f} % of {self.samples:,} images"
+        note = f"{100 * self.correct / max(self.samples, 1):.1f} % of {self.samples:,} images"
         note += f"  {self.samples / event['wall_seconds']:,.0f} images/s"
         name = f"{event['method']} @ {event['collaboration']} round {event['round']}"
-        self.right = self.samples = 0
+        self.correct = self.samples = 0
         self.progress.update(self.whole, description=name, note=note)
         self._step(f"{name}  {note}")
 
@@ -111,7 +111,7 @@ class TerminalProgress:
         self._step(f"{event['training']} evaluated: {event['leaked']} of {event['checked']} test samples trained on")
 
     def _step(self, line: str) -> None:
-        """Advance the whole run by one; in a file, say so and how long is left."""
+        """Advance the run by one step; in a file, print the step and the time left."""
         self.progress.advance(self.whole)
         if not self.progress.console.is_terminal:
             task = self.progress.tasks[self.whole]
@@ -128,7 +128,7 @@ class TerminalProgress:
         self._warn(event)
 
     def _on_rejoined(self, event: Event) -> None:
-        text = f"client {event['partition']} came back as node {event['node_id']}"
+        text = f"client {event['partition']} rejoined as node {event['node_id']}"
         self.progress.console.print(f"[yellow]rejoined[/] {text}", highlight=False)
 
     def _on_refused(self, event: Event) -> None:

@@ -149,8 +149,8 @@ class Round:
     phase : str
         Name of the round in messages to users.
     strategy : Strategy, optional
-        A collaborative one keeps its clients' arrays by node id and is told of nodes that were replaced. Others send a
-        node that they do not know all that it needs.
+        A collaborative one keeps its clients' arrays by node id; they move with a client that rejoins as another node.
+        Other strategies send an unknown node all that it needs.
     """
 
     federation: Federation

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from messages.requests import Base
 from settings import Scalar, Settings
 from strategies.partial import shared_names
 
@@ -68,6 +69,9 @@ class TrainingRecipe:
         In order; each starts from the result of the one before.
     changes : mapping
         Settings (field names) that this training changes, on the server and in every request.
+    base : "global", "personalised" or None
+        The network that the method of the training's own name tests without adapting it; None: such a method is not
+        made, or it stands in `server.methods.METHODS`.
     heads : frozenset of str
         Heads that it trains beside the global and the personal one: "rotation_head", an additional head of the network,
         or "residual_head", a personal head added to the global one.
@@ -77,6 +81,7 @@ class TrainingRecipe:
     stages: tuple[TrainingStage, ...] = (TrainingStage(),)
     changes: Mapping[str, Scalar] = field(default_factory=dict)
     heads: frozenset[str] = frozenset()
+    base: Base | None = None
 
     def settings(self, settings: Settings) -> Settings:
         """Return the run's settings with what this training changes."""

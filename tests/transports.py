@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from client.node import Node, perform
@@ -129,8 +128,3 @@ def devices(
         return answer
 
     return FakeTransport({ids(i): client(i) for i in reversed(range(settings.clients))}, order)
-
-
-def run_folder_files(folder: Path) -> list[str]:
-    """Return the names of a run folder's arrays and tables."""
-    return sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".csv"))

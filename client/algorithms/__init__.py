@@ -1,44 +1,22 @@
-"""Local algorithms: what a client does in a round of training, one file each."""
+"""Local algorithms: what a client does in a round of training, one file each.
+
+A file declares its algorithms by name in `ALGORITHMS`; every file of this folder is found.
+"""
 
 from __future__ import annotations
 
-from client.algorithms.apfl import APFL
+from importlib import import_module
+from pkgutil import iter_modules
+
 from client.algorithms.base import LocalAlgorithm, LocalContext
-from client.algorithms.ditto import Ditto
 from client.algorithms.fedavg import FedAvg
-from client.algorithms.fedicon import Classifier, Contrastive
-from client.algorithms.fedrep import FedRep
-from client.algorithms.fedrod import FedRoD
-from client.algorithms.ttt import TTT
 
-__all__ = [
-    "ALGORITHMS",
-    "APFL",
-    "TTT",
-    "Classifier",
-    "Contrastive",
-    "Ditto",
-    "FedAvg",
-    "FedRep",
-    "FedRoD",
-    "LocalAlgorithm",
-    "LocalContext",
-    "find_algorithm",
-]
+__all__ = ["ALGORITHMS", "FedAvg", "LocalAlgorithm", "LocalContext", "find_algorithm"]
 
-#: Every local algorithm by name; "personalized" trains like "fedavg" and tests the network as it is (FedPer, FedBN).
-ALGORITHMS: dict[str, LocalAlgorithm] = {
-    "fedavg": FedAvg(),
-    "personalized": FedAvg(finetune=False),
-    "fedrep": FedRep(),
-    "ditto": Ditto(),
-    "apfl": APFL(),
-    "fedrod": FedRoD(),
-    "ttt": TTT(),
-    "supervised_contrastive": Contrastive(labels=True),
-    "self_contrastive": Contrastive(labels=False),
-    "classifier": Classifier(),
-}
+#: Every local algorithm by name.
+ALGORITHMS: dict[str, LocalAlgorithm] = {}
+for _found in iter_modules(__path__):
+    ALGORITHMS |= getattr(import_module(f"{__name__}.{_found.name}"), "ALGORITHMS", {})
 
 
 def find_algorithm(name: str) -> LocalAlgorithm:

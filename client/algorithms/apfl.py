@@ -143,3 +143,6 @@ class _Mixture:
             if slope is not None:
                 total += ((v - self.w[name]).double() * slope.double()).sum()
         return total
+
+
+ALGORITHMS = {"apfl": APFL()}

@@ -63,3 +63,6 @@ class Ditto(LocalAlgorithm):
         """Load v; a client that has none yet tests with the received model."""
         local.model.load_global_state(kept_network(local.model, local.own, PREFIX).global_state())
         local.model.eval()
+
+
+ALGORITHMS = {"ditto": Ditto()}

@@ -56,3 +56,7 @@ class FedAvg(LocalAlgorithm):
         model.train()
         train_epochs(local, "fine-tuning", epochs, step, [*weights, *model.buffers()], smallest)
         model.eval()
+
+
+#: "personalized" trains like "fedavg" and tests the network as it is (FedPer, FedBN, local training).
+ALGORITHMS = {"fedavg": FedAvg(), "personalized": FedAvg(finetune=False)}

@@ -86,3 +86,10 @@ def _train_head(local: LocalContext, epochs: int) -> float:
         return loss.detach()
 
     return train_epochs(local, "training of the classifier", epochs, step, weights)
+
+
+ALGORITHMS = {
+    "supervised_contrastive": Contrastive(labels=True),
+    "self_contrastive": Contrastive(labels=False),
+    "classifier": Classifier(),
+}

@@ -77,3 +77,6 @@ class FedRep(LocalAlgorithm):
     def personalize(self, local: LocalContext) -> None:
         """Leave the network as it is: the received encoder and the client's own head."""
         local.model.eval()
+
+
+ALGORITHMS = {"fedrep": FedRep()}

@@ -49,3 +49,6 @@ class FedRoD(LocalAlgorithm):
     def personalize(self, local: LocalContext) -> None:
         """Leave the network as it is: the personal head is part of it."""
         local.model.eval()
+
+
+ALGORITHMS = {"fedrod": FedRoD()}

@@ -33,3 +33,6 @@ class TTT(FedAvg):
         return train_network(
             local.model, local.data, local.objective, local.settings, local.draw, local.proximal_mu, turned
         )
+
+
+ALGORITHMS = {"ttt": TTT()}

@@ -24,8 +24,8 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from client.agent import __main__ as agent
 from client.agent.config import AgentConfig
 from settings import SettingsError
-from simulation import control, deployment, superlink
-from simulation.certificates import Keys, make_keys
+from simulation import deployment, superlink
+from simulation.keys import Keys, make_keys
 from simulation.superlink import PROJECT
 
 DOCKER = PROJECT / "docker"
@@ -183,11 +183,11 @@ def test_the_operators_commands_parse(
         done.append((home / "config.toml", keys))
         return len(keys)
 
-    monkeypatch.setattr(control, "register", register)
-    monkeypatch.setattr(control, "run", lambda home, config, timeout, show: done.append(config))
+    monkeypatch.setattr(superlink, "register", register)
+    monkeypatch.setattr(superlink, "run", lambda home, config, timeout, show: done.append(config))
     words = SERVICES[service]["command"]
-    assert words[:3] == ["python", "-m", "simulation.control"]
-    assert control.main(words[3:]) == 0
+    assert words[:3] == ["python", "-m", "simulation.superlink"]
+    assert superlink.main(words[3:]) == 0
     capsys.readouterr()
     (seen,) = done
     if command == "register":

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 
 from benchmarks.served import PARTITION, SETTINGS, fabricate
-from client.agent import agent_pb2 as pb
-from client.agent import agent_pb2_grpc
 from client.agent.store import Store
-from simulation import agents
+from messages import agent_pb2 as pb
+from messages import agent_pb2_grpc
+from simulation import deployment
 from tests.faults.stage import PATIENCE
 
 #: After a lost connection, look for the agent again soon.
@@ -26,7 +26,7 @@ class Device:
 
     def __init__(self, folder: Path, channel: grpc.Channel | None = None, **keys: Any) -> None:
         self.state, self._home = folder / f"agent-{PARTITION}", folder / "home"
-        self._config = agents.agent_config(folder, folder, PARTITION, SETTINGS.clients, {"device": "cpu", **keys})
+        self._config = deployment.agent_config(folder, folder, PARTITION, SETTINGS.clients, {"device": "cpu", **keys})
         store = Store(self.state, 1, print)
         store.save_model(fabricate())
         store.close()
@@ -35,7 +35,7 @@ class Device:
         self.start()
 
     def start(self) -> None:
-        self.process = agents.start_agent(self._home, self._config)
+        self.process = deployment.start_agent(self._home, self._config)
 
     def kill(self) -> None:
         self.process.kill()
@@ -70,7 +70,7 @@ class Device:
 @contextmanager
 def device(channel: grpc.Channel | None = None, **keys: Any) -> Iterator[Device]:
     """Start one; it is killed at the end."""
-    with agents.sockets_folder() as folder:
+    with deployment.sockets_folder() as folder:
         made = Device(folder, channel, **keys)
         try:
             yield made

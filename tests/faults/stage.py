@@ -19,10 +19,10 @@ from typing import Any
 
 import grpc
 
-from client.agent import agent_pb2, agent_pb2_grpc
+from messages import agent_pb2, agent_pb2_grpc
 from settings import Settings
-from simulation import agents, control, deployment, superlink
-from simulation.certificates import Keys, make_keys
+from simulation import deployment, superlink
+from simulation.keys import Keys, make_keys
 
 PATIENCE = 600.0  # seconds that what takes at most two minutes may take on a busy machine
 POLL = 0.05
@@ -54,7 +54,7 @@ class Stage:
 
     def start_agent(self, partition: int) -> None:
         """Start an agent, again with the config of before."""
-        started = agents.start_agent(self.home / f"agent-{partition}", self.root / f"device-{partition}.toml")
+        started = deployment.start_agent(self.home / f"agent-{partition}", self.root / f"device-{partition}.toml")
         self.agents[partition:] = [started, *self.agents[partition + 1 :]]
 
     def start_node(self, partition: int, partitions: int) -> None:
@@ -127,7 +127,7 @@ class Stage:
 
     def log(self, name: str) -> str:
         """Return a process' log, such as 'node-0' or 'agent-1' or 'superlink'."""
-        path = {"n": deployment.LOG, "a": agents.LOG}[name[0]] if "-" in name else "superlink.log"
+        path = {"n": deployment.NODE_LOG, "a": deployment.AGENT_LOG}[name[0]] if "-" in name else "superlink.log"
         folder = self.home / name if "-" in name else self.home
         return (folder / path).read_text(encoding="utf-8", errors="replace")
 
@@ -177,7 +177,7 @@ def kill(*pids: int) -> None:
 
 def flwr_status(home: Path) -> str:
     """Return the status of the only run that has been submitted."""
-    (entry,) = control.flwr(home, "ls", superlink.CONNECTION)["runs"]
+    (entry,) = superlink.flwr(home, "ls", superlink.CONNECTION)["runs"]
     status: str = entry["status"]
     return status
 
@@ -194,15 +194,15 @@ def stage(
     home.mkdir()
     keys = make_keys(home / "keys", partitions)[0]
     with ExitStack() as stack:
-        sockets = stack.enter_context(agents.sockets_folder())
+        sockets = stack.enter_context(deployment.sockets_folder())
         fleet = stack.enter_context(superlink.superlink(home, simulation=False, keys=keys))
-        control.register(home, [keys.node(i)[1] for i in range(partitions)])
+        superlink.register(home, [keys.node(i)[1] for i in range(partitions)])
         made = Stage(root, sockets, keys, stack.enter_context(through(fleet)), fleet)
         for i in range(partitions):
-            agents.agent_config(root, sockets, i, partitions, {"device": "cpu", **device})
+            deployment.agent_config(root, sockets, i, partitions, {"device": "cpu", **device})
             made.start_agent(i)
             made.start_node(i, partitions)
-        agents.wait_for({f"unix:{sockets}/a{i}": made.agents[i] for i in range(partitions)})
+        deployment.wait_for_agents({f"unix:{sockets}/a{i}": made.agents[i] for i in range(partitions)})
         try:
             yield made
         finally:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.served import pictures
 from benchmarks.streams import batches, requests
-from client.agent import agent_pb2 as pb
+from messages import agent_pb2 as pb
 from tests.faults.device import Device, device
 from tests.faults.stage import PATIENCE, wait_until
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.served import pictures
 from benchmarks.streams import batches, requests
 from settings import Settings
-from simulation.certificates import make_keys
+from simulation.keys import make_keys
 from simulation.superlink import free_ports
 from tests.faults.device import OPTIONS, device
 from tests.faults.proxy import Proxy, proxy

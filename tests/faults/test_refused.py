@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simulation import control, deployment, superlink
-from simulation.certificates import make_keys
+from simulation import deployment, superlink
+from simulation.keys import make_keys
 from tests.faults.stage import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
@@ -29,7 +29,7 @@ def test_nodes_and_operators_without_the_right_keys_are_refused(tmp_path: Path) 
     keys, other = make_keys(home / "keys", 2)[0], make_keys(tmp_path / "other", 1)[0]
     mine, not_registered = (keys.node(i)[0] for i in range(2))
     with superlink.superlink(home, simulation=False, keys=keys) as fleet:
-        control.register(home, [keys.node(0)[1]])
+        superlink.register(home, [keys.node(0)[1]])
         started = {
             "another authority": deployment.supernode(home / "another authority", fleet, CONFIG, (other.ca, mine)),
             "not registered": deployment.supernode(home / "not registered", fleet, CONFIG, (keys.ca, not_registered)),
@@ -48,7 +48,7 @@ def test_nodes_and_operators_without_the_right_keys_are_refused(tmp_path: Path) 
         connection = (home / "config.toml").read_text(encoding="utf-8")
         (intruder / "config.toml").write_text(connection.replace(str(keys.ca), str(other.ca)), encoding="utf-8")
         with pytest.raises(superlink.FlowerError, match="flwr supernode register"):
-            control.register(intruder, [other.node(0)[1]])
+            superlink.register(intruder, [other.node(0)[1]])
         with deployment.supernode(home / "node", fleet, CONFIG, (keys.ca, mine)) as node:
             wait_until(lambda: "online" in statuses(home), "the node")
             assert node.poll() is None
@@ -61,7 +61,7 @@ def without_key(home: Path, fleet: str, ca: Path, key: Path) -> subprocess.Popen
     command = deployment.supernode_command(fleet, superlink.free_ports(1)[0], CONFIG, (ca, key))
     place = command.index("--auth-supernode-private-key")
     del command[place : place + 2]
-    with (home / deployment.LOG).open("wb") as log:
+    with (home / deployment.NODE_LOG).open("wb") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=home,
             env=superlink.environment(home), start_new_session=True,
@@ -69,9 +69,9 @@ def without_key(home: Path, fleet: str, ca: Path, key: Path) -> subprocess.Popen
 
 
 def log_of(home: Path) -> str:
-    return (home / deployment.LOG).read_text(encoding="utf-8")
+    return (home / deployment.NODE_LOG).read_text(encoding="utf-8")
 
 
 def statuses(home: Path) -> list[str]:
     """Return the status of every node that is registered."""
-    return [node["status"] for node in control.flwr(home, "supernode", "list", superlink.CONNECTION)["nodes"]]
+    return [node["status"] for node in superlink.flwr(home, "supernode", "list", superlink.CONNECTION)["nodes"]]

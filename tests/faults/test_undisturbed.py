@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.runtime import federation_of
+from client.resources import federation_of
 from settings import Settings
-from simulation import agents
+from simulation import deployment
 from tests.faults.stage import PATIENCE, stage
 from tests.integration.test_deployment import ADAPT, size, told
 from tests.integration.test_deployment import RUNS as PHASES
@@ -40,10 +40,10 @@ def test_every_phase_over_grpc_has_the_bits_of_one_process(tmp_path: Path) -> No
         federation = federation_of(runs["train"])
         for i in range(NODES):
             images = federation.images.pixels[federation.splits[i].test[:20]]
-            status, reply = agents.ask(f"unix:{made.sockets}/a{i}", images)
+            status, reply = deployment.ask(f"unix:{made.sockets}/a{i}", images)
             assert status.adapter.startswith("fedthe")
             assert reply is not None
-            right = agents.predicted(reply) == federation.images.labels[federation.splits[i].test[:20]]
+            right = deployment.predicted(reply) == federation.images.labels[federation.splits[i].test[:20]]
             assert right.mean() > 0.5
     for name, settings in runs.items():
         alone = settings.replace(state_dir=str(tmp_path / "state" / name))

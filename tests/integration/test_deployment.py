@@ -207,7 +207,7 @@ def test_a_node_config_is_what_flower_reads() -> None:
 
 def test_every_message_was_answered_by_a_process_of_its_own(runs: Runs) -> None:
     for partition in range(2):
-        log = (runs.home / f"node-{partition}" / deployment.LOG).read_text(encoding="utf-8")
+        log = (runs.home / f"node-{partition}" / deployment.NODE_LOG).read_text(encoding="utf-8")
         assert log.count("Receiving: ") == log.count("Start `flwr-clientapp` process") == MESSAGES
 
 

@@ -13,10 +13,12 @@ import pytest
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from client import app as handlers
-from client.work import Done
+from client.app import answer
+from messages.flower import request_of
+from messages.requests import Request, Train
+from messages.transport import reason_of
 from simulation import simulate, workers
-from simulation.worker import Worker, reason
+from simulation.workers import Sent, Worker
 from tests.server.test_run import SMALL, assert_same_results, run
 
 pytestmark = pytest.mark.slow
@@ -24,67 +26,73 @@ RAY = SMALL.replace(node_timeout=300.0, round_timeout=300.0)  # workers take a w
 CallNext = Callable[[Message, Context], Message]
 
 
-def fail(config: Mapping[str, Any], partition: Any) -> None:
+def fail(partition: int, round: object) -> None:
     """Client 2 fails in the second training round."""
-    if partition == 2 and config.get("server-round") == 2:
+    if partition == 2 and round == 2:
         raise RuntimeError("sensor unplugged")
 
 
-def die(config: Mapping[str, Any], partition: Any) -> None:
+def die(partition: int, round: object, results: str) -> None:
     """The worker that trains client 1 in the second round is killed, once."""
-    mark = Path(str(config["results"])) / "killed"
-    if partition == 1 and config.get("server-round") == 2 and not mark.exists():
+    mark = Path(results) / "killed"
+    if partition == 1 and round == 2 and not mark.exists():
         mark.write_text("once")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def trained_round(request: Request) -> int | None:
+    return request.round if isinstance(request, Train) else None
+
+
 def unplugged(message: Message, context: Context, call_next: CallNext) -> Message:
     """A mod of Flower's."""
-    fail(message.content.config_records["config"], context.node_config["partition-id"])
+    fail(int(context.node_config["partition-id"]), trained_round(request_of(message)))
     return call_next(message, context)
 
 
 def killed(message: Message, context: Context, call_next: CallNext) -> Message:
     """A mod of Flower's."""
-    die(message.content.config_records["config"], context.node_config["partition-id"])
+    request = request_of(message)
+    die(int(context.node_config["partition-id"]), trained_round(request), json.loads(request.settings)["results"])
     return call_next(message, context)
 
 
 class Unplugged(Worker):
-    """One of ours, on which client 2's data cannot be read in the second round."""
+    """A worker on which client 2's data cannot be read in the second round."""
 
-    def perform(self, phase: str, config: Mapping[str, Any], partition: int, *rest: Any) -> Done | str:
+    def perform(self, kind: str, values: Mapping[str, Any], partition: int, *rest: Any) -> Sent:
         try:
-            fail(config, partition)
+            fail(partition, values.get("round") if kind == "train" else None)
         except RuntimeError as error:
-            return reason(error)
-        return super().perform(phase, config, partition, *rest)
+            return reason_of(error)
+        return super().perform(kind, values, partition, *rest)
 
 
 class Killed(Worker):
-    """One of ours."""
+    """A worker that is killed once."""
 
-    def perform(self, phase: str, config: Mapping[str, Any], partition: int, *rest: Any) -> Done | str:
-        die(config, partition)
-        return super().perform(phase, config, partition, *rest)
+    def perform(self, kind: str, values: Mapping[str, Any], partition: int, *rest: Any) -> Sent:
+        results = json.loads(values["settings"])["results"]
+        die(partition, values.get("round") if kind == "train" else None, results)
+        return super().perform(kind, values, partition, *rest)
 
 
 class Doomed(Worker):
-    """One of ours, which client 0 kills in the second round whenever it trains."""
+    """A worker that client 0 kills in the second round whenever it trains."""
 
-    def perform(self, phase: str, config: Mapping[str, Any], partition: int, *rest: Any) -> Any:
-        if phase == "train" and partition == 0 and config["server-round"] == 2:
+    def perform(self, kind: str, values: Mapping[str, Any], partition: int, *rest: Any) -> Sent:
+        if kind == "train" and partition == 0 and values["round"] == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().perform(phase, config, partition, *rest)
+        return super().perform(kind, values, partition, *rest)
 
 
 def wrapped(mod: Callable[[Message, Context, CallNext], Message]) -> ClientApp:
     """The ClientApp's own handlers behind a mod."""
     app = ClientApp(mods=[mod])
-    app.query("identify")(handlers.identify)
-    app.train()(handlers.train)
-    app.train("statistics")(handlers.statistics)
-    app.evaluate()(handlers.evaluate)
+    app.query("identify")(answer)
+    app.train()(answer)
+    app.train("statistics")(answer)
+    app.evaluate()(answer)
     return app
 
 

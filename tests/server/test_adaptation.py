@@ -1,31 +1,45 @@
-"""Test-time rounds with real devices on a grid in one process: who gets what, faults, scores, bytes."""
+"""Test-time rounds with real clients in one process: what travels, faults, scores, bytes."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, RecordDict
 
 import tta
-from client.runtime import federation_of
-from client.streams import batch_of, streams_of
+from client.adaptation import batch_of, streams_of
+from client.node import federation_of
+from messages.arrays import Arrays, array_bytes
+from messages.flower import allow_messages
+from messages.replies import Adapted, Reply
+from messages.requests import Adapt, Request
 from models import load_model
+from server.adaptation import Cell, check_collaborations, parse_collaborations, rounds_of
 from server.app import serve
-from server.collaboration import check_collaborations, parse_collaborations, rounds_of
+from server.checkpoints import STRATEGY, Checkpoints, memory_key
+from server.events import Events
 from server.methods import plan
+from server.nodes import Nodes
+from server.rounds import Federation
+from server.validation import AdaptCheck
 from settings import Settings, SettingsError
 from strategies import COLLABORATIONS
+<<<<<<< HEAD
 from strategies.arrays import weighted_mean
 from strategies.broadcast import array_bytes
 from tests.flower import LocalGrid, record
 from tests.server.test_run import events, nodes
+=======
+from strategies.average import weighted_mean
+from tests.server.test_run import Watch, events
+from tests.transports import Client, FakeTransport, devices
+>>>>>>> refs/heads/core
 
 ALL = "none,fedavg,fedprox,fedavgm,pfedgraph,fedamp,pfedbbn,pfedbbn[share=statistics;temperature=1]"
 SMALL = Settings(
@@ -45,84 +59,73 @@ SMALL = Settings(
     node_timeout=5,
     round_timeout=60,
 )
-Arrays = dict[str, np.ndarray]
 
 
 class Watched:
-    """A run whose messages and replies are looked at: by partition and round, of each cell in turn."""
+    """A run with all requests and replies of its test-time rounds, by cell, partition and round."""
 
     def __init__(
-        self, folder: Path, settings: Settings = SMALL, change: Callable[[int, Message], None] | None = None,
-        spoil: Callable[[int, int, RecordDict], None] | None = None, order: Callable[[list], list] = list,
+        self, folder: Path, settings: Settings = SMALL, watch: Watch = lambda partition, request: None,
+        spoil: Callable[[int, int, Adapted], Adapted] = lambda partition, round, reply: reply,
+        order: Callable[[list], list] = list,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.settings = settings.replace(state_dir=str(folder / "state"))
-        self.replies: dict[tuple[str, int, int], RecordDict] = {}
-        grid = nodes(self.settings, change)
-        watched = {name: self._watch(900 - name, answer, spoil) for name, answer in grid.nodes.items()}
-        self.grid = LocalGrid(watched, order)
-        serve(self.grid, self.settings, folder / "r")
+        self.replies: dict[tuple[str, int, int], Adapted] = {}
+        self.transport = devices(self.settings, watch=watch, order=order)
+        for node, client in self.transport.clients.items():
+            self.transport.clients[node] = self._watch(900 - node, client, spoil)
+        serve(self.transport, self.settings, folder / "r")
 
-    def _watch(self, partition: int, answer: Callable, spoil: Callable | None) -> Callable:
-        def watched(message: Message) -> RecordDict:
-            content = answer(message)
-            if message.metadata.message_type == "train.adapt":
-                round = round_of(message)
-                if spoil is not None:
-                    spoil(partition, round, content)
-                self.replies[str(config_of(message)["cell"]), partition, round] = content
-            return content
+    def _watch(self, partition: int, client: Client, spoil: Callable[[int, int, Adapted], Adapted]) -> Client:
+        def watched(request: Request) -> Reply | None:
+            reply = client(request)
+            if isinstance(request, Adapt) and isinstance(reply, Adapted):
+                reply = self.replies[request.cell, partition, request.round] = spoil(partition, request.round, reply)
+            return reply
 
         return watched
 
     def of(self, kind: str) -> list[dict]:
         return [event for event in events(self.folder / "r") if event["event"] == kind]
 
-    def asked(self) -> list[Message]:
-        return [message for message in self.grid.sent if message.metadata.message_type == "train.adapt"]
+    def asked(self) -> list[tuple[int, Adapt]]:
+        """Partition and request, in order."""
+        sent = [(900 - one.node, one.request) for one, _ in self.transport.sent]
+        return [(partition, request) for partition, request in sent if isinstance(request, Adapt)]
 
-    def message(self, partition: int, round: int) -> Message:
+    def request(self, partition: int, round: int) -> Adapt:
         """Of a run with one cell."""
-        (one,) = (m for m in self.asked() if m.metadata.dst_node_id == 900 - partition and round_of(m) == round)
+        (one,) = (request for who, request in self.asked() if (who, request.round) == (partition, round))
         return one
 
     def shared(self, partition: int, round: int) -> Arrays:
         """What a client of a run with one cell replied."""
-        (one,) = (content for (_, who, when), content in self.replies.items() if (who, when) == (partition, round))
-        return numpy_of(one, "shared")
+        (one,) = (reply for (_, who, when), reply in self.replies.items() if (who, when) == (partition, round))
+        return one.shared
 
 
-def config_of(message: Message) -> Any:
-    return message.content.config_records["config"]
-
-
-def round_of(message: Message) -> int:
-    return int(config_of(message)["server-round"])
-
-
-def numpy_of(content: RecordDict, name: str) -> Arrays:
-    return {key: array.numpy() for key, array in content.array_records[name].items()}
+def records_of(message: Request | Reply) -> set[str]:
+    return set(message.to_record().arrays)
 
 
 def same(one: Arrays, other: Arrays) -> bool:
     return set(one) == set(other) and all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
-def at(partition: int, round: int) -> Callable[[int, Message], None]:
-    """Let a client be away in one round."""
+def away(partition: int, round: int) -> Watch:
+    """Let a client fail in one round."""
 
-    def change(who: int, message: Message) -> None:
-        if message.metadata.message_type == "train.adapt" and (who, round_of(message)) == (partition, round):
+    def watch(who: int, request: Request) -> None:
+        if isinstance(request, Adapt) and (who, request.round) == (partition, round):
             raise RuntimeError("battery empty")
 
-    return change
+    return watch
 
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Watched:
-    from flwr.supercore.task_identity import TaskIdentity
-
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+    allow_messages()
     settings = SMALL.replace(methods="fedavg,tent[lr=0.01]", collaborations=ALL, stream_rounds=2)
     return Watched(tmp_path_factory.mktemp("matrix"), settings)
 
@@ -130,7 +133,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 # -- the matrix
 
 
-def test_every_rule_runs_and_gives_everybody_a_mixture(matrix: Watched) -> None:
+def test_every_rule_runs_and_gives_each_client_a_mixture(matrix: Watched) -> None:
     rounds = matrix.of("adapt_round")
     cells = [("fedavg", "none"), *(("tent[lr=0.01]", how) for how in ALL.split(","))]  # nothing to share: one cell
     assert [(e["method"], e["collaboration"], e["round"]) for e in rounds] == [(*c, r) for c in cells for r in (1, 2)]
@@ -150,43 +153,41 @@ def test_every_rule_runs_and_gives_everybody_a_mixture(matrix: Watched) -> None:
 
 
 def test_the_network_travels_once_for_the_whole_matrix(matrix: Watched) -> None:
-    carried = [
-        (m.metadata.dst_node_id, config_of(m)["cell"], round_of(m)) for m in matrix.asked() if "arrays" in m.content
-    ]
-    assert carried == [(900 - partition, "fedavg_none", 1) for partition in range(3)]
+    carried = [(partition, one.cell, one.round) for partition, one in matrix.asked() if one.arrays is not None]
+    assert carried == [(partition, "fedavg_none", 1) for partition in range(3)]
     (kept,) = (matrix.folder / "state" / "networks").iterdir()
-    assert kept.stem == config_of(matrix.asked()[0])["network"]
+    assert {kept.stem} == {request.network for _, request in matrix.asked()}
 
 
-def test_bytes_are_those_of_the_arrays_in_messages_and_replies(matrix: Watched) -> None:
-    by_cell: dict[tuple[str, int], list[Message]] = {}
-    for message in matrix.asked():
-        by_cell.setdefault((config_of(message)["cell"], round_of(message)), []).append(message)
-    assert len(by_cell) == len(matrix.of("adapt_round"))
-    for event, ((cell, round), messages) in zip(matrix.of("adapt_round"), by_cell.items(), strict=True):
-        down = sum(array_bytes(arrays) for m in messages for arrays in m.content.array_records.values())
+def test_bytes_are_those_of_the_arrays_in_requests_and_replies(matrix: Watched) -> None:
+    by_cell: dict[tuple[str, int], list[Adapt]] = {}
+    for _, request in matrix.asked():
+        by_cell.setdefault((request.cell, request.round), []).append(request)
+    for event, ((cell, round), requests) in zip(matrix.of("adapt_round"), by_cell.items(), strict=True):
+        down = sum(array_bytes(arrays) for one in requests for arrays in one.to_record().arrays.values())
         replies = [matrix.replies[cell, partition, round] for partition in range(3)]
-        up = sum(array_bytes(arrays) for content in replies for arrays in content.array_records.values())
+        up = sum(array_bytes(arrays) for reply in replies for arrays in reply.to_record().arrays.values())
         assert (event["bytes_down"], event["bytes_up"]) == (down, up)
     tent = {(e["collaboration"], e["round"]): e for e in matrix.of("adapt_round") if e["method"] != "fedavg"}
-    numbers = sum(value.nbytes for value in numpy_of(matrix.replies["tent_lr_0.01__fedavg", 0, 1], "shared").values())
+    numbers = array_bytes(matrix.replies["tent_lr_0.01__fedavg", 0, 1].shared)
     assert tent["fedavg", 1]["bytes_down"] == 0
     assert tent["fedavg", 2]["bytes_down"] == tent["fedavg", 2]["bytes_up"] == 3 * numbers
     assert tent["fedavgm", 1]["bytes_up"] == 6 * numbers  # with what they started from, the first time
     assert tent["fedavgm", 2]["bytes_up"] == 3 * numbers
 
 
-def test_only_what_is_asked_for_is_sent(matrix: Watched) -> None:
-    records = {cell: set(content.array_records) for (cell, _, round), content in matrix.replies.items() if round == 2}
-    for cell, names in records.items():
-        assert names == ({"shared", "normalisation"} if "pfedbbn" in cell else {"shared"}), cell
-    assert all(set(content.metric_records["metrics"]) == {
-        "correct", "total", "num-examples", "corruption", "seconds", "context-bytes",
-    } for content in matrix.replies.values())  # fmt: skip
+def test_only_what_a_rule_needs_is_sent(matrix: Watched) -> None:
+    for how in ALL.split(","):
+        rule, cell = COLLABORATIONS[how.partition("[")[0]], memory_key("tent[lr=0.01]", how)
+        always = {"shared"} | ({"normalization"} if rule.needs_statistics else set())
+        first = always | ({"start"} if rule.needs_start else set())
+        for partition in range(3):
+            assert records_of(matrix.replies[cell, partition, 1]) == first, how
+            assert records_of(matrix.replies[cell, partition, 2]) == always, how
 
 
 def test_scores_and_arrays_are_those_of_one_long_lived_adapter(matrix: Watched) -> None:
-    """Replay without Flower: a device made anew for every message, state on disk, is one adapter that never sleeps."""
+    """Replay without Flower: a device made for each request, with its state on disk, equals one adapter that lives throughout."""
     settings = matrix.settings
     model, _ = load_model(matrix.folder / "r" / "model.safetensors")
     stream = streams_of(settings, federation_of(settings))
@@ -207,51 +208,48 @@ def test_scores_and_arrays_are_those_of_one_long_lived_adapter(matrix: Watched) 
                 assert event["corruption"] == corruption
                 if method != "fedavg":
                     shared = {name: value.numpy() for name, value in adapter.shared("all").items()}
-                    assert same(numpy_of(matrix.replies["tent_lr_0.01__none", partition, round], "shared"), shared)
+                    assert same(matrix.replies["tent_lr_0.01__none", partition, round].shared, shared)
     assert sum(sum(event["correct"]) for event in told.values()) > 0
 
 
-def test_none_sends_everybody_its_own(matrix: Watched) -> None:
-    for message in matrix.asked():
-        if config_of(message)["cell"] == "tent_lr_0.01__none" and round_of(message) == 2:
-            own = matrix.replies["tent_lr_0.01__none", 900 - message.metadata.dst_node_id, 1]
-            assert same(numpy_of(message.content, "shared"), numpy_of(own, "shared"))
+def test_none_sends_each_client_its_own(matrix: Watched) -> None:
+    for partition, request in matrix.asked():
+        if (request.cell, request.round) == ("tent_lr_0.01__none", 2):
+            assert same(request.shared or {}, matrix.replies["tent_lr_0.01__none", partition, 1].shared)
 
 
-def test_the_pull_of_fedprox_is_in_its_messages_only(matrix: Watched) -> None:
-    pulls = {config_of(message)["cell"]: config_of(message)["proximal-mu"] for message in matrix.asked()}
-    assert {cell for cell, mu in pulls.items() if mu} == {"tent_lr_0.01__fedprox"}
-    # one step a batch: the pull's gradient is zero, so it equals the plain average (ALGORITHMS, section 6)
+def test_the_proximal_term_of_fedprox_is_in_its_requests_only(matrix: Watched) -> None:
+    assert {one.cell for _, one in matrix.asked() if one.proximal_mu} == {"tent_lr_0.01__fedprox"}
+    # one step a batch: the gradient of the term is zero, so it equals the plain average (ALGORITHMS, section 6)
     for partition in range(3):
         one, other = (matrix.replies[f"tent_lr_0.01__{how}", partition, 2] for how in ("fedprox", "fedavg"))
-        assert same(numpy_of(one, "shared"), numpy_of(other, "shared"))
+        assert same(one.shared, other.shared)
 
 
 # -- nodes that come and go
 
 
 def test_a_node_that_fails_in_a_round_keeps_its_arrays_and_rejoins(tmp_path: Path) -> None:
-    run = Watched(tmp_path, change=at(1, 2))
+    run = Watched(tmp_path, watch=away(1, 2))
     (failed,) = run.of("failed")
-    assert (failed["partition"], failed["round"], failed["reason"]) == (1, 2, "error 2: battery empty")
+    assert (failed["partition"], failed["round"], failed["reason"]) == (1, 2, "RuntimeError: battery empty")
     rounds = run.of("adapt_round")
     assert [event["replied"] for event in rounds] == [[0, 1, 2], [0, 2], [0, 1, 2]]
     assert [np.array(event["weights"]).shape for event in rounds] == [(3, 3), (2, 2), (3, 3)]
     first = weighted_mean([run.shared(partition, 1) for partition in range(3)])
     second = weighted_mean([run.shared(partition, 2) for partition in (0, 2)])
-    assert same(numpy_of(run.message(1, 3).content, "shared"), first)
-    assert same(numpy_of(run.message(0, 3).content, "shared"), second)
+    assert same(run.request(1, 3).shared or {}, first)
+    assert same(run.request(0, 3).shared or {}, second)
     assert not same(first, second)
-    # it may have been started anew, so the network comes with it
-    carried = [(m.metadata.dst_node_id, round_of(m)) for m in run.asked() if "arrays" in m.content]
-    assert carried == [(900, 1), (899, 1), (898, 1), (899, 3)]
+    # it may have been restarted, so the network comes with it
+    carried = [(partition, request.round) for partition, request in run.asked() if request.arrays is not None]
+    assert carried == [(0, 1), (1, 1), (2, 1), (1, 3)]
 
 
 def test_a_node_that_joins_late_starts_from_the_network(tmp_path: Path) -> None:
-    run = Watched(tmp_path, change=at(2, 1))
-    late = run.message(2, 2)
-    assert set(late.content.array_records) == {"arrays"}
-    assert set(run.message(0, 2).content.array_records) == {"shared"}
+    run = Watched(tmp_path, watch=away(2, 1))
+    assert records_of(run.request(2, 2)) == {"arrays"}
+    assert records_of(run.request(0, 2)) == {"shared"}
     model, _ = load_model(run.folder / "r" / "model.safetensors")
     adapter = tta.create("tent", model, lr=0.01)
     x, _, _ = batch_of(streams_of(run.settings, federation_of(run.settings)), 2, 2, torch.device("cpu"))
@@ -260,12 +258,11 @@ def test_a_node_that_joins_late_starts_from_the_network(tmp_path: Path) -> None:
     assert [event["replied"] for event in run.of("adapt_round")] == [[0, 1], [0, 1, 2], [0, 1, 2]]
 
 
-def spoil_with(change: Callable[[Arrays], Arrays]) -> Callable[[int, int, RecordDict], None]:
-    """Spoil what partition 0, the first to be looked at, shares in round 1."""
+def spoil_with(change: Callable[[Arrays], Arrays]) -> Callable[[int, int, Adapted], Adapted]:
+    """Spoil what partition 0 shares in round 1."""
 
-    def spoil(partition: int, round: int, content: RecordDict) -> None:
-        if (partition, round) == (0, 1):
-            content["shared"] = record(**change(numpy_of(content, "shared")))
+    def spoil(partition: int, round: int, reply: Adapted) -> Adapted:
+        return replace(reply, shared=change(reply.shared)) if (partition, round) == (0, 1) else reply
 
     return spoil
 
@@ -290,10 +287,10 @@ def test_a_bad_reply_never_reaches_the_mixture(change: Callable[[Arrays], Arrays
     np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-12)
     good = [run.shared(partition, 1) for partition in (1, 2)]
     for row, partition in zip(weights, (1, 2), strict=True):
-        got = numpy_of(run.message(partition, 2).content, "shared")
+        got = run.request(partition, 2).shared or {}
         for name, value in got.items():
             np.testing.assert_allclose(value, row[0] * good[0][name] + row[1] * good[1][name], rtol=1e-6)
-    assert "shared" not in run.message(0, 2).content  # it has nothing yet, and goes on from its own memory
+    assert run.request(0, 2).shared is None  # it has no mixture yet, and continues from its own memory
     # its batch of round 1 is not counted, that of round 2 is
     assert [(e["partition"], e["round"]) for e in run.of("adapted")] == [(1, 1), (2, 1), (0, 2), (1, 2), (2, 2)]
 
@@ -301,14 +298,15 @@ def test_a_bad_reply_never_reaches_the_mixture(change: Callable[[Arrays], Arrays
 def test_equal_bits_whatever_the_order_of_arrival(tmp_path: Path) -> None:
     settings = SMALL.replace(collaborations="pfedbbn,fedavgm", stream_rounds=2)
     one, other = Watched(tmp_path / "a", settings), Watched(tmp_path / "b", settings, order=lambda names: names[::-1])
-    assert {key: _bits(content) for key, content in one.replies.items()} == {
-        key: _bits(content) for key, content in other.replies.items()
+    assert {key: _bits(reply) for key, reply in one.replies.items()} == {
+        key: _bits(reply) for key, reply in other.replies.items()
     }
     assert [e["weights"] for e in one.of("adapt_round")] == [e["weights"] for e in other.of("adapt_round")]
 
 
-def _bits(content: RecordDict) -> dict[str, dict[str, bytes]]:
-    return {record: {n: v.tobytes() for n, v in numpy_of(content, record).items()} for record in content.array_records}
+def _bits(reply: Adapted) -> dict[str, dict[str, bytes]]:
+    arrays = reply.to_record().arrays
+    return {name: {key: value.tobytes() for key, value in named.items()} for name, named in arrays.items()}
 
 
 # -- settings
@@ -352,13 +350,24 @@ def test_methods_that_cannot_take_part_are_refused_before_training(tmp_path: Pat
     with pytest.raises(SettingsError, match=told):
         Watched(tmp_path, settings)
     assert check_collaborations(settings.replace(collaborations=""), plan(settings)) == []
-    for row in ("fedavg_ft", "tent[base=personalised]", "fedprox"):  # nobody trains in test-time rounds
+    for row in ("fedavg_ft", "tent[base=personalised]", "fedprox"):  # no client trains in test-time rounds
         with pytest.raises(SettingsError, match=f"methods: {re.escape(row)} cannot take part"):
             check_collaborations(settings, plan(settings.replace(methods=row)))
 
 
 def test_rounds_go_to_the_end_of_the_streams_at_most() -> None:
     assert [rounds_of(SMALL.replace(stream_rounds=rounds), 30) for rounds in (0, 7, 30, 99)] == [30, 7, 30, 30]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It names the normalization statistics as they were named then."""
+    (training,), (rule,) = plan(SMALL), parse_collaborations("pfedbbn", "all")
+    cell = Cell(training.name, training.rows[0], rule, rule.strategy(), AdaptCheck(10, 15), ["fog"])
+    checkpoints = Checkpoints(tmp_path, SMALL)
+    shapes = {"bn.mean": [[4], "float32"]}
+    checkpoints.records, checkpoints.notes = {STRATEGY: {}}, {"signature": {"normalisation": shapes, "shared": {}}}
+    cell.load(checkpoints, Federation(Nodes(FakeTransport({}), {}), SMALL, "run", Events()))
+    assert cell.check.signature == {"normalization": {"bn.mean": ((4,), "float32")}, "shared": {}}
 
 
 # -- how little travels

@@ -51,12 +51,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         quicken(patch)
         folder = tmp_path_factory.mktemp("killed")
         settings = SMALL.replace(methods="fedrep", state_dir=str(folder / "state"))
+        second = Killer("answered", only=lambda point: point[:3] == (Train.kind, "fedrep", "2"))
         with pytest.raises(Killed):
-            serve(
-                devices(settings, killer=Killer("answered", only=lambda p: p[:3] == (Train.kind, "fedrep", "2"))),
-                settings,
-                folder / "r",
-            )
+            serve(devices(settings, killer=second), settings, folder / "r")
         yield folder
 
 
@@ -80,8 +77,9 @@ def checkpoint(**changes: Any) -> Checkpoint:
         "strategy": {},
     }
     known: dict[str, Any] = {
-        "position": Position("fedrep", "training", "", 3), "run": "abc", "settings": {"seed": 1, "alpha": 0.1, "b": True},
-        "world": {"sizes": [[1, 2, 3]]}, "finished": ("x", "y"), "replied": {"fedrep": {0: 3, 11: 1}}, "seconds": 1.5,
+        "position": Position("fedrep", "training", "", 3), "run": "abc",
+        "settings": {"seed": 1, "alpha": 0.1, "b": True}, "world": {"sizes": [[1, 2, 3]]},
+        "finished": ("x", "y"), "replied": {"fedrep": {0: 3, 11: 1}}, "seconds": 1.5,
         "offset": 77, "records": records, "notes": {"signature": {"shared": {"w": [[2], "float32"]}}},
     }  # fmt: skip
     return Checkpoint(**{**known, **changes})
@@ -97,6 +95,8 @@ def test_a_checkpoint_comes_back_with_all_bits_and_in_order(tmp_path: Path) -> N
         for name, value in named.items():
             other = back.records[key][name]
             assert (other.dtype, other.shape, other.tobytes()) == (value.dtype, value.shape, value.tobytes())
+    told = json.loads(load_arrays(path, finite=False)[1]["checkpoint"])  # as all versions of schema 1 write it
+    assert (told["place"]["round"], told["world"], told["schema"]) == (3, {"sizes": [[1, 2, 3]]}, 1)
     for name in ("position", "run", "settings", "world", "finished", "replied", "seconds", "offset", "notes"):
         assert getattr(back, name) == getattr(one, name), name
 
@@ -136,7 +136,7 @@ def test_how_many_are_written_and_kept(
             written.append(round)
         files = checkpoint_files(folder)
         there = [read_checkpoint(path).position.round for path in files.values()]
-        # what clients are told to be able to go back to is exactly what the server could go back to
+        # the rounds that clients keep state of are exactly those that the server could resume from
         assert there == checkpoints.rounds("t") == written[-kept:]
         assert checkpoints.rounds("u") == []
     assert written == ([r for r in range(1, rounds + 1) if r % every == 0 or r == rounds] if every else [])
@@ -254,7 +254,7 @@ def test_clients_with_other_data(cut: Path, monkeypatch: pytest.MonkeyPatch) -> 
         resume(cut)
 
 
-def test_a_run_that_somebody_else_is_writing(cut: Path) -> None:
+def test_a_run_that_another_process_is_writing(cut: Path) -> None:
     with locked(cut / "r"):
         refused(cut, RunError, "r: another process is writing this run")
     resume(cut)

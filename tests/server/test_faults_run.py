@@ -10,28 +10,23 @@ from models import load_arrays
 from server.app import serve
 from server.methods import plan
 from settings import Settings, SettingsError
-from tests.flower import LocalGrid
-from tests.server.test_collaboration import SMALL as COLLABORATIVE
+from tests.server.test_adaptation import SMALL as COLLABORATIVE
 from tests.server.test_rates import ATP
-from tests.server.test_run import SMALL, assert_same_results, events, nodes
+from tests.server.test_run import SMALL, assert_same_results, events
+from tests.transports import Client, FakeTransport, devices
 
 
-class Restarting(LocalGrid):
-    """The node of partition 1 is another one from a message on, as one that was restarted without a key."""
+class Restarting(FakeTransport):
+    """Node 899 becomes another one after some requests, as one that was restarted without a key."""
 
-    def __init__(self, grid: LocalGrid, after: int, new: int = 5) -> None:
-        super().__init__(grid.nodes)
-        self.after, self.new, self.counted = after, new, 0
+    def __init__(self, clients: dict[int, Client], after: int, new: int = 5) -> None:
+        super().__init__(clients)
+        self.after, self.new = after, new
 
-    def push_messages(self, messages):
-        found = list(super().push_messages(messages))
-        self.counted += len(found)
-        return found
-
-    def get_node_ids(self):
-        if self.counted >= self.after and 899 in self.nodes:
-            self.nodes[self.new] = self.nodes.pop(899)
-        return super().get_node_ids()
+    def nodes(self) -> list[int]:
+        if len(self.sent) >= self.after and 899 in self.clients:
+            self.clients[self.new] = self.clients.pop(899)
+        return super().nodes()
 
 
 @pytest.mark.slow
@@ -48,9 +43,8 @@ class Restarting(LocalGrid):
 )
 def test_a_restart_without_a_key_changes_no_bit(settings: Settings, after: int, tmp_path: Path) -> None:
     settings = settings.replace(state_dir=str(tmp_path / "state"))
-    serve(nodes(settings), settings, tmp_path / "calm")
-    grid = Restarting(nodes(settings), after)
-    serve(grid, settings, tmp_path / "r")
+    serve(devices(settings), settings, tmp_path / "calm")
+    serve(Restarting(devices(settings).clients, after), settings, tmp_path / "r")
     assert_same_results(tmp_path / "calm", tmp_path / "r")
     (back,) = [e for e in events(tmp_path / "r") if e["event"] == "rejoined"]
     assert (back["partition"], back["old_node_id"], back["node_id"]) == (1, 899, 5)
@@ -60,11 +54,12 @@ def test_a_restart_without_a_key_changes_no_bit(settings: Settings, after: int, 
 @pytest.mark.slow
 def test_statistics_and_rates_of_a_whole_run_are_robust_too(tmp_path: Path) -> None:
     settings = SMALL.replace(clients=6, fraction=0.3, aggregation="multikrum", update_norm_bound=100.0)
-    serve(nodes(settings), settings, tmp_path / "r")
+    serve(devices(settings), settings, tmp_path / "r")
     arrays, _ = load_arrays(tmp_path / "r" / "statistics.safetensors")
     assert 0 <= arrays["dle"].min() <= arrays["dle"].max() <= 1
     for methods in ("fedprox", "fedbn", "qffl"):
         with pytest.raises(SettingsError, match="aggregation = 'multikrum'"):
             plan(settings.replace(methods=methods, model="resnet20-bn"))
     atp = ATP.replace(clients=6, fraction=0.3, aggregation="fedmedian", rates_clients=0)
-    serve(nodes(atp.replace(state_dir=str(tmp_path))), atp.replace(state_dir=str(tmp_path)), tmp_path / "a")
+    atp = atp.replace(state_dir=str(tmp_path))
+    serve(devices(atp), atp, tmp_path / "a")

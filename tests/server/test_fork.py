@@ -40,7 +40,7 @@ def trained(folder: Path, **changes: Any) -> tuple[Path, Settings]:
     return run(folder / "first", settings), settings.replace(state_dir=str(folder / "first" / "state"))
 
 
-def go_on(source: Path, target: Path, settings: Settings) -> Path:
+def evaluate_again(source: Path, target: Path, settings: Settings) -> Path:
     """Test in a folder of its own, with a copy of the clients' private state."""
     shutil.copytree(settings.state_dir, target / "state")
     settings = settings.replace(state_dir=str(target / "state"))
@@ -54,13 +54,13 @@ def test_later_tests_are_those_of_a_run_of_their_own(name: str, tmp_path: Path) 
     source, settings = trained(tmp_path, **training)
     alone = run(tmp_path / "alone", settings.replace(**tests))
     for again in ("one", "two"):  # a training can be tested any number of times
-        assert_same(go_on(source, tmp_path / again, settings.replace(**tests)), alone)
+        assert_same(evaluate_again(source, tmp_path / again, settings.replace(**tests)), alone)
 
 
 def test_a_shorter_training_is_the_beginning_of_a_longer_one(tmp_path: Path) -> None:
     source, settings = trained(tmp_path, rounds=3, checkpoints_kept=9)
     short = settings.replace(rounds=1, methods="fedavg,personal,btfl")
-    assert_same(go_on(source, tmp_path / "later", short), run(tmp_path / "alone", short))
+    assert_same(evaluate_again(source, tmp_path / "later", short), run(tmp_path / "alone", short))
     with pytest.raises(ValueError, match="no checkpoint after round 4"):
         fork(source, tmp_path / "longer", settings.replace(rounds=4))
 
@@ -76,7 +76,7 @@ def test_the_new_folder_tells_what_was_trained_and_what_was_tested(tmp_path: Pat
     source, settings = trained(tmp_path)
     before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     tests = settings.replace(methods="fedavg,memo", tune_samples=3)
-    folder = go_on(source, tmp_path / "later", tests)
+    folder = evaluate_again(source, tmp_path / "later", tests)
     assert before == {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
     (opening,) = events(folder, "run")
     assert (opening["settings"]["methods"], opening["settings"]["tune-samples"]) == ("fedavg,memo", 3)

@@ -1,24 +1,32 @@
-"""Learning adaptation rates with real devices on a grid in one process: what travels, who is asked, what comes out."""
+"""Federated learning of adaptation rates with real clients in one process: requests, cohorts, results."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message, RecordDict
+from flwr.app import Context, Message, RecordDict
 
-from client.runtime import make_device
+from client.app import app as client_app
+from client.node import Node, perform
 from client.state import MemoryState
+from messages.flower import GridTransport, allow_messages
+from messages.replies import RefinedRates
+from messages.requests import Evaluate, Identify, RefineRates, Request, Train
 from models import load_arrays, load_model, save_arrays
 from server.app import serve
+from server.events import NodesMissing
 from server.rates import initial_rates, save_rates
-from settings import Settings, SettingsError
-from tests.flower import LocalGrid, record
-from tests.server.test_run import assert_same_results, events, nodes
+from settings import Settings, SettingsError, to_json
+from strategies.broadcast import digest
+from tests.flower import LocalGrid
+from tests.server.test_run import assert_same_results, events
+from tests.transports import FakeTransport, devices
 
 ATP = Settings(
     clients=4,
@@ -39,34 +47,32 @@ ATP = Settings(
 )
 
 
-def run(folder: Path, settings: Settings = ATP, **options: object) -> LocalGrid:
-    """Run with what a device keeps beside the run folder; return the grid, which knows all messages."""
-    grid = nodes(settings.replace(state_dir=str(folder.parent / "state")), **options)
-    serve(grid, settings.replace(state_dir=str(folder.parent / "state")), folder)
-    return grid
+def run(folder: Path, settings: Settings = ATP, **options: Any) -> FakeTransport:
+    """Run with the clients' private state beside the run folder; return the transport, which has all requests."""
+    settings = settings.replace(state_dir=str(folder.parent / "state"))
+    transport = devices(settings, **options)
+    serve(transport, settings, folder)
+    return transport
 
 
 def of(folder: Path, kind: str) -> list[dict]:
     return [event for event in events(folder) if event["event"] == kind]
 
 
-def asked(grid: LocalGrid) -> list[Message]:
-    return [message for message in grid.sent if message.metadata.message_type == "train.rates"]
+def asked(transport: FakeTransport) -> list[tuple[int, RefineRates]]:
+    """Partition and request, in order."""
+    sent = [(900 - one.node, one.request) for one, _ in transport.sent]
+    return [(partition, request) for partition, request in sent if isinstance(request, RefineRates)]
 
 
-def round_of(message: Message) -> int:
-    return int(message.content.config_records["config"]["server-round"])
-
-
-def partition_of(message: Message) -> int:
-    return 900 - message.metadata.dst_node_id
+def carried(transport: FakeTransport) -> list[tuple[int, int]]:
+    """Round and partition of the requests that bring the network."""
+    return [(request.round, partition) for partition, request in asked(transport) if request.arrays is not None]
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LocalGrid]:
-    from flwr.supercore.task_identity import TaskIdentity
-
-    TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FakeTransport]:
+    allow_messages()
     folder = tmp_path_factory.mktemp("rates") / "r"
     return folder, run(folder)
 
@@ -77,50 +83,57 @@ def names_and_bytes(folder: Path) -> tuple[list[str], int]:
     return list(state), sum(value.numel() * value.element_size() for value in state.values())
 
 
-def test_the_network_travels_once_and_then_only_one_number_a_module(finished: tuple[Path, LocalGrid]) -> None:
-    folder, grid = finished
+def test_the_network_travels_once_and_then_only_one_number_a_module(finished: tuple[Path, FakeTransport]) -> None:
+    folder, transport = finished
     names, network = names_and_bytes(folder)
     seen: set[int] = set()
     for event in of(folder, "rates_round"):
-        messages = [message for message in asked(grid) if round_of(message) == event["round"]]
-        assert sorted(map(partition_of, messages)) == event["sampled"] == event["replied"]
+        requests = [(partition, one) for partition, one in asked(transport) if one.round == event["round"]]
+        assert [partition for partition, _ in requests] == event["sampled"] == event["replied"]
         new = 0
-        for message in messages:
-            assert ("arrays" in message.content) is (partition_of(message) not in seen)
-            assert list(message.content.array_records["rates"]) == names
-            new += partition_of(message) not in seen
-            seen.add(partition_of(message))
+        for partition, request in requests:
+            assert (request.arrays is not None) is (partition not in seen)
+            assert list(request.rates) == names
+            new += partition not in seen
+            seen.add(partition)
         assert event["bytes_up"] == 2 * len(names) * 8
         assert event["bytes_down"] == 2 * len(names) * 8 + new * network
         assert event["context_bytes"] == 0
         assert event["variant"] == "all"
         assert 0 <= event["accuracy"] <= 1
         assert event["loss"] > 0
-    # somebody was asked twice, so that there was something to save
-    assert len(seen) < len(asked(grid)) == 6
+    # some client was asked twice, so that there was something to save
+    assert len(seen) < len(asked(transport)) == 6
 
 
-def test_the_cohort_is_drawn_by_partition(finished: tuple[Path, LocalGrid]) -> None:
+def test_the_cohort_is_drawn_by_partition(finished: tuple[Path, FakeTransport]) -> None:
     sampled = [event["sampled"] for event in of(finished[0], "rates_round")]
     assert sampled == [
         sorted(np.random.default_rng([ATP.seed, round]).choice(4, 2, replace=False).tolist()) for round in (1, 2, 3)
     ]
 
 
-def test_rates_are_the_mean_of_what_the_devices_make_of_them(finished: tuple[Path, LocalGrid]) -> None:
-    """The whole phase without Flower."""
+def test_rates_are_the_mean_of_what_the_devices_make_of_them(finished: tuple[Path, FakeTransport]) -> None:
+    """All rounds without a server."""
     folder, _ = finished
+    settings = ATP.replace(state_dir=str(folder.parent / "alone"))
     arrays = {name: value.numpy() for name, value in load_model(folder / "model.safetensors")[0].global_state().items()}
     rates: dict[str, float] = {}
     for event in of(folder, "rates_round"):
-        replies = [
-            make_device(ATP, partition, MemoryState(), MemoryState()).refine_rates(event["round"], arrays, rates, "all")
-            for partition in event["sampled"]
-        ]
-        rates = {name: sum(reply[name] for reply, _ in replies) / 2 for name in arrays}
-        examples = [metrics["num-examples"] for _, metrics in replies]
-        assert event["accuracy"] == sum(metrics["correct"] for _, metrics in replies) / sum(examples)
-        mean = sum(m["loss"] * n for (_, m), n in zip(replies, examples, strict=True)) / sum(examples)
+        replies = []
+        for partition in event["sampled"]:
+            sent = {name: np.float64(value) for name, value in rates.items()}
+            request = RefineRates(
+                settings=to_json(settings), run="alone", round=event["round"], variant="all", network=digest(arrays),
+                arrays=arrays, rates=sent,
+            )  # fmt: skip
+            reply = perform(request, Node(partition, ATP.clients, MemoryState()))
+            assert isinstance(reply, RefinedRates)
+            replies.append(reply)
+        rates = {name: sum(float(reply.rates[name]) for reply in replies) / 2 for name in arrays}
+        samples = [reply.num_examples for reply in replies]
+        assert event["accuracy"] == sum(reply.correct for reply in replies) / sum(samples)
+        mean = sum(reply.loss * n for reply, n in zip(replies, samples, strict=True)) / sum(samples)
         assert event["loss"] == pytest.approx(mean, rel=1e-12)
     (told,) = of(folder, "rates")
     assert list(told["rates"]) == list(told["sizes"]) == list(arrays)  # in the order of definition
@@ -133,13 +146,11 @@ def test_rates_are_the_mean_of_what_the_devices_make_of_them(finished: tuple[Pat
 
 
 def test_equal_bits_whatever_the_node_ids_and_the_order_of_arrival(
-    finished: tuple[Path, LocalGrid], tmp_path: Path
+    finished: tuple[Path, FakeTransport], tmp_path: Path
 ) -> None:
     folder, _ = finished
     settings = ATP.replace(state_dir=str(tmp_path / "state"))
-    first = nodes(settings)
-    ids = itertools.cycle([5, 77, 3, 12])
-    renamed = LocalGrid({next(ids): answer for answer in first.nodes.values()}, order=lambda names: names[::-1])
+    renamed = devices(settings, ids=[5, 77, 3, 12].__getitem__, order=lambda requests: requests[::-1])
     serve(renamed, settings, tmp_path / "again")
     assert_same_results(tmp_path / "again", folder)
     for kind in ("rates", "rates_round"):
@@ -149,19 +160,21 @@ def test_equal_bits_whatever_the_node_ids_and_the_order_of_arrival(
             }
 
 
-def test_a_run_goes_on_from_saved_rates(finished: tuple[Path, LocalGrid], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_saved_rates(finished: tuple[Path, FakeTransport], tmp_path: Path) -> None:
     """Without rounds of its own it reproduces them, and their results."""
     folder, _ = finished
     changes = {"init": str(folder / "model.safetensors"), "rates_init": str(folder / "rates.safetensors")}
-    grid = run(tmp_path / "r", ATP.replace(rates_rounds=0, **changes))
-    assert not asked(grid)
+    transport = run(tmp_path / "r", ATP.replace(rates_rounds=0, **changes))
+    assert not asked(transport)
     assert of(tmp_path / "r", "rates")[0]["rates"] == of(folder, "rates")[0]["rates"]
     assert_same_results(tmp_path / "r", folder)
     run(tmp_path / "more", ATP.replace(rates_rounds=1, **changes))
     assert of(tmp_path / "more", "rates")[0]["rates"] != of(folder, "rates")[0]["rates"]
 
 
-def test_rates_that_do_not_fit_are_refused_before_training(finished: tuple[Path, LocalGrid], tmp_path: Path) -> None:
+def test_rates_that_do_not_fit_are_refused_before_training(
+    finished: tuple[Path, FakeTransport], tmp_path: Path
+) -> None:
     folder, _ = finished
     rates = str(folder / "rates.safetensors")
     for number, (changes, told) in enumerate(
@@ -195,7 +208,7 @@ def test_rates_files(tmp_path: Path) -> None:
 
 def test_variants_move_their_own_modules_only_and_share_one_network(tmp_path: Path) -> None:
     methods = "atp[adapt=params],atp[adapt=stats],atp[adapt=params;mode=online]"
-    grid = run(tmp_path / "r", ATP.replace(methods=methods, rates_rounds=1, rates_clients=0))
+    transport = run(tmp_path / "r", ATP.replace(methods=methods, rates_rounds=1, rates_clients=0))
     told = {event["variant"]: event["rates"] for event in of(tmp_path / "r", "rates")}
     assert list(told) == ["params", "stats"]
     for variant, rates in told.items():
@@ -207,65 +220,49 @@ def test_variants_move_their_own_modules_only_and_share_one_network(tmp_path: Pa
         assert {name: float(value) for name, value in saved.items()} == rates
         assert notes["variant"] == variant
     assert not (tmp_path / "r" / "rates.safetensors").exists()
-    carried = [partition_of(message) for message in asked(grid) if "arrays" in message.content]
-    assert sorted(carried) == [0, 1, 2, 3]  # once for both
-    assert len(asked(grid)) == 8
+    assert carried(transport) == [(1, 0), (1, 1), (1, 2), (1, 3)]  # once for both
+    assert len(asked(transport)) == 8
     assert {event["method"] for event in of(tmp_path / "r", "evaluation")} == set(methods.split(","))
 
 
 def test_a_network_that_a_client_lost_is_sent_again(tmp_path: Path) -> None:
-    """Its disk was wiped before round 2: it says so, and has the network again in round 3."""
+    """Its disk was wiped before round 2: it fails, and has the network again in round 3."""
 
-    def wipe(partition: int, message: Message) -> None:
-        if partition == 1 and message.metadata.message_type == "train.rates" and round_of(message) == 2:
+    def wipe(partition: int, request: Request) -> None:
+        if partition == 1 and isinstance(request, RefineRates) and request.round == 2:
             (kept,) = (tmp_path / "node1" / "networks").iterdir()
             kept.unlink()
 
     settings = ATP.replace(rates_clients=0)
-    grid = run(tmp_path / "r", settings, change=wipe, own=lambda i: {"state-dir": str(tmp_path / f"node{i}")})
+    transport = run(tmp_path / "r", settings, watch=wipe, config=lambda i: {"state-dir": str(tmp_path / f"node{i}")})
     (failed,) = of(tmp_path / "r", "failed")
     assert (failed["partition"], failed["round"]) == (1, 2)
-    digest = asked(grid)[0].content.config_records["config"]["network"]
-    assert f"network {str(digest)[:12]} is not here; it must be sent again" in failed["reason"]
+    network = asked(transport)[0][1].network
+    assert f"network {network[:12]} is not here; it must be sent again" in failed["reason"]
     assert [event["replied"] for event in of(tmp_path / "r", "rates_round")] == [[0, 1, 2, 3], [0, 2, 3], [0, 1, 2, 3]]
-    carried = [(round_of(m), partition_of(m)) for m in asked(grid) if "arrays" in m.content]
-    assert carried == [(1, 0), (1, 1), (1, 2), (1, 3), (3, 1)]
+    assert carried(transport) == [(1, 0), (1, 1), (1, 2), (1, 3), (3, 1)]
     assert of(tmp_path / "r", "end")[0]["status"] == "completed"
 
 
-def spoil(
-    grid: LocalGrid, partition: int, change: Callable[[RecordDict], None], round: int, kind: str = "train.rates"
-) -> None:
-    """Let a node's reply of one round be changed on its way."""
-    answer = grid.nodes[900 - partition]
-
-    def spoiled(message: Message) -> RecordDict | None:
-        content = answer(message)
-        if message.metadata.message_type == kind and round_of(message) == round:
-            assert content is not None
-            change(content)
-        return content
-
-    grid.nodes[900 - partition] = spoiled
-
-
-def bad_rates(content: RecordDict) -> None:
-    rates = {name: array.numpy() for name, array in content.array_records["rates"].items()}
-    content["rates"] = record(**{**rates, "head.bias": np.array(math.nan)})
-
-
-def bad_counts(content: RecordDict) -> None:
-    content.metric_records["metrics"]["correct"] = 10_000
-
-
 @pytest.mark.parametrize(
-    ("change", "told"), [(bad_rates, "head.bias: values that are not finite"), (bad_counts, "correct = 10000")]
+    ("change", "told"),
+    [
+        (lambda reply: {"rates": {**reply.rates, "head.bias": np.array(math.nan)}}, "head.bias: values that are not"),
+        (lambda reply: {"correct": 10_000}, "correct = 10000"),
+    ],
 )
 def test_a_bad_reply_is_refused_and_the_round_goes_on(change: Callable, told: str, tmp_path: Path) -> None:
     settings = ATP.replace(rates_clients=0, rates_rounds=2, state_dir=str(tmp_path / "state"))
-    grid = nodes(settings)
-    spoil(grid, 0, change, round=1)
-    serve(grid, settings, tmp_path / "r")
+    transport = devices(settings)
+    client = transport.clients[900]
+
+    def spoiled(request: Request) -> Any:
+        reply = client(request)
+        bad = isinstance(request, RefineRates) and request.round == 1
+        return replace(reply, **change(reply)) if bad else reply  # type: ignore[type-var]
+
+    transport.clients[900] = spoiled
+    serve(transport, settings, tmp_path / "r")
     (refused,) = of(tmp_path / "r", "refused")
     assert (refused["partition"], refused["round"]) == (0, 1)
     assert told in refused["reason"]
@@ -275,10 +272,17 @@ def test_a_bad_reply_is_refused_and_the_round_goes_on(change: Callable, told: st
 
 
 def test_the_context_that_flower_ships_never_holds_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a state folder the personal head is in it, and nothing else of size."""
+    """Without a state folder the personal head is in it, and no other large array; through Flower's messages."""
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     settings = ATP.replace(rounds=1, local_epochs=1, rates_rounds=1, rates_clients=0)
-    serve(nodes(settings), settings, tmp_path / "r")
+
+    def node(partition: int) -> Callable[[Message], RecordDict]:
+        config = {"partition-id": partition, "num-partitions": settings.clients}
+        context = Context(run_id=1, node_id=partition, node_config=config, state=RecordDict(), run_config={})
+        return lambda message: client_app(message, context).content
+
+    grid = LocalGrid({900 - i: node(i) for i in range(settings.clients)})
+    serve(GridTransport(grid), settings, tmp_path / "r")
     _, network = names_and_bytes(tmp_path / "r")
     (event,) = of(tmp_path / "r", "rates_round")
     head = 10 * 16 * 4  # [K, d] float32, no bias
@@ -291,7 +295,7 @@ def test_sources_train_and_targets_are_tested(tmp_path: Path) -> None:
         methods="fedavg,atp", rounds=1, local_epochs=1, target_fraction=0.25, domains="corruptions", partition="step",
         rates_clients=0, rates_rounds=1,
     )  # fmt: skip
-    grid = run(tmp_path / "r", settings)
+    transport = run(tmp_path / "r", settings)
     (clients,) = of(tmp_path / "r", "clients")
     sources = [partition for partition, role in enumerate(clients["roles"]) if role == "source"]
     (target,) = (partition for partition, role in enumerate(clients["roles"]) if role == "target")
@@ -303,8 +307,8 @@ def test_sources_train_and_targets_are_tested(tmp_path: Path) -> None:
     assert {event["total"] for event in evaluated} == {clients["sizes"][target][2]}
     (check,) = of(tmp_path / "r", "leak_check")
     assert (check["leaked"], check["checked"]) == (0, clients["sizes"][target][2])
-    kinds = {message.metadata.message_type for message in grid.sent}
-    assert kinds == {"query.identify", "train", "train.rates", "evaluate"}  # no statistics: no row needs them
+    kinds = {type(one.request) for one, _ in transport.sent}
+    assert kinds == {Identify, Train, RefineRates, Evaluate}  # no statistics: no row needs them
 
 
 @pytest.mark.parametrize(
@@ -320,14 +324,12 @@ def test_what_the_roles_rule_out_is_refused_before_training(
 ) -> None:
     settings = ATP.replace(methods=methods, rounds=1)
     with pytest.raises(SettingsError, match=told):
-        run(tmp_path / "r", settings, own=lambda partition: {"role": roles[partition]})
+        run(tmp_path / "r", settings, config=lambda partition: {"role": roles[partition]})
     assert not of(tmp_path / "r", "round")
     assert not of(tmp_path / "r", "rates_round")
 
 
 def test_a_node_with_a_role_that_its_data_do_not_allow_ends_the_run_by_name(tmp_path: Path) -> None:
-    from server.errors import NodesMissing
-
     settings = ATP.replace(target_fraction=0.25)
     with pytest.raises(NodesMissing, match=r"role = 'both': allowed for client \d are (source|target)"):
-        run(tmp_path / "r", settings, own=lambda partition: {"role": "both"})
+        run(tmp_path / "r", settings, config=lambda partition: {"role": "both"})

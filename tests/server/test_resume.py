@@ -143,7 +143,7 @@ def run(folder: Path, settings: Settings, **changes: Any) -> Path:
     return folder / "r"
 
 
-def go_on_to_the_end(
+def run_to_the_end(
     folder: Path, settings: Settings, killer: Killer, between: Callable[[Path], None] = lambda folder: None
 ) -> int:
     """Start a run, and resume it with new devices whenever it was killed; return how often that was."""
@@ -152,7 +152,7 @@ def go_on_to_the_end(
     for attempt in itertools.count():
         assert attempt < 200
         begun = bool(checkpoint_files(folder / "r"))
-        if not begun:  # killed before there was anything to go on from
+        if not begun:  # killed before the first checkpoint
             shutil.rmtree(folder / "r", ignore_errors=True)
         now = settings.replace(resume=str(folder / "r")) if begun else settings
         listener = [lambda event: killer.reach("event", Seen(cleaned(event)))]
@@ -203,7 +203,7 @@ def test_killed_after_every_message_it_ends_with_the_same_bits(name: str, tmp_pa
     settings = SMALL.replace(**ROUNDS[name])
     whole = run(tmp_path / "whole", settings)
     killer = Killer("answered")
-    kills = go_on_to_the_end(tmp_path / "cut", settings, killer)
+    kills = run_to_the_end(tmp_path / "cut", settings, killer)
     asked = {key for key in killer.met if key[1] != Identify.kind}
     assert kills == len(killer.met) > len(asked) > 2 * settings.clients
     assert_same(whole, tmp_path / "cut" / "r")
@@ -220,7 +220,7 @@ def test_killed_at_every_event_and_around_every_checkpoint(tmp_path: Path, monke
         killer.reach("after", str(checkpoint.position))
 
     monkeypatch.setattr(server.checkpoints, "write_checkpoint", dangerous)
-    kills = go_on_to_the_end(tmp_path / "cut", SMALL.replace(methods="fedrep,btfl"), killer)
+    kills = run_to_the_end(tmp_path / "cut", SMALL.replace(methods="fedrep,btfl"), killer)
     kinds = [key[0] for key in killer.met]
     assert kills == len(kinds)
     assert kinds.count("before") == kinds.count("after") == 1 + 3 + 4  # begun, each round, statistics, finished
@@ -234,7 +234,7 @@ def test_a_checkpoint_every_few_rounds_and_clients_that_are_ahead(every: int, tm
     whole = run(tmp_path / "whole", settings.replace(checkpoint_every=0))
     assert not (whole / "checkpoints").exists()
     killer = Killer("answered")
-    go_on_to_the_end(tmp_path / "cut", settings, killer)
+    run_to_the_end(tmp_path / "cut", settings, killer)
     resumed = {event["round"] for event in events(tmp_path / "cut" / "r", "resumed")}
     assert resumed <= {0, *range(every, 6, every), 5}
     assert_same(whole, tmp_path / "cut" / "r")
@@ -264,7 +264,7 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_is_used(
             files[-1].write_bytes(content)
             damaged.append(files[-1])
 
-    go_on_to_the_end(tmp_path / "cut", settings, Killer("answered"), damage)
+    run_to_the_end(tmp_path / "cut", settings, Killer("answered"), damage)
     folder = tmp_path / "cut" / "r"
     assert_same(whole, folder)
     assert damaged
@@ -278,7 +278,7 @@ def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_is_used(
 
 def test_nothing_that_was_written_is_lost_and_the_folder_tells_the_story(tmp_path: Path) -> None:
     killer = Killer("event", only=lambda point: point[0]["event"] in ("round", "evaluation"))
-    go_on_to_the_end(tmp_path, SMALL, killer)
+    run_to_the_end(tmp_path, SMALL, killer)
     folder = tmp_path / "r"
     resumed = events(folder, "resumed")  # those after which there was a checkpoint, and the last
     places = [("", "begun", 0), ("cross_entropy", "training", 1), ("cross_entropy", "statistics", 3)]

@@ -120,7 +120,7 @@ def test_private_state_in_a_folder_gives_the_same_bits(finished: Path, tmp_path:
     kept = sorted(path.stem for path in (tmp_path / "state").rglob("*.safetensors"))
     tags = [f"{training}@{round}" for training in ("balanced_softmax", "cross_entropy") for round in (1, 2, 3)]
     assert kept == sorted(tags * 3)  # three clients: the last two tags of each training, and those of two checkpoints
-    # where it lived says nothing of the result
+    # where it lived has no effect on the result
     (started,) = (event["settings"] for event in events(again) if event["event"] == "run")
     assert set(started) == set(settings.flat()) - {"state-dir"}
 

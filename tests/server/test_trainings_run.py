@@ -50,7 +50,7 @@ def test_every_training_ends_in_a_row(finished: tuple[Path, Seen]) -> None:
     assert all(event["leaked"] == 0 for event in events(folder) if event["event"] == "leak_check")
     rounds = [event["training"] for event in events(folder) if event["event"] == "round"]
     assert all(rounds.count(name) == (3 if name.startswith("fedicon") else 2) for name in TRAININGS)
-    # a head that nobody trains has no accuracy worth showing
+    # a head that is not trained has no accuracy
     for event in (one for one in events(folder) if one["event"] == "round"):
         known = event["personal_validation_accuracy"] is not None
         assert known == TRAININGS[event["training"]].personal_head, event["training"]

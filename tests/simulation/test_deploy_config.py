@@ -17,14 +17,15 @@ from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from client.agent import agent_pb2, agent_pb2_grpc
 from client.agent.config import AgentConfig
+from client.relay import RelayTransport
+from messages import agent_pb2, agent_pb2_grpc
+from messages.flower import allow_messages
 from server.app import serve
 from server.report import METRICS_FILE, read_results, render_tables
-from simulation import agents, control, deploy_local, deployment, superlink
-from simulation.certificates import Keys
+from simulation import deploy_local, deployment, superlink
+from simulation.keys import Keys
 from simulation.superlink import PROJECT, FlowerError
-from tests.server.test_run import nodes
 
 KEYS = Keys(Path("/keys"))
 
@@ -67,7 +68,7 @@ def test_a_deployment_is_secure_unless_told_otherwise(tmp_path: Path, monkeypatc
         seen.append((simulation, keys))
         raise Stop
 
-    monkeypatch.setattr(deployment, "superlink", superlink_of)
+    monkeypatch.setattr(superlink, "superlink", superlink_of)
     for insecure in (False, True):
         with pytest.raises(Stop), deployment.deployment(tmp_path, [{}, {}], insecure=insecure):
             pass
@@ -117,11 +118,11 @@ def test_nodes_that_are_registered_already_are_no_error(tmp_path: Path, monkeypa
             raise FlowerError("flwr supernode: Public key already in use.")
         return {"success": True, "node-id": 1}
 
-    monkeypatch.setattr(control, "flwr", flwr)
-    assert control.register(tmp_path, keys) == 2
+    monkeypatch.setattr(superlink, "flwr", flwr)
+    assert superlink.register(tmp_path, keys) == 2
     assert asked[0] == ("supernode", "register", str(keys[0]), "own", "--name", "node-0")
     with pytest.raises(FlowerError, match=r"node-9\.pub: no such file"):
-        control.register(tmp_path, [tmp_path / "node-9.pub"])
+        superlink.register(tmp_path, [tmp_path / "node-9.pub"])
 
 
 def test_other_refusals_of_a_node_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +130,9 @@ def test_other_refusals_of_a_node_are_errors(tmp_path: Path, monkeypatch: pytest
         raise FlowerError("flwr supernode: connection refused")
 
     (tmp_path / "node-0.pub").touch()
-    monkeypatch.setattr(control, "flwr", flwr)
+    monkeypatch.setattr(superlink, "flwr", flwr)
     with pytest.raises(FlowerError, match="connection refused"):
-        control.register(tmp_path, [tmp_path / "node-0.pub"])
+        superlink.register(tmp_path, [tmp_path / "node-0.pub"])
 
 
 def test_an_answer_of_flwr_that_is_no_success_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +140,9 @@ def test_an_answer_of_flwr_that_is_no_success_is_an_error(tmp_path: Path, monkey
         program = tmp_path / f"flwr-{number}"
         program.write_text(f"#!{sys.executable}\nprint({answer!r})\n")
         program.chmod(0o755)
-        monkeypatch.setattr(control, "program", lambda name, path=str(program): path)
+        monkeypatch.setattr(superlink, "program", lambda name, path=str(program): path)
         with pytest.raises(FlowerError, match="flwr run x"):
-            control.flwr(tmp_path, "run", "x")
+            superlink.flwr(tmp_path, "run", "x")
 
 
 def test_the_local_deployment_is_planned_before_anything_starts(tmp_path: Path) -> None:
@@ -176,17 +177,17 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 
 def test_an_agents_file_is_what_agents_read(tmp_path: Path) -> None:
-    with agents.sockets_folder() as sockets:
+    with deployment.sockets_folder() as sockets:
         assert sockets.stat().st_mode & 0o777 == 0o700
         chosen = {"adapter": "btfl", "base": "personalised", "device": "cpu"}
-        path = agents.agent_config(tmp_path, sockets, 1, 1000, chosen)
+        path = deployment.agent_config(tmp_path, sockets, 1, 1000, chosen)
         config = AgentConfig.from_toml(path)
         assert (config.partition_id, config.num_partitions, config.adapter) == (1, 1000, "btfl")
         assert config.state_folder == tmp_path / "agent-1"
         assert config.relay_address == f"unix:{sockets}/r1"
         assert len(os.fsencode(f"{sockets}/r999")) < 60
     assert not sockets.exists()
-    assert agents.agent_command(path)[1:] == ["-m", "client.agent", "--config", str(path)]
+    assert deployment.agent_command(path)[1:] == ["-m", "client.agent", "--config", str(path)]
 
 
 class Fixed(agent_pb2_grpc.PredictorServicer):
@@ -210,20 +211,20 @@ def test_agents_are_waited_for_and_asked() -> None:
     answers.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(answers, server)
     still_running = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    with still_running, agents.sockets_folder() as sockets:
+    with still_running, deployment.sockets_folder() as sockets:
         address = f"unix:{sockets}/a0"
         server.add_insecure_port(address)
         server.start()
         try:
-            agents.wait_for({address: still_running})
+            deployment.wait_for_agents({address: still_running})
             images = np.full((4, 3, 8, 8), 7, np.uint8)
-            status, reply = agents.ask(address, images)
+            status, reply = deployment.ask(address, images)
             assert (status.model_version, status.samples) == ("a/b/1/c", 4)
             assert reply is not None
-            assert agents.predicted(reply).tolist() == [1] * 4
-            assert agents.ask(address, images[:0])[1] is None
+            assert deployment.predicted(reply).tolist() == [1] * 4
+            assert deployment.ask(address, images[:0])[1] is None
             with pytest.raises(FlowerError, match="INVALID_ARGUMENT: too bright"):
-                agents.ask(address, images + 200)
+                deployment.ask(address, images + 200)
         finally:
             server.stop(None).wait(10)
 
@@ -233,7 +234,7 @@ def test_an_agent_that_ends_is_not_waited_for() -> None:
         subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as ended,
         pytest.raises(FlowerError, match="the agent at unix:/tmp/fedtta-nobody ended with status 3"),
     ):
-        agents.wait_for({"unix:/tmp/fedtta-nobody": ended})
+        deployment.wait_for_agents({"unix:/tmp/fedtta-nobody": ended})
 
 
 def test_an_agent_that_is_not_there_is_not_healthy() -> None:
@@ -246,23 +247,24 @@ def test_an_agent_that_is_not_there_is_not_healthy() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_real_agents_take_part_in_a_run_and_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of `deploy_local` but Flower's own processes: messages go from a grid of functions to the agents."""
+    """All of `deploy_local` but Flower's own processes: the server relays its requests to the agents."""
     monkeypatch.delenv("FEDTTA_DATA", raising=False)
     words = ["rounds=1", "fraction=0.15", "image-size=16", "local-epochs=1", "device=cpu", "shifts=original"]
     plan = deploy_local.parse(
         ["--nodes", "2", "--set", *words, "methods=fedavg,personal,fedthe", f"results={tmp_path}", "run-name=r"]
     )
-    with agents.sockets_folder() as sockets:
+    with deployment.sockets_folder() as sockets:
         running = {}
         try:
             for i in range(2):
-                config = agents.agent_config(tmp_path, sockets, i, 2, plan.agents)
-                running[f"unix:{sockets}/a{i}"] = agents.start_agent(tmp_path / f"home-{i}", config)
-            agents.wait_for(running)
+                config = deployment.agent_config(tmp_path, sockets, i, 2, plan.agents)
+                running[f"unix:{sockets}/a{i}"] = deployment.start_agent(tmp_path / f"home-{i}", config)
+            deployment.wait_for_agents(running)
             with pytest.raises(FlowerError, match="FAILED_PRECONDITION"):
-                agents.ask(f"unix:{sockets}/a0", np.zeros((1, 3, 16, 16), np.uint8))
-            grid = nodes(plan.settings, own=lambda i: {"agent": f"unix:{sockets}/r{i}"})
-            serve(grid, plan.settings, plan.results)
+                deployment.ask(f"unix:{sockets}/a0", np.zeros((1, 3, 16, 16), np.uint8))
+            allow_messages()
+            transport = RelayTransport({i + 1: f"unix:{sockets}/r{i}" for i in range(2)})
+            serve(transport, plan.settings, plan.results)
             table = deploy_local._ask_all(plan, sockets)
         finally:
             for process in running.values():
@@ -272,7 +274,7 @@ def test_real_agents_take_part_in_a_run_and_answer(tmp_path: Path, monkeypatch: 
     columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns["agent"] == ["0", "1"]
     assert columns["adapter"] == ["fedthe", "fedthe"]
-    assert len({version.rsplit("/", 1)[0] for version in columns["model"]}) == 1  # each with a personal head of its own
+    assert len({version.rsplit("/", 1)[0] for version in columns["model"]}) == 1  # each with its own personal head
     assert columns["samples"] == [str(deploy_local.SHOWN)] * 2
-    assert all(text.endswith("right") for text in columns[f"first {deploy_local.SHOWN} test pictures"])
+    assert all(text.endswith("right") for text in columns[f"first {deploy_local.SHOWN} test images"])
     assert render_tables(read_results(plan.results / METRICS_FILE))

@@ -14,9 +14,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
-from simulation import key_files
-from simulation.certificates import AUTHORITY_DAYS, DAYS, Keys, main, make_keys
-from simulation.key_files import KeysError, hosts_of, read_certificate
+from simulation import keys as key_files
+from simulation.keys import AUTHORITY_DAYS, DAYS, Keys, KeysError, hosts_of, main, make_keys, read_certificate
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +207,7 @@ def test_a_certificate_that_has_run_out_is_refused(tmp_path: Path, monkeypatch: 
     make_keys(tmp_path, 1, days=1)
 
     monkeypatch.setattr(key_files, "_now", lambda: datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=2))
-    with pytest.raises(KeysError, match=r"server\.crt has run out on .*--replace server"):
+    with pytest.raises(KeysError, match=r"server\.crt has expired on .*--replace server"):
         make_keys(tmp_path, 1)
 
 

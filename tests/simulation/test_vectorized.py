@@ -1,4 +1,4 @@
-"""Runs on the grid of this process: the numbers of one client after another, faults, deadlines, arrays by reference."""
+"""The transport of one process beyond the contract: what trains at once, and runs on it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Context, RecordDict
 
-from client.phases import perform
+from client import cohort
+from messages.replies import Trained
+from messages.requests import Identify, Train, TrainingTask
+from messages.transport import Addressed
 from models import load_arrays
 from server.events import NoReplies
-from settings import Settings, SettingsError
-from simulation import blocking, engine, in_process, simulate, worker
-from simulation.in_process import InProcessGrid
+from settings import Settings, SettingsError, to_json
+from simulation import engine, simulate, vectorized
+from simulation.vectorized import VectorizedTransport
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
 ONE = SMALL.replace(engine="vectorised")
 
 
 def assert_close(one: Path, other: Path) -> None:
-    """Models and statistics are equal but for rounding, and so is what was counted."""
+    """Models and statistics are equal up to rounding, and counts are equal."""
     files = sorted(path.name for path in one.glob("*.safetensors"))
     assert files == sorted(path.name for path in other.glob("*.safetensors"))
     for name in files:
         ours, theirs = load_arrays(one / name)[0], load_arrays(other / name)[0]
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
-            if key != "dle":  # counts of what lies on one side of a threshold
+            if key != "dle":  # counts of values on one side of a threshold
                 np.testing.assert_allclose(value, theirs[key], rtol=1e-3, atol=1e-4, err_msg=key)
     counted = [[e.get("event"), e.get("replied"), e.get("total")] for e in events(one)]
     assert counted == [[e.get("event"), e.get("replied"), e.get("total")] for e in events(other)]
@@ -37,19 +40,19 @@ def assert_close(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{}, {"stacked_clients": 2, "model_options": "norm=batch", "methods": "fedavg,fedbn,ditto", "learning_rate": 0.02}],
-    ids=["one stack", "two stacks, kept layers and a rule of its own"],
+    ids=["one stack", "two stacks, kept layers and an algorithm of its own"],
 )
-def test_a_run_is_that_of_one_client_after_another(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_run_matches_that_of_one_client_after_another(tmp_path: Path, changes: dict[str, Any]) -> None:
     folder = simulate(ONE.replace(**changes), tmp_path / "one")
     assert_close(folder, run(tmp_path / "other", ONE.replace(**changes)))
     assert (folder / "report.html").is_file()
 
 
-def test_one_seed_one_result_and_a_run_goes_on_from_its_folder(tmp_path: Path) -> None:
+def test_one_seed_one_result_and_a_run_resumes(tmp_path: Path) -> None:
     whole = simulate(ONE.replace(state_dir=str(tmp_path / "a")), tmp_path / "whole")
     again = simulate(ONE, tmp_path / "again")  # private state in memory
     assert_same_results(whole, again)
-    begun = ONE.replace(state_dir=str(tmp_path / "b"), methods="fedavg,personal,fixed_mix,fedthe,btfl")
+    begun = ONE.replace(state_dir=str(tmp_path / "b"))
     folder = tmp_path / "begun"
 
     def stop(event: dict[str, Any]) -> None:
@@ -73,14 +76,15 @@ def test_rates_and_collaborations_run_too(tmp_path: Path) -> None:
     assert_close(simulate(rates, tmp_path / "rates"), run(tmp_path / "rates alone", rates))
 
 
-def test_a_client_that_fails_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = in_process.train_together
+def test_a_client_that_fails_in_a_stack_is_named_and_the_others_go_on(tmp_path: Path, monkeypatch: Any) -> None:
+    real = cohort.train
 
-    def broken(learners: Any, round: int, *more: Any) -> Any:
-        results = real(learners, round, *more)
-        return [ValueError("sensor unplugged") if round == 2 and i == 1 else one for i, one in enumerate(results)]
+    def broken(devices: Any, requests: Any) -> Any:
+        replies = real(devices, requests)
+        fails = requests[0].round == 2
+        return [ValueError("sensor unplugged") if fails and i == 1 else one for i, one in enumerate(replies)]
 
-    monkeypatch.setattr(in_process, "train_together", broken)
+    monkeypatch.setattr(cohort, "train", broken)
     seen: list[dict] = []
     simulate(ONE.replace(methods="fedavg", rounds=3), tmp_path / "r", [seen.append])
     failed = [event for event in seen if event["event"] == "failed"]
@@ -93,33 +97,62 @@ def test_too_little_memory_fails_clients_and_not_the_server(tmp_path: Path, monk
     def short(*_: Any) -> None:
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(in_process, "train_together", short)
+    monkeypatch.setattr(cohort, "train", short)
     with pytest.raises(NoReplies, match=r"out of memory \(in one of 3 clients that train at once: stacked-clients\)"):
         simulate(ONE.replace(methods="fedavg", node_timeout=0.1), tmp_path / "r")
 
 
-def test_bad_work_is_answered_one_after_another() -> None:
-    grid = InProcessGrid(2, 10)
-    content = RecordDict({"config": ConfigRecord({"nonsense": 1})})
-    messages = [Message(content, dst_node_id=node, message_type="train") for node in (1, 2)]
-    replies = list(grid.send_and_receive(messages))
-    assert [reply.has_error() for reply in replies] == [True, True]
-    assert "nonsense" in str(replies[0].error.reason)
+def training(round: int, arrays: Any, settings: str = to_json(ONE.replace(clients=6))) -> Train:
+    return Train(settings=settings, run="r", round=round, task=TrainingTask("ce"), arrays=arrays)
 
 
-def test_what_nobody_waits_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    grid, asked = InProcessGrid(3, 10), []
-    monkeypatch.setattr(blocking, "PULL_SECONDS", 0.0)
-    monkeypatch.setattr(worker, "perform", lambda work, node: asked.append(node.partition) or perform(work, node))
-    content = RecordDict({"config": ConfigRecord({"run": "r"})})
-    messages = [Message(content, dst_node_id=node, message_type="query.identify") for node in (1, 2, 3)]
-    tickets = list(grid.push_messages(messages))
-    assert len(list(grid.pull_messages(tickets[1:]))) == 1  # one a pull, for the deadline's sake
-    assert asked == [1]
-    assert list(grid.pull_messages(tickets[:1])) == []
-    assert list(grid.pull_messages(tickets)) == []
-    assert list(grid.get_node_ids()) == [1, 2, 3]
-    assert list(grid.send_and_receive(messages, timeout=0.0)) == []
+def test_training_requests_that_differ_in_arrays_only_are_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[list[tuple[int, int, bool]]] = []
+
+    def train(devices: Any, requests: Any) -> list[Trained]:
+        stacks.append(
+            [(d.partition, r.round, r.arrays is requests[0].arrays) for d, r in zip(devices, requests, strict=True)]
+        )
+        assert not any(value.flags.writeable for one in requests for value in one.arrays.values())
+        about: dict[str, Any] = {"validation_total": 0, "validation_correct": 0, "seconds": 0.0, "train_loss": 0.0}
+        return [Trained(arrays=one.arrays, **about) for one in requests]
+
+    monkeypatch.setattr(cohort, "train", train)
+    monkeypatch.setattr(cohort, "fits", lambda device, request: True)
+    shared, own = {"w": np.zeros(2, np.float32)}, {"w": np.ones(2, np.float32)}
+    sent = [
+        Addressed(1, training(1, shared)), Addressed(2, training(2, shared)), Addressed(3, training(1, own)),
+        Addressed(4, training(1, shared)), Addressed(5, training(1, shared)), Addressed(6, training(2, own)),
+    ]  # fmt: skip
+    answers = list(VectorizedTransport(6, stacked=3).exchange(sent, 60.0))
+    assert [answer.node for answer in answers] == [1, 3, 4, 2, 6, 5]  # the last one is alone, and has no such network
+    assert [answer.kind for answer in answers] == [""] * 5 + ["failed"]
+    assert stacks[0] == [(0, 1, True), (2, 1, False), (3, 1, True)]
+    assert stacks[1] == [(1, 2, True), (5, 2, False)]
+    assert shared["w"].flags.writeable  # the caller's own array is left as it is
+
+
+def test_malformed_requests_fail_one_after_another() -> None:
+    bad = training(1, {"w": np.zeros(2)}, settings='{"nonsense": 1}')
+    answers = list(VectorizedTransport(2, stacked=10).exchange([Addressed(1, bad), Addressed(2, bad)], 60.0))
+    assert [answer.kind for answer in answers] == ["failed", "failed"]
+    assert all("nonsense" in answer.reason for answer in answers)
+
+
+def test_requests_that_begin_after_the_timeout_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def slow(request: Any, node: Any) -> Any:
+        nonlocal now
+        now += 6.0
+        raise ValueError(f"client {node.partition}")
+
+    monkeypatch.setattr(vectorized, "perform", slow)
+    monkeypatch.setattr(vectorized.time, "monotonic", lambda: now)
+    asked = [Addressed(node, Identify(settings="{}", run="r")) for node in (1, 2, 3)]
+    answers = list(VectorizedTransport(3, stacked=1).exchange(asked, 10.0))
+    assert [(answer.node, answer.kind) for answer in answers] == [(1, "failed"), (2, "failed"), (3, "late")]
+    assert answers[2].reason == "no reply within 10 s"
 
 
 def test_which_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +169,10 @@ def test_which_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_client_app_and_flowers_own_nodes_are_refused(tmp_path: Path) -> None:
-    from flwr.app import Context
     from flwr.clientapp import ClientApp
 
     from server.app import main
+    from tests.flower import LocalGrid
 
     with pytest.raises(SettingsError, match="allowed is engine = 'flower'"):
         simulate(ONE, tmp_path / "r", client_app=ClientApp())
@@ -147,4 +180,4 @@ def test_another_client_app_and_flowers_own_nodes_are_refused(tmp_path: Path) ->
         config = Settings(engine=name).flat()
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
         with pytest.raises(SettingsError, match=f"engine = '{name}': .* allowed are auto, flower"):
-            main(InProcessGrid(1, 1), context)
+            main(LocalGrid({}), context)

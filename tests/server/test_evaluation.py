@@ -1,0 +1,70 @@
+"""The evaluation round: one event a result, and replies that are refused while the run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from messages.replies import Evaluated, EvaluationResult
+from messages.requests import Evaluate, Request
+from server.evaluation import evaluation_round
+from server.events import Leak
+from server.methods import plan
+from settings import Settings
+from tests.server.test_nodes import raises
+from tests.server.test_rounds import START, Place
+
+RESULT = EvaluationResult(label="fedavg", shift="original", correct=3, total=4, seconds=0.5)
+(CE,) = plan(Settings(methods="fedavg"))
+
+
+def evaluated(num_examples: int = 4, leaked: int = 0, **changes: object) -> Evaluated:
+    return Evaluated(
+        num_examples=num_examples, checked=4, leaked=leaked, results=[replace(RESULT, **changes)]  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def evaluate(*replies: Evaluated | None, **settings: object) -> Place:
+    place = Place({i: (lambda r: lambda _: r)(one) if one else raises for i, one in enumerate(replies)}, **settings)
+    evaluation_round(place.federation, CE, START, None, {}, ["original"])
+    return place
+
+
+def test_a_result_is_an_event_with_its_further_metrics_if_there_are_any() -> None:
+    place = evaluate(evaluated(), evaluated(metrics={"ece": 0.25}), evaluated(correct=0, total=0))
+    plain, more, none = place.of("evaluation")
+    told = {"training": "cross_entropy", "method": "fedavg", "shift": "original", "correct": 3, "total": 4}
+    told |= {"accuracy": 0.75, "weight_histogram": None, "weight_mean": None, "seconds": 0.5}
+    assert plain == {**plain, **told, "partition": 0}
+    assert set(plain) == {*told, "partition", "event", "at"}
+    assert more == {**more, **told, "partition": 1, "metrics": {"ece": 0.25}}
+    assert none["accuracy"] is None
+    (check,) = place.of("leak_check")
+    assert (check["checked"], check["leaked"]) == (12, 0)
+
+
+def test_a_bad_reply_is_refused_by_node_and_reason_and_the_others_count() -> None:
+    place = evaluate(evaluated(), evaluated(correct=5), evaluated(shift="fog"), None)
+    assert [(kind, partition) for kind, partition, _ in place.incidents()] == [
+        ("refused", 1), ("refused", 2), ("failed", 3),
+    ]  # fmt: skip
+    assert place.incidents()[0][2] == "fedavg, original: correct = 5, more than total = 4"
+    assert [one["partition"] for one in place.of("evaluation")] == [0]
+    (note,) = place.of("note")
+    assert note["text"] == "cross_entropy: accuracies of 1 of 4 clients only; missing: [1, 2, 3]"
+
+
+def test_the_request_has_the_rows_and_the_round_after_the_last() -> None:
+    place = evaluate(evaluated(), rounds=7)
+    (request,) = place.transport.requests(Evaluate)
+    assert (request.round, request.shifts, [row.label for row in request.rows]) == (8, ["original"], ["fedavg"])
+    assert isinstance(request, Request)
+    assert set(request.arrays) == set(START)
+
+
+def test_a_leak_ends_the_run_unless_it_was_asked_for() -> None:
+    with pytest.raises(Leak, match="1 of 4 test samples had been trained on"):
+        evaluate(evaluated(leaked=1))
+    (note,) = evaluate(evaluated(leaked=1), split="published").of("note")
+    assert "1 of 4 test samples (25.0 %) had been trained on" in note["text"]
