@@ -30,16 +30,9 @@ from server.rounds import Federation
 from server.validation import AdaptCheck
 from settings import Settings, SettingsError
 from strategies import COLLABORATIONS
-<<<<<<< HEAD
 from strategies.arrays import weighted_mean
-from strategies.broadcast import array_bytes
-from tests.flower import LocalGrid, record
-from tests.server.test_run import events, nodes
-=======
-from strategies.average import weighted_mean
 from tests.server.test_run import Watch, events
 from tests.transports import Client, FakeTransport, devices
->>>>>>> refs/heads/core
 
 ALL = "none,fedavg,fedprox,fedavgm,pfedgraph,fedamp,pfedbbn,pfedbbn[share=statistics;temperature=1]"
 SMALL = Settings(
