@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models import TwoHead
-from tta.table import POOLED
+from tta.statistics import out_of_range
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -47,14 +47,11 @@ def check_means(means: Arrays, own: Arrays) -> None:
         if value.shape != own[name].shape or value.dtype != own[name].dtype:
             expected = f"{own[name].dtype}{list(own[name].shape)}"
             raise ValueError(f"mean {name}: {value.dtype}{list(value.shape)} does not fit {expected}")
-        highest = 1.0 if name == "dle" else np.finfo(np.float64).max
-        if not ((value >= 0) & (value <= highest)).all():  # also refuses NaN
-            raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to {highest:g}")
+    check_ranges(means)
 
 
-def check_pooled(means: Arrays) -> None:
-    """Refuse pooled frequencies or accuracies that are none; ValueError names the array."""
-    for name in POOLED:
-        if name in means and not ((means[name] >= 0) & (means[name] <= 1)).all():  # also refuses NaN
-            value = means[name]
-            raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to 1")
+def check_ranges(means: Arrays) -> None:
+    """Refuse means of statistics that are not finite or out of range; ValueError names the array."""
+    for name, value in means.items():
+        if wrong := out_of_range(name, value):
+            raise ValueError(f"mean {name}: {wrong}")

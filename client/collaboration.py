@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from client.state import Arrays
-from tta.collaborator import Collaborator
-from tta.table import Share
+from tta.collaborator import Collaborator, Share
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from client.summary import join_statistics
 from client.task import Task
 from data import CORRUPTIONS, Stream, stream
 from tta import Statistics
-from tta.collaborator import Collaborator
+from tta.collaborator import Collaborator, Share
 from tta.registry import info
-from tta.table import Share
 
 
 @dataclass(frozen=True)

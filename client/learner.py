@@ -179,7 +179,7 @@ class Learner:
 
         `round` is the tag of the private state that this writes: one after the last training round. Statistics are
         float64: `descriptor` [d], `dle` [d], `entropy_local`, `entropy_global` [1] (ALGORITHMS, section 0), and those
-        of `tta.table.POOLED` that are `wanted`.
+        of `tta.statistics.ON_REQUEST` that are `wanted`.
         """
         start = time.perf_counter()
         self._require_source()

@@ -13,7 +13,7 @@ from client.training import Augment, TrainingSet
 from data import DATASETS, Federation, crop_flip
 from models import TwoHead
 from settings import Settings
-from tta.contrastive_views import ContrastiveViews
+from tta.contrastive import ContrastiveViews
 
 
 def training_set(federation: Federation, partition: int, settings: Settings, device: torch.device) -> TrainingSet:
@@ -43,14 +43,9 @@ def _augmentation(settings: Settings) -> Augment | None:
     if not settings.augment:
         return None
     if settings.views == "contrastive":
-        return contrastive_views(settings)
+        known = DATASETS[settings.dataset]
+        return ContrastiveViews.for_data(flip=known.flip, crop=known.crop)
     return partial(crop_flip, flip=DATASETS[settings.dataset].flip)
-
-
-def contrastive_views(settings: Settings) -> ContrastiveViews:
-    """Return what makes FedICON's views of the run's data set."""
-    known = DATASETS[settings.dataset]
-    return ContrastiveViews(crop_scale=(known.crop, 1.0), flip=known.flip)
 
 
 @torch.no_grad()

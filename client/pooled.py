@@ -47,7 +47,7 @@ def pooled_statistics(
     x, y : Tensor [n, C, H, W], [n]
         The validation split.
     wanted : collection of str
-        Names of needs in `tta.table.NEEDS`; others than these are left to others.
+        Names in `tta.statistics.STATISTICS`; those computed elsewhere are ignored.
 
     Raises
     ------

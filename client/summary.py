@@ -10,11 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.checks import check_means, check_pooled
+from client.checks import check_means, check_ranges
 from models import TwoHead
 from tta import Statistics
-from tta.statistics import discretise
-from tta.table import POOLED
+from tta.statistics import ON_REQUEST, discretise
 
 OWN = "statistics."  # before the names of the client's own statistics in its private state
 STATISTICS_ROUND = "statistics-round"  # under which round's model they were computed
@@ -87,24 +86,12 @@ def join_statistics(
     ValueError
         A client that trains has none of that round, or the means do not fit.
     """
-
-    def tensor(value: NDArray[Any]) -> Tensor:
-        return torch.tensor(value, device=device)
-
-    check_pooled(means)
-    pooled: dict[str, Any] = {name: tensor(means[name]) for name in POOLED if name in means}
+    pooled = {name: value for name, value in means.items() if name in ON_REQUEST}
+    check_ranges(pooled)
     if not trains:
-        return Statistics(**pooled)
+        return Statistics.combine({}, pooled, device)
     if int(private.get(STATISTICS_ROUND, np.array(-1))) != round:
         raise ValueError(f"this client has no statistics of round {round}")
     own = {name.removeprefix(OWN): value for name, value in private.items() if name.startswith(OWN)}
-    check_means({name: value for name, value in means.items() if name not in POOLED}, own)
-    return Statistics(
-        **pooled,
-        descriptor_local=tensor(own["descriptor"]),
-        descriptor_global=tensor(means["descriptor"]),
-        dle_local=tensor(own["dle"]),
-        dle_global=tensor(means["dle"]),
-        entropy_local=float(own["entropy_local"][0]),
-        entropy_global=float(own["entropy_global"][0]),
-    )
+    check_means({name: value for name, value in means.items() if name not in ON_REQUEST}, own)
+    return Statistics.combine(own, means, device)

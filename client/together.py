@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.func import vmap
 
 from client.compute import autocast
-from client.descent import StackedDescent
 from client.learner import Learner, Metrics, Turn
 from client.objectives import Objective
 from client.objectives import objective as find_objective
@@ -27,6 +26,7 @@ from client.state import Arrays
 from client.task import Task
 from client.training import TrainingSet, epoch, smallest_batch
 from models import PERSONAL_PREFIX
+from models.optim import StackedOptimizer
 from models.stacked import Stacked, draws
 
 Result = tuple[Arrays, Metrics] | Exception
@@ -192,7 +192,7 @@ class Cohort:
         draw = [generator(settings.seed, purpose, turns[0].round, client) for client in clients]
         trained = {name: self.values[name] for name in names}
         how = settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum
-        descent, counts = StackedDescent(trained, *how), torch.stack([turn.data.counts for turn in turns])
+        descent, counts = StackedOptimizer(trained, *how), torch.stack([turn.data.counts for turn in turns])
         for _ in range(epochs):
             total, seen = torch.zeros(2, len(turns), dtype=torch.float64, device=counts.device)
             for batch in epoch_together([turn.data for turn in turns], settings.batch_size, draw, smallest):

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from client.compute import autocast
-from client.descent import Descent
 from client.objectives import Objective
 from client.objectives import objective as find_objective
 from client.randomness import layers_draw_by
 from models import TwoHead
 from models.finite import all_finite
+from models.optim import Optimizer
 from settings import Settings
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -72,9 +72,9 @@ def epoch(
                 yield batch, labels
 
 
-def optimizer(parameters: Sequence[Tensor], settings: Settings) -> Descent:
+def optimizer(parameters: Sequence[Tensor], settings: Settings) -> Optimizer:
     """Return a fresh local optimiser; its state starts anew in every round."""
-    return Descent(parameters, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum)
+    return Optimizer(parameters, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum)
 
 
 def train_network(

@@ -19,7 +19,8 @@ from server.world import World
 from settings import Settings, SettingsError, assignments
 from strategies import COLLABORATIONS, Collaborative
 from strategies.broadcast import Broadcast, array_bytes
-from tta.registry import ADAPTERS, Share
+from tta.collaborator import Share
+from tta.registry import ADAPTERS
 
 #: W is written for every round up to this many clients.
 WRITTEN = 100

@@ -8,8 +8,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from models import ROTATION_PREFIX, TwoHead
-from models.blocks import by_block
+from models import TwoHead
 from server.errors import Leak, RunError
 from server.methods import Training
 from server.protection import joining_rule
@@ -17,7 +16,7 @@ from server.rates import as_record
 from server.rounds import Federation, metrics_of
 from server.validation import Expected
 from strategies import StatisticsFedAvg
-from tta.registry import POOLED
+from tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
 
 EVALUATE = "evaluate"
 
@@ -35,9 +34,11 @@ def statistics_round(federation: Federation, training: Training, arrays: ArrayRe
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
     everyone = federation.view(federation.sources)
     weighting: Any = federation.settings.statistics_weighting
-    averaging = StatisticsFedAvg(weighting=weighting, rule=joining_rule(federation.settings))
-    shapes = statistics_shapes(training, model)
-    config = federation.config(name, training.recipe.phases[-1], wanted=[need for need in POOLED if need in shapes])
+    averaging = StatisticsFedAvg(
+        weighting=weighting, rule=joining_rule(federation.settings), distributions=DISTRIBUTIONS
+    )
+    shapes = statistics_shapes(training.needs, model)
+    config = federation.config(name, training.recipe.phases[-1], wanted=[one for one in ON_REQUEST if one in shapes])
     messages = averaging.configure_statistics(round, joined(training, arrays), config, everyone)
     expected = Expected("statistics", shapes, ("seconds",))
     replies = federation.collect(messages, expected, name, round, f"statistics {name}")
@@ -53,19 +54,6 @@ def statistics_round(federation: Federation, training: Training, arrays: ArrayRe
         seconds=[float(metrics_of(reply)["seconds"]) for _, reply in replies],
     )
     return means
-
-
-def statistics_shapes(training: Training, model: TwoHead) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of what clients send: the usual four statistics, and those of labels that rows need."""
-    features, classes = model.feature_dim, model.num_classes
-    always = {"descriptor": (features,), "dle": (features,), "entropy_local": (1,), "entropy_global": (1,)}
-    pooled = {"label_prior": (classes,), "confusion": (classes, classes), "block_scores": (len(_blocks(model)),)}
-    wanted = {name: shape for name, shape in pooled.items() if name in training.needs}
-    return {name: (shape, "float64") for name, shape in {**always, **wanted}.items()}
-
-
-def _blocks(model: TwoHead) -> dict[str, list[str]]:
-    return by_block(model, [name for name in model.global_state() if not name.startswith(ROTATION_PREFIX)])
 
 
 def joined(training: Training, arrays: ArrayRecord) -> ArrayRecord:

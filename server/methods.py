@@ -15,6 +15,7 @@ from models.registry import MODELS
 from server.trainings import BATCHNORM, TRAININGS, Recipe
 from settings import Settings, SettingsError, assignments
 from tta.registry import ADAPTERS, parse_options
+from tta.statistics import OWN_NEEDS, STATISTICS_NEEDS
 
 Base = Literal["global", "personalised"]
 #: In place of methods by name: all of them.
@@ -30,7 +31,7 @@ class Method:
     training : str
         A key of `server.trainings.TRAININGS`: local objective and strategy.
     adapter : str
-        A key of `tta.table.ADAPTERS`.
+        A key of `tta.registry.ADAPTERS`.
     summary : str
         One line for people.
     base : "global" or "personalised"
@@ -90,9 +91,9 @@ METHODS: dict[str, Method] = {
 
 
 #: Needs of an adapter that only a client with training of its own can meet.
-PERSONALISED = frozenset({"personal_head", "residual_head", "descriptor", "dle", "entropy", "datastore"})
+PERSONALISED = OWN_NEEDS | {"personal_head", "residual_head", "datastore"}
 #: Needs that a statistics round meets.
-STATISTICS = frozenset({"personal_head", "descriptor", "dle", "entropy", "label_prior", "confusion", "block_scores"})
+STATISTICS = STATISTICS_NEEDS | {"personal_head"}
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,8 @@ from numpy.typing import NDArray
 
 from models.finite import array_finite
 from server.report import WEIGHT_BINS
+from tta.statistics import STATISTICS
 
-#: Inclusive ranges of named arrays, where a range exists.
-RANGES: dict[str, tuple[float, float]] = {
-    "dle": (0.0, 1.0),
-    "entropy_local": (0.0, math.inf),
-    "label_prior": (0.0, 1.0),
-    "confusion": (0.0, 1.0),
-    "block_scores": (0.0, 1.0),
-    "entropy_global": (0.0, math.inf),
-}
 #: Endings of names of variances, which are not negative.
 VARIANCES = ("running_var", "variance")
 
@@ -134,7 +126,7 @@ def arrays_refused(
             return f"{name}: {value.dtype}{list(value.shape)}, expected {dtype}{list(shape)}"
         if not array_finite(value):
             return f"{name}: values that are not finite"
-        low, high = RANGES.get(name, (-math.inf, math.inf))
+        low, high = (0.0, STATISTICS[name].high) if name in STATISTICS else (-math.inf, math.inf)
         if name.endswith(VARIANCES):
             low = 0.0
         bounded = (low, high) != (-math.inf, math.inf)

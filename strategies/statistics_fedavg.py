@@ -9,7 +9,7 @@ round, instead of to the model of the round before.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +22,6 @@ from strategies.robust import Named, Rule
 
 #: Message type of the statistics round.
 STATISTICS_MESSAGE = "train.statistics"
-#: Statistics whose numbers sum to one.
-DISTRIBUTIONS = ("label_prior", "confusion")
 
 
 class StatisticsFedAvg(FedAvg):
@@ -40,7 +38,9 @@ class StatisticsFedAvg(FedAvg):
     statistics_key : str
         Name of the statistics record in replies.
     rule : Rule, optional
-        How statistics are joined instead; clients count alike then. Distributions are scaled to sum to one again.
+        How statistics are joined instead; clients count alike then.
+    distributions : collection of str
+        Names of statistics whose numbers sum to one; what the rule makes of them is scaled to sum to one again.
     **fedavg
         Flower's own parameters.
 
@@ -55,6 +55,7 @@ class StatisticsFedAvg(FedAvg):
         weighting: Literal["uniform", "examples"] = "uniform",
         statistics_key: str = "statistics",
         rule: Rule | None = None,
+        distributions: Collection[str] = (),
         **fedavg: Any,
     ) -> None:
         super().__init__(**fedavg)
@@ -63,6 +64,7 @@ class StatisticsFedAvg(FedAvg):
         if rule is not None and weighting != "uniform":
             raise ValueError(f"weighting = {weighting!r}: allowed with {rule} is uniform only")
         self.rule: Rule | None = rule
+        self.distributions = distributions
         self.weighting = weighting
         self.statistics_key = statistics_key
         self.statistics: ArrayRecord | None = None
@@ -107,7 +109,7 @@ class StatisticsFedAvg(FedAvg):
             for content in contents
         ]
         if self.rule is not None:
-            return _record(_distributions(self.rule(arrays)))
+            return _record(_rescaled(self.rule(arrays), self.distributions))
         weights = None
         if self.weighting == "examples":
             weights = [self._examples(content) for content in contents]
@@ -122,9 +124,9 @@ def _record(arrays: Named) -> ArrayRecord:
     return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
 
 
-def _distributions(joined: Named) -> Named:
+def _rescaled(joined: Named, distributions: Collection[str]) -> Named:
     """Scale distributions to sum to one, which medians of each number do not; ValueError where nothing is left."""
-    for name in set(DISTRIBUTIONS) & set(joined):
+    for name in set(distributions) & set(joined):
         if not (total := joined[name].sum()) > 0:
             raise ValueError(f"{name}: the rule leaves 0 everywhere, since most clients lack each class")
         joined[name] = joined[name] / total

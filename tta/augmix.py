@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Generator, Tensor
@@ -145,6 +146,11 @@ class AugMix:
         self.padding = padding
         self.severity = severity
         self.fill = fill
+
+    @classmethod
+    def for_data(cls, *, flip: bool, crop: float) -> Self:
+        """See `tta.views.RandomViews`; the crop shifts the image and keeps its size."""
+        return cls(flip=flip)
 
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
         """Return one view of each image x [V, C, H, W] in [0, 1], drawn independently (CPU generator)."""

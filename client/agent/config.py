@@ -18,8 +18,6 @@ from settings.schema import REQUIRED, check, key_of, setting
 PATHS = ("state_dir", "data_dir", "certificate", "key", "client_ca")
 #: Keys that only a TCP address has.
 TLS = ("certificate", "key", "client_ca")
-#: Adapter → the option and its value with which it takes a whole test set (`Adapter.takes_whole_set`).
-WHOLE_SET = {"fedicon": ("mode", "offline")}
 UNIX = "unix:"
 
 
@@ -108,8 +106,8 @@ class AgentConfig:
         from tta.registry import info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
-        if name in WHOLE_SET:
-            option, value = WHOLE_SET[name]
+        if known := info(name).whole_set:
+            option, value = known
             if options.get(option, info(name).options[option][1]) == value:
                 raise SettingsError(
                     f"adapter = {self.adapter!r}: {option}={value} takes a whole test set, which a stream never is"

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from client import training
 from client.compute import autocast
-from client.descent import Descent
 from client.objectives import Objective
 from client.training import Step, TrainingSet
 from models import TwoHead
+from models.optim import Optimizer
 from settings import Settings
 
 
@@ -96,7 +96,7 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]
     return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
 
 
-def minimise(loss: Tensor, parameters: Sequence[Tensor], descent: Descent) -> None:
+def minimise(loss: Tensor, parameters: Sequence[Tensor], descent: Optimizer) -> None:
     """Make one step of the optimiser down the loss, for these parameters and no others."""
     for value, gradient in zip(parameters, gradients(loss, parameters), strict=True):
         value.grad = gradient

@@ -21,7 +21,7 @@ from settings import Settings
 from tests.client.test_rules import assert_close, batches, both, descend, draw, network64, objective, options, shared
 from tests.client.test_rules import turn as plain_turn
 from tests.client.tiny import network
-from tta.contrastive_views import ContrastiveViews
+from tta.contrastive import ContrastiveViews
 
 EPOCHS, TEMPERATURE = 2, 0.3
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from client.descent import Descent
+from models.optim import Optimizer
 
 CASES: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": ({"kind": "sgd", "momentum": 0.0}, torch.optim.SGD, {}),
@@ -32,7 +32,7 @@ def values(seed: int) -> list[nn.Parameter]:
 def test_bits_of_torch_optim(name: str, decay: float) -> None:
     own, peer, options = CASES[name]
     ours, theirs = values(1), values(1)
-    descent = Descent(ours, learning_rate=0.03, weight_decay=decay, **own)
+    descent = Optimizer(ours, learning_rate=0.03, weight_decay=decay, **own)
     reference = peer(theirs, lr=0.03, weight_decay=decay, **options)
     for round in range(6):
         gradients = [value.data for value in values(10 + round)]
@@ -49,7 +49,7 @@ def test_bits_of_torch_optim(name: str, decay: float) -> None:
 def test_no_gradient_no_step() -> None:
     for name, (own, _, _) in CASES.items():
         ours = values(2)
-        Descent(ours, learning_rate=0.1, weight_decay=0.5, **own).step()
+        Optimizer(ours, learning_rate=0.1, weight_decay=0.5, **own).step()
         assert all(torch.equal(one, other) for one, other in zip(ours, values(2), strict=True)), name
 
 

@@ -1,4 +1,4 @@
-"""What ATP does to any network: name its modules, watch its BatchNorm layers, differentiate by their statistics.
+"""Modules of a network for ATP: their names, batch statistics of BatchNorm layers, gradients by those statistics.
 
 Adaptive Test-Time Personalization for Federated Learning (Bao, Wei, Wang, He; NeurIPS 2023), section 4.1: a module
 is one tensor that gets one adaptation rate. Every trainable tensor is one, and so are the running mean and the running
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from models import PERSONAL_PREFIX
+from tta.checks import check_choice
 from tta.collaborator import shared_parameters
-from tta.heads import check_choice
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 #: Name and layer → the function that takes the place of the layer's `forward`.
@@ -215,15 +215,6 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     if not loss.requires_grad:
         return [torch.zeros_like(leaf, requires_grad=False) for leaf in leaves]
     return torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else []
-
-
-def finite_logits(logits: Tensor, what: str) -> Tensor:
-    """Return logits [B, K]; raise ValueError naming the samples for which they are not finite."""
-    finite = torch.isfinite(logits.detach()).all(1)
-    if not bool(finite.all()):
-        bad = torch.nonzero(~finite).flatten().tolist()
-        raise ValueError(f"{what} for samples {bad} of the batch is not finite")
-    return logits
 
 
 @contextmanager
