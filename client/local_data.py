@@ -43,9 +43,14 @@ def _augmentation(settings: Settings) -> Augment | None:
     if not settings.augment:
         return None
     if settings.views == "contrastive":
-        known = DATASETS[settings.dataset]
-        return ContrastiveViews.for_data(flip=known.flip, crop=known.crop)
+        return contrastive_views(settings)
     return partial(crop_flip, flip=DATASETS[settings.dataset].flip)
+
+
+def contrastive_views(settings: Settings) -> ContrastiveViews:
+    """Return what makes FedICON's views of the run's data set."""
+    known = DATASETS[settings.dataset]
+    return ContrastiveViews.for_data(flip=known.flip, crop=known.crop)
 
 
 @torch.no_grad()

@@ -130,6 +130,8 @@ class SHOT(Adapter):
     paper = "Do We Really Need to Access the Source Data? Source Hypothesis Transfer (ICML 2020)"
     adapts = "the encoder"
     per = "batch"
+    _weights: dict[str, Tensor]
+    _memory: dict[str, Tensor]
 
     def __init__(
         self,

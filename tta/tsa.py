@@ -102,9 +102,12 @@ class TSA(Adapter):
     name = "tsa"
     paper = "Self-Supervised Aggregation of Diverse Experts for Test-Agnostic Long-Tailed Recognition (NeurIPS 2022)"
     adapts = "the weight of the global head"
-    per = "batch"
+    per: Literal["sample", "batch"] = "batch"
     needs = frozenset({"personal_head"})
     views = Views
+    _a: dict[str, Tensor]
+    _memory: dict[str, Tensor]
+    _position: int
 
     def __init__(
         self,

@@ -185,6 +185,8 @@ class TTT(Adapter):
     paper = "Test-Time Training with Self-Supervision for Generalization under Distribution Shifts (ICML 2020)"
     adapts = "encoder and rotation head"
     needs = frozenset({"rotation_head", "gradients"})
+    _weights: dict[str, Tensor]
+    _position: int
 
     def __init__(
         self,
