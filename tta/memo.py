@@ -30,7 +30,7 @@ from tta.base import Adapter
 from tta.checks import check_choice, check_least, check_number
 from tta.heads import HEADS, check_two_heads
 from tta.statistics import Statistics
-from tta.views import Augment, seeded
+from tta.views import Augment, augmented, seeded
 
 MODES = ("auto", "loop", "vmap")
 CPU_CHUNK = 8  # samples of a vmap on a CPU
@@ -113,7 +113,7 @@ class Tuning:
             draws = torch.cat([self.augment.draw(generator, self.views) for generator in generators])
             return self.augment.apply(copies, draws).view(shape)
         parts = zip(copies.split(self.views), generators, strict=True)
-        return torch.stack([self.augment(part, generator) for part, generator in parts]).view(shape)
+        return torch.stack([augmented(self.augment, part, generator) for part, generator in parts]).view(shape)
 
 
 class Readout(nn.Module):
