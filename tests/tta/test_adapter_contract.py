@@ -483,3 +483,13 @@ def test_a_step_that_leaves_the_finite_numbers_changes_nothing(case: Case) -> No
         adapter.predict(x)
     assert same(snapshot(adapter), before)
     assert adapter.report() == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["personal", "fixed_mix", "fedrod", "fedthe", "fedthe_plus", "btfl", "tsa", "fedicon", "shot", "t3a", "ttt"]
+)
+def test_a_network_without_the_parts_is_refused(name: str) -> None:
+    kind, plain = ADAPTERS[name], nn.Linear(D, CLASSES)
+    given: dict[str, Any] = {"statistics": known()} if "statistics" in inspect.signature(kind).parameters else {}
+    with pytest.raises(ValueError, match=r"needs a .*; Linear has no .*features"):
+        kind(plain, **given)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from tta.contrastive_views import DRAWS, TRIES, ContrastiveViews
+from tta.contrastive import DRAWS, TRIES, ContrastiveViews
 
 ONLY_CROP = {"flip": False, "jitter": 0.0, "grayscale": 0.0}
 
