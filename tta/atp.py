@@ -217,7 +217,7 @@ def _check_labels(y: Tensor, classes: int) -> None:
 
 
 class ATP(Adapter):
-    """Adapt every module of the network by its learned rate, to each batch anew or to the stream so far.
+    """Adapt every module of the network by its learned rate, to each batch alone or to the stream so far.
 
     Defined per batch (the paper's default: 20 samples). The network itself is never changed, and every batch starts
     from it. With all rates zero the predictions are exactly the network's own.

@@ -23,7 +23,7 @@ Decisions and deviations:
 - BatchNorm parameters that are frozen, or in the personal head, are left alone. Layers without weights only normalise.
 - L_KD and L_CR are differentiated one after the other, so that one network's activations are in memory, not two.
 
-Class statistics tell which classes a client has seen: whoever shares "statistics" or "all" reveals that.
+Class statistics tell which classes a client has seen: sharing "statistics" or "all" reveals that.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class BBN(Collaborator):
     lr : float
         Of Adam (β = 0.9, 0.999), finite, 0 or more.
     augment : "student", "teacher" or callable
-        Who sees views, made by `tta.views.Views()`, for images. A callable `augment(x [B, ...], generator) -> [B, ...]`
+        Which network sees the views, made by `tta.views.Views()`, for images. A callable `augment(x [B, ...], generator) -> [B, ...]`
         makes views for the student.
     seed : int
         Of the views, 0 or more; they depend on it and on the number of batches since the last reset only.

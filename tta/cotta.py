@@ -1,4 +1,4 @@
-"""CoTTA: a student follows the average of a slow teacher over many views, and forgets a little of it at random.
+"""CoTTA: a student follows the average of a slow teacher over many views, and a random share of its weights is restored.
 
 Continual Test-Time Domain Adaptation (Wang, Fink, Van Gool, Dai, CVPR 2022), Algorithm 1. For every batch x:
 
@@ -155,7 +155,7 @@ class CoTTA(BatchNormalised):
         return mean if self.average == "probabilities" else torch.softmax(mean, 1)
 
     def _restored(self, student: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the student with a share p of its numbers, drawn anew each batch, back at the source."""
+        """Return the student with a share p of its numbers, drawn for each batch, reset to the source's."""
         generator, restored = self._generator(), {}
         for name, value in student.items():
             # Drawn on the CPU, so that the numbers are the same on every device.

@@ -2,7 +2,7 @@
 
 Adaptive Test-Time Personalization for Federated Learning (Bao, Wei, Wang, He; NeurIPS 2023), section 4.1: a module
 is one tensor that gets one adaptation rate. Every trainable tensor is one, and so are the running mean and the running
-variance of every BatchNorm layer that keeps them. Nothing here knows an architecture: modules are found by walking the
+variance of every BatchNorm layer that keeps them. Nothing depends on an architecture: modules are found by walking the
 network, and for the time of a `with` block the forward functions of BatchNorm layers are exchanged.
 """
 

@@ -11,7 +11,8 @@ data to decide which blocks to adapt"). For every batch, from the source weights
 and the batch is predicted with w; nothing is carried on, as in ATP's code. It is ATP with the rate η for the modules of
 one block and 0 for all others, so the steps are those of `atp` (the clamp of variances included).
 
-Defaults: η = 0.1 and one step, those of ATP's code; the paper chose hyperparameters on validation data, untold.
+Defaults: η = 0.1 and one step, those of ATP's code; the paper chose hyperparameters on validation data and does not report
+them.
 
 Decisions and deviations:
 

@@ -54,7 +54,7 @@ class T3A(Adapter):
     prototype : "mean" or "direction"
         The mean of the supports, or that mean normalised to length 1.
     head : "global" or "personal"
-        Whose rows start the supports, and who gives pseudo-labels and entropies.
+        The head whose rows start the supports and that gives pseudo-labels and entropies.
     record : bool
         Keep the report: `entropy` [n], of the head's prediction, in nats.
 

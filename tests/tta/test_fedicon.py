@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import numpy as np
@@ -165,8 +164,6 @@ def test_a_failure_keeps_the_state(attributes: dict[str, Any], message: str) -> 
         adapter.predict(x)
     assert all(torch.equal(before[name], value) for name, value in adapter.state_dict().items())
     assert adapter.report() == {}
-
-
 
 
 def test_models_without_something_to_tune_are_refused() -> None:

@@ -15,7 +15,6 @@ from tests.tta.streams import Stream
 from tta.tsa import TSA, agreement
 
 
-
 def generator_of(seed: int, position: int, step: int) -> Generator:
     key = np.random.SeedSequence(seed, spawn_key=(position, step))
     return Generator().manual_seed(int(key.generate_state(1, np.uint64)[0]))
