@@ -146,7 +146,7 @@ def refine(
 def refine_with_loss(
     model: nn.Module, x: Tensor, y: Tensor, rates: Mapping[str, float], lr: float, adapt: Adapt = "all"
 ) -> Refinement:
-    """Adapt to a labelled batch without its labels, then move the rates to where its cross-entropy falls.
+    """Adapt to a labelled batch without its labels, then move the rates down the gradient of its cross-entropy.
 
     Parameters
     ----------

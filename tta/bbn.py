@@ -1,4 +1,4 @@
-"""BBN: balanced BatchNorm, and a student that learns from a teacher where the teacher is sure. The client of pFedBBN.
+"""BBN: balanced BatchNorm with confidence-filtered self-distillation, the client side of pFedBBN.
 
 pFedBBN: A Personalized Federated Test-Time Adaptation with Balanced Batch Normalization for Class-Imbalanced Data
 (anonymous, under review, 2025), section 3.1. Three networks come from one: source (frozen), teacher and student. The
@@ -76,8 +76,8 @@ class BBN(Collaborator):
     lr : float
         Of Adam (β = 0.9, 0.999), finite, 0 or more.
     augment : "student", "teacher" or callable
-        Which network sees the views, made by `tta.views.Views()`, for images. A callable `augment(x [B, ...], generator) -> [B, ...]`
-        makes views for the student.
+        Which network sees the views, made by `tta.views.Views()`, for images. A callable
+        `augment(x [B, ...], generator) -> [B, ...]` makes views for the student.
     seed : int
         Of the views, 0 or more; they depend on it and on the number of batches since the last reset only.
     record, proximal
@@ -212,7 +212,7 @@ class BBN(Collaborator):
         return list(torch.autograd.grad(loss, list(self._affine.values()), allow_unused=True, materialize_grads=True))
 
     def _check_statistics(self) -> None:
-        """Raise ValueError if a class statistic left the finite numbers: inputs of a layer can, and its output not."""
+        """Raise ValueError if a class statistic is not finite; a layer's output can be finite even then."""
         statistics = self.normalisation()
         finite = torch.stack([torch.isfinite(value).all() for value in statistics.values()]).tolist()
         bad = [name for name, fine in zip(statistics, finite, strict=True) if not fine]
@@ -221,7 +221,7 @@ class BBN(Collaborator):
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Put the class statistics back if the block fails: updates replace tensors, so the old ones are whole."""
+        """Restore the class statistics if the block fails; updates replace tensors, so the old ones are intact."""
         before = {layer: (layer.class_mean, layer.class_variance) for layer in self._layers.values()}
         try:
             yield

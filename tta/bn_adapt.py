@@ -1,4 +1,4 @@
-"""BN-Adapt: every batch is normalised with its own statistics, or with a mixture of the source's and its own.
+"""BN-Adapt: BatchNorm with the statistics of the test batch, or a mixture of the source's and the batch's.
 
 Improving robustness against common corruptions by covariate shift adaptation (Schneider, Rusak, Eck, Bringmann,
 Brendel, Bethge, NeurIPS 2020), for a batch of n samples and a prior of N source samples:
@@ -12,7 +12,7 @@ The default N = 0 is the batch alone: the rows "BN-Adapt" of ATP (NeurIPS 2023) 
 Decisions and deviations:
 
 - σ²_batch is the biased variance (divided by the number of values), for every N: it is what torch normalises with in
-  training mode, and `domain` tells the same numbers. The published code mixes in the unbiased one where N > 0.
+  training mode, and `domain` returns the same numbers. The published code mixes in the unbiased one where N > 0.
 - A channel that has one value in the batch (one sample of a vector, or of a 1x1 map) has no variance: that layer
   normalises with the source's statistics, for every N. Source code in training mode stops with an error there.
 - Only BatchNorm leaves evaluation mode; dropout, which would add noise to predictions, stays off.
@@ -35,7 +35,7 @@ from tta.collaborator import Collaborator, replace_batchnorms
 
 
 class BatchStatistics(nn.Module):
-    """A BatchNorm layer that normalises with the statistics of what it is given.
+    """A BatchNorm layer that normalises with the statistics of its input.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class BatchStatistics(nn.Module):
         return torch.cat([self._normalise(batch) for batch in x.chunk(self.groups)])
 
     def _normalise(self, x: Tensor) -> Tensor:
-        """Return one batch [n, C, ...] normalised, and remember with what."""
+        """Return one batch [n, C, ...] normalised; keep the statistics in `last`."""
         values = x.numel() // x.shape[1]  # a channel
         if values < 2:
             return self._with(x, self.running_mean, self.running_var)
@@ -99,7 +99,7 @@ def with_batch_statistics(network: nn.Module, prior: int = 0) -> tuple[nn.Module
 
 
 class BatchNormalised(Collaborator):
-    """A collaborator whose network, a private copy of the one given, normalises with statistics of the batch.
+    """Base of collaborators that normalise with the statistics of the batch, on a private copy of the network.
 
     A subclass implements `_adapt`, `trained` and, where it learns, `_begin` and `_state`; it calls `reset` at the end
     of its constructor. The statistics do not outlive a batch, so `normalisation` is empty; those of the last batch are
@@ -134,7 +134,7 @@ class BatchNormalised(Collaborator):
         """Adapt to `x [B, ...]`, B > 0, and return probabilities [B, K]; commit state last."""
 
     def _begin(self) -> None:
-        """Set what is learned to its start; a method that learns nothing has nothing to do."""
+        """Initialise what is learned; nothing to do for a method that learns nothing."""
 
     def _predict(self, x: Tensor) -> Tensor:
         if len(x) == 0:
@@ -153,7 +153,7 @@ class BatchNormalised(Collaborator):
         return logits
 
     def _last(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return what the layers normalised with in the last `_logits`, by layer, as tensors of our own."""
+        """Return what the layers normalised with in the last `_logits`, by layer, as copies."""
         return {name: (layer.last[0].clone(), layer.last[1].clone()) for name, layer in self._layers.items()}
 
     def _reset(self) -> None:

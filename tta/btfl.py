@@ -201,7 +201,7 @@ def prior_path(
 
 
 def check_non_negative(features: Array, width: int) -> None:
-    """Raise ValueError if `features` [B, d] are not `width` wide or negative; the message names the samples."""
+    """Raise ValueError if `features` [B, d] are negative or not `width` wide; the message names the samples."""
     if features.shape[1] != width:
         raise ValueError(f"features have {features.shape[1]} values, the statistics {width}")
     if features.min() < 0:

@@ -76,7 +76,7 @@ class Collaborator(Adapter):
         return {name: value.detach().clone() for name, value in self._named(share).items()}
 
     def load_shared(self, arrays: Mapping[str, Tensor]) -> None:
-        """Take over a mixture of clients' `shared` arrays, of whichever share; everything else is kept.
+        """Take over a mixture of clients' `shared` arrays, of any share; everything else is kept.
 
         Raises
         ------
@@ -111,7 +111,7 @@ class Collaborator(Adapter):
         }
 
     def _received(self) -> None:
-        """Bring what is computed from shared arrays up to date; most methods have nothing of the kind."""
+        """Update what is computed from shared arrays; most methods have nothing of the kind."""
 
     def _anchor_here(self) -> None:
         """Remember what is trained as θ_received, from which `_pull` measures."""

@@ -1,9 +1,9 @@
-"""CoTTA: a student follows the average of a slow teacher over many views, and a random share of its weights is restored.
+"""CoTTA: student and weight-averaged teacher with augmentation-averaged targets and stochastic restoration.
 
 Continual Test-Time Domain Adaptation (Wang, Fink, Van Gool, Dai, CVPR 2022), Algorithm 1. For every batch x:
 
-1. target ŷ': the teacher's prediction of x where the source network is sure of the batch (mean confidence at least the
-   threshold), else the mean of its outputs for 32 random views of x (eq. 3, 4);
+1. target ŷ': the teacher's prediction of x where the source network is confident (mean confidence of the batch at least
+   the threshold), else the mean of its outputs for 32 random views of x (eq. 3, 4);
 2. one step of Adam for the student on the cross-entropy -Σ_c ŷ'_c ln ŷ_c(x), over all its parameters (eq. 1, 5);
 3. teacher: θ' ← α θ' + (1 - α) θ (eq. 2);
 4. student: every number goes back to the source's with probability p (eq. 7, 8).
@@ -43,8 +43,8 @@ class CoTTA(BatchNormalised):
     """Weight-averaged teacher, augmentation-averaged targets, stochastic restoration (see the module).
 
     Defined per batch; what is learned stays for the batches that follow. A batch costs 2 + `views` forward passes and
-    one backward pass where the source is unsure, else 3 and one. `report()` has, for every sample, the source network's
-    `confidence`, whether views were `averaged`, and the student's `loss` in nats.
+    one backward pass where the source is not confident, else 3 and one. `report()` has, for every sample, the source
+    network's `confidence`, whether views were `averaged`, and the student's `loss` in nats.
 
     Parameters
     ----------

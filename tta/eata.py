@@ -1,4 +1,4 @@
-"""EATA: entropy descent on reliable, non-redundant samples, held near the source where the Fisher information is large.
+"""EATA: entropy minimisation on reliable, non-redundant samples with a Fisher regulariser.
 
 Efficient Test-Time Model Adaptation without Forgetting (Niu, Wu, Zhang, Chen, Zheng, Zhao, Tan, ICML 2022), section 4.
 One batch x of B samples with predictions p (softmax) and entropies E, normalised by its own statistics:

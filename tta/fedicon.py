@@ -1,4 +1,4 @@
-"""FedICON at test time: the encoder goes on learning, without labels, to tell the client's own test images apart.
+"""FedICON at test time: self-supervised contrastive tuning of the encoder on test images.
 
 Taming Heterogeneity to Deal with Test-Time Shift in Federated Learning (Tan, Chen, Zhuang, Dong, Lyu, Long, 2023),
 section 3.2 and the test phase of Algorithm 1. From the aggregated encoder θ, for each batch of test images,
@@ -53,7 +53,7 @@ PASS = 256  # samples predicted at once
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning changes, by name in the encoder: its weights, BatchNorm's buffers, and what the optimiser keeps."""
+    """The tuned encoder: its weights and BatchNorm buffers by name, and the optimizer state."""
 
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]

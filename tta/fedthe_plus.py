@@ -82,7 +82,7 @@ class FedTHEPlus(Adapter):
         self._position = 0
 
     def _predict(self, x: Tensor) -> Tensor:
-        trial = copy.copy(self._fedthe)  # becomes ours when nothing below has raised
+        trial = copy.copy(self._fedthe)  # replaces ours once nothing below has raised
         trial.load_state_dict(self._fedthe.state_dict())
         weight = trial.weigh(*two_heads(self.model, x))  # e*, [B]
         logits, losses = tune_and_predict(self._readout, x, weight.to(x.dtype), self._position, self.tuning)

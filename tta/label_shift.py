@@ -1,4 +1,4 @@
-"""EM and BBSE: predictions are corrected for the label prior of each batch, estimated from the predictions.
+"""EM and BBSE: correction of predictions for the label prior of each batch, estimated without labels.
 
 Both assume label shift: p(x|y) stays, p(y) changes from the source's p_s to p_t. A prediction is then corrected by
 

@@ -1,4 +1,4 @@
-"""MEMO: before predicting a sample, tune all weights until its random views agree; then discard the tuning.
+"""MEMO: marginal entropy minimisation over random views, on all weights, for each test sample alone.
 
 MEMO: Test Time Robustness via Adaptation and Augmentation (Zhang, Levine, Finn, NeurIPS 2022), Algorithm 1, as a
 baseline of Test-Time Robust Personalization for Federated Learning (Jiang and Lin, ICLR 2023, appendix B, Algorithm 3;

@@ -134,7 +134,7 @@ def call_with(model: nn.Module, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Keep a network in evaluation mode inside the block; afterwards every layer is in the mode it came in."""
+    """Keep a network in evaluation mode inside the block; restore the mode of every layer afterwards."""
     before = [(layer, layer.training) for layer in model.modules() if layer.training]
     try:
         for layer, _ in before:
@@ -219,7 +219,7 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @contextmanager
 def _exchanged(layers: Mapping[str, BatchNorm], replacement: Replacement) -> Iterator[None]:
-    """Give each layer another forward function inside the block, and its own back, whatever happens."""
+    """Replace the forward function of each layer inside the block; restore it afterwards, also after an error."""
     before = [(layer, layer.__dict__.get("forward")) for layer in layers.values()]
     try:
         for name, layer in layers.items():

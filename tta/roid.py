@@ -1,4 +1,4 @@
-"""ROID: self-training weighted by certainty and diversity, anchored at the source, corrected for the batch's classes.
+"""ROID: self-training with certainty and diversity weighting, weight ensembling and prior correction.
 
 Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, and Prior Correction (Marsden, Döbler,
 Yang, WACV 2024), section 3. One batch x of B samples with predictions p (softmax), normalised by its own statistics:

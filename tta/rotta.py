@@ -1,4 +1,4 @@
-"""RoTTA: robust BatchNorm statistics, and a student that learns from a balanced memory what its teacher says.
+"""RoTTA: robust BatchNorm statistics, a class-balanced memory, and a student distilled from its teacher.
 
 Robust Test-Time Adaptation in Dynamic Scenarios (Yuan, Xie, Li, CVPR 2023), section 3. Every batch is predicted by the
 teacher as it is. Then its samples enter a memory one after the other (`Memory`), and after every `update_every`
@@ -146,7 +146,7 @@ class Memory:
         return other
 
     def add(self, sample: Tensor, label: int, uncertainty: float) -> bool:
-        """Show the memory a sample [...] with its predicted class and the entropy of the prediction, in nats.
+        """Offer a sample [...] with its predicted class and the entropy of the prediction, in nats.
 
         Returns
         -------
@@ -206,7 +206,7 @@ class Memory:
         return self.lambda_t * timeliness + self.lambda_u * uncertainty / math.log(self.classes)
 
     def _make_room(self, label: int, score: float) -> bool:
-        """Say whether a new sample of this class and score has a place, if need be after removing another."""
+        """Tell whether a new sample of this class and score is kept; remove another one where that makes room."""
         sizes = [len(entries) for entries in self._entries]
         if sizes[label] >= self.capacity / self.classes:
             crowded = [label]
@@ -227,7 +227,7 @@ class Memory:
 
 
 class _Learned(NamedTuple):
-    """All that an update replaces by new values; none of it is changed in place during a batch."""
+    """Tensors that an update replaces; none is changed in place during a batch."""
 
     affine: dict[str, dict[str, Tensor]]  # by role: γ and β
     running: dict[str, dict[str, Tensor]]  # by role: the robust statistics

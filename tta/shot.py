@@ -1,4 +1,4 @@
-"""SHOT, online: the encoder moves until the frozen head is sure of every sample and of different classes.
+"""SHOT, online: information maximisation and pseudo-labels for the encoder, with a frozen head.
 
 Do We Really Need to Access the Source Data? Source Hypothesis Transfer for Unsupervised Domain Adaptation (Liang, Hu,
 Feng, ICML 2020), section 3, one batch at a time as in Adaptive Test-Time Personalization for Federated Learning (Bao,

@@ -1,8 +1,8 @@
-"""Statistics of training data that adapters use at test time, and what each one looks like.
+"""Statistics of the training data that adapters use at test time: shapes, ranges and pooling.
 
 A client computes them in the statistics round, under the final global encoder, in evaluation mode and without
-augmentation, and sends them to the server, which averages them over clients. `STATISTICS` says all there is to know of
-each one; a client then combines its own values and the means into `Statistics`, which adapters read.
+augmentation, and sends them to the server, which averages them over clients. `STATISTICS` describes each one;
+a client then combines its own values and the means into `Statistics`, which adapters read.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ OWN_NEEDS = frozenset(known.need for known in STATISTICS.values() if known.own)
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a client knows about the training data under the final global encoder.
+    """A client's statistics of the training data under the final global encoder.
 
     An adapter reads the fields it needs; the rest may be None.
 
@@ -159,7 +159,7 @@ def statistics_shapes(needs: Collection[str], model: TwoHead) -> dict[str, tuple
 
 
 def out_of_range(name: str, value: NDArray[Any]) -> str:
-    """Say which values of a statistic are not allowed; empty if all are finite and in range."""
+    """Return which values of a statistic are not allowed; empty if all are finite and in range."""
     high = STATISTICS[name].high
     if ((value >= 0) & (value <= min(high, np.finfo(np.float64).max))).all():  # also refuses NaN
         return ""

@@ -1,4 +1,4 @@
-"""Surgical adaptation: one block of the network, the one that helped most on labelled data, descends on the entropy.
+"""Surgical adaptation: entropy minimisation in one block of the network, chosen on labelled validation data.
 
 Surgical Fine-Tuning Improves Adaptation to Distribution Shifts (Lee, Chen, Tajwar, Kumar, Yao, Liang, Finn, ICLR 2023)
 found that tuning one block can beat tuning all. This is its form without labels at test time, the baseline of Adaptive
@@ -11,8 +11,7 @@ data to decide which blocks to adapt"). For every batch, from the source weights
 and the batch is predicted with w; nothing is carried on, as in ATP's code. It is ATP with the rate η for the modules of
 one block and 0 for all others, so the steps are those of `atp` (the clamp of variances included).
 
-Defaults: η = 0.1 and one step, those of ATP's code; the paper chose hyperparameters on validation data and does not report
-them.
+Defaults: η = 0.1 and one step, those of ATP's code; the paper chose its own on validation data and does not report it.
 
 Decisions and deviations:
 
@@ -178,7 +177,7 @@ class Surgical(Adapter):
         return torch.softmax(logits, 1)
 
     def _set(self, values: dict[str, Tensor]) -> None:
-        """Copy values of the block's tensors into our network."""
+        """Copy values of the block's tensors into the private network."""
         for name, value in module_tensors(self._network).items():
             if name in self._source:
                 value.detach().copy_(values[name])

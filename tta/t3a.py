@@ -1,4 +1,4 @@
-"""T3A: the last layer is replaced by class prototypes that follow the stream.
+"""T3A: the last layer is replaced by class prototypes computed from the stream.
 
 Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization (Iwasawa and Matsuo, NeurIPS 2021),
 as a baseline of FedTHE (ICLR 2023, which takes it sample by sample), ATP (NeurIPS 2023) and FedICON. Sample n with

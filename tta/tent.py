@@ -1,4 +1,4 @@
-"""Tent: batch statistics, and one step down the entropy of the predictions for the BatchNorm weights and biases.
+"""Tent: entropy minimisation through BatchNorm statistics, weights and biases.
 
 Tent: Fully Test-Time Adaptation by Entropy Minimization (Wang, Shelhamer, Liu, Olshausen, Darrell, ICLR 2021),
 section 3:

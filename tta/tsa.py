@@ -1,4 +1,4 @@
-"""TSA: the two heads are experts whose mixture is tuned until two views of a sample get the same prediction.
+"""TSA: a mixture of the two heads, tuned for the agreement of its predictions on two random views.
 
 Self-Supervised Aggregation of Diverse Experts for Test-Agnostic Long-Tailed Recognition (Zhang, Hooi, Hong, Feng,
 NeurIPS 2022), section 4.2, eq. 5, as a baseline of FedTHE (ICLR 2023, rows "TSA on our pure 2-head model"). With the
@@ -149,7 +149,7 @@ class TSA(Adapter):
         return torch.softmax(e * logits_global + (1 - e) * logits_personal, 1).detach()
 
     def _tuned(self, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return a and the optimiser's memory after the steps on x [B, ...], B > 0."""
+        """Return a and the optimizer state after the steps on x [B, ...], B > 0."""
         values, memory = self._a, self._memory
         if self.scope == "sample":
             values = {"a": self._a["a"].detach().repeat(len(x), 1).requires_grad_()}

@@ -1,7 +1,7 @@
-"""TTT, online: before predicting a sample, learn from how its rotated copies are rotated; keep what was learned.
+"""TTT, online: self-supervised rotation prediction on every sample before it is classified.
 
 Test-Time Training with Self-Supervision for Generalization under Distribution Shifts (Sun, Wang, Liu, Miller, Efros,
-Hardt, ICML 2020), sections 2 and 3. A second head, trained together with the network, tells by which of 0, 90, 180,
+Hardt, ICML 2020), sections 2 and 3. A second head, trained together with the network, predicts by which of 0, 90, 180,
 270 degrees an image was turned. At test time, for every sample in order:
 
     θ ← θ - η ∇_θ mean over 32 random views, each turned at random, of -ln p_rotation(turn | view; θ)
@@ -70,7 +70,7 @@ def rotate(x: Tensor, quarter_turns: Tensor) -> Tensor:
 
 
 def rotation_loss(model: nn.Module, x: Tensor, generator: Generator) -> Tensor:
-    """Return the mean cross-entropy, in nats, of telling by how much each image was turned at random.
+    """Return the mean cross-entropy, in nats, of predicting a random rotation of each image.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ class TTT(Adapter):
     Raises
     ------
     ValueError
-        An option is out of range, or the model has not what it needs.
+        An option is out of range, or the model lacks a part.
     """
 
     name = "ttt"

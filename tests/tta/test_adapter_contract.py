@@ -459,6 +459,23 @@ def test_the_domain_starts_at_the_source_and_then_moves(case: Case) -> None:
         assert not torch.equal(adapter.domain()["encoder.1"][0], model.encoder[1].running_mean)
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in SHARING if case.name in ("tent", "eata", "cotta", "roid", "bbn")], ids=str
+)
+def test_a_proximal_term_has_no_effect_on_one_step_after_a_reception(case: Case) -> None:
+    one = {"steps": 1} if "steps" in case.kind.options else {}
+    free, pulled = (case.make(proximal=strength, **one) for strength in (0.0, 50.0))
+    for part in images(16).split(8):
+        assert torch.equal(free.predict(part), pulled.predict(part))
+        for adapter in (free, pulled):
+            adapter.load_shared({name: 1.01 * value for name, value in adapter.shared("affine").items()})
+    assert same(free.shared("all"), pulled.shared("all"))
+    for adapter in (free, pulled):  # two steps without a reception between them
+        adapter.predict(images(8))
+        adapter.predict(images(8, seed=2))
+    assert not same(free.shared("all"), pulled.shared("all"))
+
+
 @pytest.mark.parametrize("case", SHARING, ids=str)
 def test_frozen_and_missing_batchnorms(case: Case) -> None:
     if case.name == "none":

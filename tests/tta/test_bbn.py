@@ -229,19 +229,6 @@ def test_negative_variances_of_others_are_refused() -> None:
         adapter.load_shared(arrays)
 
 
-def test_proximal_term_has_no_gradient_in_the_first_step_after_a_round() -> None:
-    plain, proximal = make(conv_network()), make(conv_network(), proximal=0.5)
-    for batch in images(30).split(10):
-        assert torch.equal(plain.predict(batch), proximal.predict(batch))
-        for adapter in (plain, proximal):
-            adapter.load_shared({name: 0.9 * value for name, value in adapter.shared("all").items()})
-    assert all(torch.equal(value, proximal.trained()[name]) for name, value in plain.trained().items())
-    for adapter in (plain, proximal):  # two steps without a round between them: now it pulls
-        for batch in images(20).split(10):
-            adapter.predict(batch)
-    assert not torch.equal(plain.trained()["1.weight"], proximal.trained()["1.weight"])
-
-
 @pytest.mark.parametrize("where", ["image", "student", "teacher"])
 def test_what_is_not_finite_is_refused_and_leaves_no_trace(where: str) -> None:
     x = images(6)

@@ -210,20 +210,6 @@ def test_one_step_follows_the_finite_difference_gradient() -> None:
         assert moved == pytest.approx(-LR * slope / (abs(slope) + 1e-8), abs=1e-6)
 
 
-def test_a_proximal_term_has_no_effect_on_one_step_after_a_reception() -> None:
-    x = images(12)
-    plain, near = (CoTTA(two_head_network(), proximal=mu, **OPTIONS) for mu in (0.0, 100.0))
-    assert torch.equal(plain.predict(x[:6]), near.predict(x[:6]))
-    mixture = {name: value + 0.1 for name, value in plain.shared("affine").items()}
-    for cotta in (plain, near):
-        cotta.load_shared(mixture)
-    assert torch.equal(plain.predict(x[6:]), near.predict(x[6:]))
-    assert all(torch.equal(near.trained()[name], value) for name, value in plain.trained().items())
-    plain.predict(x[:6])
-    near.predict(x[:6])
-    assert not all(torch.equal(near.trained()[name], value) for name, value in plain.trained().items())
-
-
 def test_restoration_goes_to_the_source_also_after_a_reception() -> None:
     network = conv_network()
     cotta = CoTTA(network, **{**OPTIONS, "restore": 1.0})

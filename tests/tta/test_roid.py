@@ -220,11 +220,3 @@ def test_what_is_shared() -> None:
     first = two_head_network().encoder[0](x)  # the domain is that of the images, not of their views
     torch.testing.assert_close(roid.domain()["encoder.1"][0], first.mean((0, 2, 3)).detach())
     torch.testing.assert_close(roid.domain()["encoder.1"][1], first.var((0, 2, 3), correction=0).detach())
-
-
-def test_with_one_step_a_round_the_proximal_term_has_no_effect() -> None:
-    free, pulled = make_roid(), make_roid(proximal=10.0)
-    for batch in images(30).split(10):
-        assert torch.equal(free.predict(batch), pulled.predict(batch))
-        for roid in (free, pulled):
-            roid.load_shared({name: 1.01 * value for name, value in roid.shared("affine").items()})

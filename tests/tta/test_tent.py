@@ -124,23 +124,6 @@ def test_steps_lower_the_entropy() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_a_proximal_term_has_no_effect_on_one_step_after_a_reception(optimizer: Any) -> None:
-    x = images(12)
-    plain, near = (Tent(conv_network(), optimizer=optimizer, lr=LR, proximal=mu) for mu in (0.0, 100.0))
-    mixture = plain.shared("affine")
-    for value in mixture.values():
-        value += 0.1
-    assert torch.equal(plain.predict(x[:6]), near.predict(x[:6]))
-    for adapter in (plain, near):
-        adapter.load_shared(mixture)
-        adapter.predict(x[:6])
-    assert all(torch.equal(near.trained()[name], value) for name, value in plain.trained().items())
-    plain.predict(x[6:])
-    near.predict(x[6:])
-    assert not all(torch.equal(near.trained()[name], value) for name, value in plain.trained().items())
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_one_vector_adapts_with_the_sources_statistics(optimizer: Any) -> None:
     network: Any = mlp_network()
     x = vectors(1)
