@@ -21,7 +21,7 @@ from client.device import Device
 from client.evaluation import Row, make_adapter
 from client.neighbours import Neighbours, memorise
 from client.state import MemoryState
-from client.summary import POOLED, join_statistics
+from client.summary import join_statistics
 from client.task import Task
 from data import Federation, Images
 from models import MODELS, build
@@ -29,6 +29,7 @@ from settings import Settings, SettingsError, assignments
 from tta import Adapter, Statistics
 from tta.atp import zero_rates
 from tta.registry import ADAPTERS
+from tta.statistics import ON_REQUEST
 
 CLASSES, SIDE = 10, 32
 SAMPLES, BATCH, REPEATS = 200, 20, 3
@@ -114,7 +115,7 @@ class Client:
     neighbours: Neighbours
 
     @classmethod
-    def of(cls, set_up: SetUp, rotation_head: bool, needs: Collection[str] = POOLED) -> Client:
+    def of(cls, set_up: SetUp, rotation_head: bool, needs: Collection[str] = ON_REQUEST) -> Client:
         """Make one with those pooled statistics that are needed; SettingsError if the network's options do not fit."""
         draw = np.random.default_rng(0)
         pixels = draw.integers(256, size=(HELD, 3, SIDE, SIDE), dtype=np.uint8)
@@ -129,7 +130,7 @@ class Client:
         settings = Settings(dataset="cifar10", clients=1, adapt_batch_size=set_up.batch, device="cpu")
         device = Device(world, 0, model, MemoryState(), MemoryState(), settings, torch.device("cpu"), "both")
         arrays = {name: value.numpy().copy() for name, value in model.global_state().items()}
-        means, _ = device.statistics(1, Task("cost"), arrays, [need for need in POOLED if need in needs])
+        means, _ = device.statistics(1, Task("cost"), arrays, [need for need in ON_REQUEST if need in needs])
         private = device.state.load("cost", 1)
         assert private is not None, "statistics have just been kept"
         known = join_statistics(private, means, 1, device.device)

@@ -25,7 +25,7 @@ from server.trainings import BATCHNORM, TRAININGS
 from settings import SettingsError
 from tta.registry import ADAPTERS
 
-#: What people call the needs of an adapter, see `tta.table.NEEDS`.
+#: What people call the needs of an adapter, see `tta.base.NEEDS`.
 WORDS = {
     "personal_head": "a personal head",
     "residual_head": "a residual personal head",

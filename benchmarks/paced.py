@@ -26,7 +26,7 @@ from server.events import Leak
 from server.methods import MethodRow
 from settings import Settings, SettingsError
 from tta import Adapter
-from tta.table import POOLED
+from tta.statistics import ON_REQUEST
 
 #: The one training whose network all rows share.
 TASK = Task("cross_entropy")
@@ -99,7 +99,7 @@ def prepare(
     arrays = {name: value.numpy().copy() for name, value in model.global_state().items()}
     devices = [make_device(settings, one, MemoryState(), MemoryState()) for one in range(settings.clients)]
     needs = frozenset().union(*(row.needs for row in rows))
-    means = _mean_statistics(devices, arrays, [need for need in POOLED if need in needs], settings, console)
+    means = _mean_statistics(devices, arrays, [need for need in ON_REQUEST if need in needs], settings, console)
     try:
         shifts, note = resolve(settings.shifts, devices[0].natural is not None)
         clients = [

@@ -23,8 +23,7 @@ from messages.arrays import Arrays
 from models import TwoHead
 from settings import Scalar, Settings, from_config
 from tta.atp import Adapt, refine_with_loss
-from tta.collaborator import Collaborator
-from tta.table import Share
+from tta.collaborator import Collaborator, Share
 
 RENDERED = 1024  # batches kept; 200 CIFAR images take 0.6 MB
 

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.func import vmap
 
 from client.algorithms import FedAvg, find_algorithm
-from client.descent import StackedDescent
 from client.device import Device, Turn
 from client.network import own_tensors
 from client.training import Objective, TrainingSet, autocast, epoch, find_objective, generator, smallest_batch
 from messages.replies import Trained
 from messages.requests import Train
 from models import PERSONAL_PREFIX
+from models.optim import StackedOptimizer
 from models.vectorized import VectorizedNetwork, is_stochastic
 
 #: (batch, leaves, class counts) → (mean loss of each client [k], what is added to it for the gradient [k]).
@@ -186,7 +186,7 @@ class Cohort:
         draw = [generator(settings.seed, purpose, turns[0].request.round, client) for client in clients]
         trained = {name: self.values[name] for name in names}
         how = settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum
-        descent, counts = StackedDescent(trained, *how), torch.stack([turn.data.counts for turn in turns])
+        descent, counts = StackedOptimizer(trained, *how), torch.stack([turn.data.counts for turn in turns])
         for _ in range(epochs):
             total, seen = torch.zeros(2, len(turns), dtype=torch.float64, device=counts.device)
             for batch in cohort_epoch([turn.data for turn in turns], settings.batch_size, draw, smallest):

@@ -14,22 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client.training import contrastive_views, labelled
+from client.training import labelled
 from data import DATASETS, Federation, Stream
 from messages.replies import WEIGHT_BINS, EvaluationResult
 from messages.requests import AdapterRow
 from models import TwoHead
 from settings import Settings
 from tta import Adapter, Statistics
-from tta.augmix import AugMix
 from tta.knn_per import Datastore, KNNPer, choose_weight
 from tta.registry import create, info
-from tta.views import Views
-
-MARGINAL_ENTROPY = ("memo", "fedthe_plus")  # whose views are AugMix
-RANDOM_VIEWS = ("cotta", "rotta", "roid", "bbn", "tsa")  # whose views are `tta.views.Views`
-CONTRASTIVE_VIEWS = ("fedicon",)  # whose views are `tta.contrastive_views.ContrastiveViews`
-
 
 #: Name → (probabilities [n, K], labels [n]) → number, averaged over clients by their test samples.
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {}
@@ -157,13 +150,9 @@ def _batch_size(adapter: Adapter, settings: Settings, total: int) -> int:
 def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
     """Return the options of an adapter that follow from the run's settings, where a row does not set them."""
     follow: dict[str, Any] = {"seed": settings.seed}
-    flip = DATASETS[settings.dataset].flip
-    if adapter in MARGINAL_ENTROPY:
-        follow["augment"] = AugMix(flip=flip)
-    if adapter in RANDOM_VIEWS:
-        follow["augment"] = Views(flip=flip)
-    if adapter in CONTRASTIVE_VIEWS:
-        follow["augment"] = contrastive_views(settings)
+    if views := info(adapter).views:
+        known = DATASETS[settings.dataset]
+        follow["augment"] = views.for_data(flip=known.flip, crop=known.crop)
     if settings.leave_one_out:
         follow["leave_one_out"] = settings.clients
     return {name: value for name, value in follow.items() if name in info(adapter).options}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ class Served:
             about["settings"],
             tuple(about["classes"]),
             Usual(arrays["usual.shares"], float(arrays["usual.entropy"])),
-            _statistics(arrays, device) if about["statistics"] else None,
+            Statistics.from_arrays(_part(arrays, "statistics."), device) if about["statistics"] else None,
             _rates(arrays, about["variants"]),
             _datastore(arrays, device),
             about["chosen"],
@@ -177,10 +177,8 @@ class Served:
     def _arrays(self) -> Arrays:
         """Return the arrays beside the network."""
         arrays: Arrays = {"usual.shares": self.usual.shares, "usual.entropy": np.array(self.usual.entropy)}
-        for name in (known.name for known in fields(Statistics)):
-            value = getattr(self.statistics, name, None)
-            if value is not None:
-                arrays[f"statistics.{name}"] = _array(value)
+        if self.statistics is not None:
+            arrays |= {f"statistics.{name}": value for name, value in self.statistics.to_arrays().items()}
         for variant, rates in (self.rates or {}).items():
             arrays |= {f"rates.{variant}.{module}": np.array(rate) for module, rate in rates.items()}
         if self.datastore is not None:
@@ -263,13 +261,6 @@ def _array(value: Tensor | float) -> NDArray[Any]:
 
 def _part(arrays: Arrays, prefix: str) -> Arrays:
     return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
-
-
-def _statistics(arrays: Arrays, device: torch.device) -> Statistics:
-    known: dict[str, Any] = {}
-    for name, value in _part(arrays, "statistics.").items():
-        known[name] = float(value) if name.startswith("entropy") else torch.tensor(value, device=device)
-    return Statistics(**known)
 
 
 def _rates(arrays: Arrays, variants: list[str]) -> dict[str, dict[str, float]] | None:

@@ -18,9 +18,8 @@ from messages.arrays import Arrays
 from models import TwoHead
 from settings import Settings
 from tta import Statistics
-from tta.statistics import discretise
+from tta.statistics import ON_REQUEST, discretise, out_of_range
 from tta.surgical import block_scores
-from tta.table import POOLED
 
 OWN = "statistics."  # before the names of the client's statistics in its private state
 STATISTICS_ROUND = "statistics-round"  # under which round's model they were computed
@@ -93,27 +92,15 @@ def join_statistics(
     ValueError
         A client that trains has none of that round, or the means do not fit.
     """
-
-    def tensor(value: NDArray[Any]) -> Tensor:
-        return torch.tensor(value, device=device)
-
-    check_pooled(means)
-    pooled: dict[str, Any] = {name: tensor(means[name]) for name in POOLED if name in means}
+    pooled = {name: value for name, value in means.items() if name in ON_REQUEST}
+    check_ranges(pooled)
     if not trains:
-        return Statistics(**pooled)
+        return Statistics.combine({}, pooled, device)
     if int(private.get(STATISTICS_ROUND, np.array(-1))) != round:
         raise ValueError(f"this client has no statistics of round {round}")
     own = {name.removeprefix(OWN): value for name, value in private.items() if name.startswith(OWN)}
-    check_means({name: value for name, value in means.items() if name not in POOLED}, own)
-    return Statistics(
-        **pooled,
-        descriptor_local=tensor(own["descriptor"]),
-        descriptor_global=tensor(means["descriptor"]),
-        dle_local=tensor(own["dle"]),
-        dle_global=tensor(means["dle"]),
-        entropy_local=float(own["entropy_local"][0]),
-        entropy_global=float(own["entropy_global"][0]),
-    )
+    check_means({name: value for name, value in means.items() if name not in ON_REQUEST}, own)
+    return Statistics.combine(own, means, device)
 
 
 def label_prior(counts: Tensor) -> NDArray[np.float64]:
@@ -144,7 +131,7 @@ def pooled_statistics(
     x, y : Tensor [n, C, H, W], [n]
         The validation split.
     wanted : collection of str
-        Names of needs in `tta.table.NEEDS`; others than these are left to others.
+        Names in `tta.statistics.STATISTICS`; those that are always sent are ignored.
 
     Raises
     ------
@@ -177,14 +164,11 @@ def check_means(means: Mapping[str, NDArray[Any]], own: Mapping[str, NDArray[Any
         if value.shape != own[name].shape or value.dtype != own[name].dtype:
             expected = f"{own[name].dtype}{list(own[name].shape)}"
             raise ValueError(f"mean {name}: {value.dtype}{list(value.shape)} does not fit {expected}")
-        highest = 1.0 if name == "dle" else np.finfo(np.float64).max
-        if not ((value >= 0) & (value <= highest)).all():  # also refuses NaN
-            raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to {highest:g}")
+    check_ranges(means)
 
 
-def check_pooled(means: Mapping[str, NDArray[Any]]) -> None:
-    """Refuse pooled frequencies or accuracies that are none; ValueError names the array."""
-    for name in POOLED:
-        if name in means and not ((means[name] >= 0) & (means[name] <= 1)).all():  # also refuses NaN
-            value = means[name]
-            raise ValueError(f"mean {name}: values from {value.min()} to {value.max()}, allowed are 0 to 1")
+def check_ranges(means: Mapping[str, NDArray[Any]]) -> None:
+    """Refuse means of statistics that are not finite or out of range; ValueError names the array."""
+    for name, value in means.items():
+        if wrong := out_of_range(name, value):
+            raise ValueError(f"mean {name}: {wrong}")

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from client.descent import Descent
 from data import DATASETS, Federation, crop_flip
 from models import TwoHead
 from models.arrays import all_finite
+from models.optim import Optimizer
 from settings import Settings
-from tta.contrastive_views import ContrastiveViews
+from tta.contrastive import ContrastiveViews
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 #: (logits [B, K], labels [B], class counts [K] of the client's training split) → mean loss.
@@ -116,7 +116,7 @@ def labelled(federation: Federation, index: NDArray[np.int64], device: torch.dev
 def contrastive_views(settings: Settings) -> ContrastiveViews:
     """Return the random views of FedICON for the run's data set."""
     known = DATASETS[settings.dataset]
-    return ContrastiveViews(crop_scale=(known.crop, 1.0), flip=known.flip)
+    return ContrastiveViews.for_data(flip=known.flip, crop=known.crop)
 
 
 def _augmentation(settings: Settings) -> Augment | None:
@@ -147,9 +147,9 @@ def epoch(
                 yield batch, labels
 
 
-def optimizer(parameters: Sequence[Tensor], settings: Settings) -> Descent:
+def optimizer(parameters: Sequence[Tensor], settings: Settings) -> Optimizer:
     """Return a fresh local optimizer; its state starts from zero in every round."""
-    return Descent(parameters, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum)
+    return Optimizer(parameters, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum)
 
 
 def train_network(

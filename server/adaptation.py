@@ -21,7 +21,8 @@ from settings import Settings, SettingsError, assignments
 from strategies import COLLABORATIONS, Collaborative
 from strategies.broadcast import Broadcast
 from strategies.collaborative import NORMALISATION, START
-from tta.registry import ADAPTERS, Share
+from tta.collaborator import Share
+from tta.registry import ADAPTERS
 
 #: W is written for every round up to this many clients.
 WRITTEN = 100

@@ -9,16 +9,15 @@ from messages.arrays import Arrays, channels_last
 from messages.flower import read_arrays, strategy_reply
 from messages.replies import EvaluationResult
 from messages.requests import Evaluate, Summarize, TrainingTask, Variant
-from models import ROTATION_PREFIX, TwoHead
-from models.layers import by_block
+from models import TwoHead
 from server.aggregation import robust_aggregator
 from server.events import Leak, RunError
 from server.methods import Training
 from server.rates import Rates, rate_arrays
 from server.rounds import Federation, Outcome, Round
-from server.validation import EvaluateCheck, Shapes, SummarizeCheck
+from server.validation import EvaluateCheck, SummarizeCheck
 from strategies import StatisticsFedAvg
-from tta.registry import POOLED
+from tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
 
 
 def statistics_round(federation: Federation, training: Training, arrays: Arrays, model: TwoHead) -> Arrays:
@@ -38,14 +37,16 @@ def statistics_round(federation: Federation, training: Training, arrays: Arrays,
     """
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
     weighting: Any = federation.settings.statistics_weighting
-    averaging = StatisticsFedAvg(weighting=weighting, aggregator=robust_aggregator(federation.settings))
-    shapes = statistics_shapes(training, model)
+    averaging = StatisticsFedAvg(
+        weighting=weighting, aggregator=robust_aggregator(federation.settings), distributions=DISTRIBUTIONS
+    )
+    shapes = statistics_shapes(training.needs, model)
     request = Summarize(
         **federation.common(name),
         round=round,
         task=_final_task(training),
         arrays=_aggregated(training, arrays),
-        wanted=[need for need in POOLED if need in shapes],
+        wanted=[one for one in ON_REQUEST if one in shapes],
     )
     asking = Round(federation, SummarizeCheck(shapes), name, round, f"statistics {name}")
     outcome = asking.ask(lambda: federation.addressed(federation.sources, request))
@@ -67,16 +68,6 @@ def statistics_round(federation: Federation, training: Training, arrays: Arrays,
         seconds=[float(one.reply.seconds) for one in outcome.replies],
     )
     return {name: channels_last(value) for name, value in read_arrays(means).items()}
-
-
-def statistics_shapes(training: Training, model: TwoHead) -> Shapes:
-    """Return shape and dtype of the statistics: the four usual ones, and those of labels that rows need."""
-    features, classes = model.feature_dim, model.num_classes
-    blocks = by_block(model, [name for name in model.global_state() if not name.startswith(ROTATION_PREFIX)])
-    always = {"descriptor": (features,), "dle": (features,), "entropy_local": (1,), "entropy_global": (1,)}
-    pooled = {"label_prior": (classes,), "confusion": (classes, classes), "block_scores": (len(blocks),)}
-    wanted = {name: shape for name, shape in pooled.items() if name in training.needs}
-    return {name: (shape, "float64") for name, shape in {**always, **wanted}.items()}
 
 
 def evaluation_round(

@@ -18,6 +18,7 @@ from server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
 from settings import Settings, SettingsError, assignments
 from strategies import AGGREGATIONS
 from tta.registry import ADAPTERS, parse_options
+from tta.statistics import OWN_NEEDS, STATISTICS_NEEDS
 
 Options = dict[str, bool | int | float | str | None]
 #: In place of methods by name: all of them.
@@ -33,7 +34,7 @@ class Method:
     training : str
         A key of `server.trainings.TRAININGS`: local objective and strategy.
     adapter : str
-        A key of `tta.table.ADAPTERS`.
+        A key of `tta.registry.ADAPTERS`.
     summary : str
         One line for people.
     base : "global" or "personalised"
@@ -99,9 +100,9 @@ METHODS |= {name: Method("cross_entropy", name, ADAPTERS[name].adapts) for name 
 
 
 #: Needs of an adapter that only a client that trains on labels of its own can meet.
-PERSONALISED = frozenset({"personal_head", "residual_head", "descriptor", "dle", "entropy", "datastore"})
+PERSONALISED = OWN_NEEDS | {"personal_head", "residual_head", "datastore"}
 #: Needs that a statistics round meets.
-STATISTICS = frozenset({"personal_head", "descriptor", "dle", "entropy", "label_prior", "confusion", "block_scores"})
+STATISTICS = STATISTICS_NEEDS | {"personal_head"}
 #: Needs that only a training with such a head meets.
 HEADS = ("rotation_head", "residual_head")
 

@@ -33,15 +33,6 @@ from models.arrays import array_finite
 
 #: name → (shape, dtype as numpy spells it).
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
-#: Inclusive ranges of named arrays, where a range exists.
-RANGES: dict[str, tuple[float, float]] = {
-    "dle": (0.0, 1.0),
-    "entropy_local": (0.0, math.inf),
-    "label_prior": (0.0, 1.0),
-    "confusion": (0.0, 1.0),
-    "block_scores": (0.0, 1.0),
-    "entropy_global": (0.0, math.inf),
-}
 #: Endings of names of variances, which are not negative.
 VARIANCES = ("running_var", "variance")
 
@@ -260,7 +251,8 @@ def arrays_refused(arrays: Arrays, shapes: Shapes, ranges: bool = True) -> str |
             return f"{name}: {value.dtype}{list(value.shape)}, expected {dtype}{list(shape)}"
         if not array_finite(value):
             return f"{name}: values that are not finite"
-        low, high = RANGES.get(name, (0.0 if name.endswith(VARIANCES) else -math.inf, math.inf))
+        low = 0.0 if name in STATISTICS or name.endswith(VARIANCES) else -math.inf
+        high = STATISTICS[name].high if name in STATISTICS else math.inf
         bounded = (low, high) != (-math.inf, math.inf)
         if ranges and bounded and value.size and (value.min() < low or value.max() > high):
             return f"{name}: values from {value.min()} to {value.max()}, allowed are {low} to {high}"

@@ -52,7 +52,7 @@ class StatisticsFedAvg(FedAvg):
         weighting: Literal["uniform", "examples"] = "uniform",
         statistics_key: str = "statistics",
         aggregator: RobustAggregator | None = None,
-        distributions: Collection[str] = ("label_prior", "confusion"),
+        distributions: Collection[str] = (),
         **fedavg: Any,
     ) -> None:
         super().__init__(**fedavg)

@@ -26,7 +26,7 @@ from tta import create
 ROOT = Path(__file__).parent.parent
 #: File → the table in it that a row belongs to.
 TABLES = {
-    "tta/table.py": "ADAPTERS",
+    "tta/registry.py": "PATHS",
     "client/rules/__init__.py": "RULES",
     "server/trainings.py": "TRAININGS",
     "server/methods.py": "METHODS",
@@ -78,7 +78,7 @@ def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_the_page_has_the_blocks_that_are_run() -> None:
     assert [file for file, _ in blocks()] == [
-        "tta/confident.py", "tta/table.py", "server/methods.py",
+        "tta/confident.py", "tta/registry.py", "server/methods.py",
         "client/rules/fedbabu.py", "client/rules/__init__.py", "server/trainings.py", "server/methods.py",
     ]  # fmt: skip
     assert (ROOT / "CONTRIBUTING.md").read_text().count("```") == 2 * len(blocks())

@@ -1,8 +1,8 @@
 """Test-time adaptation: methods that adapt while they predict, one file a method, each an `Adapter`.
 
 An adapter takes samples in stream order and returns probabilities: `predict`, `reset`, `state_dict`, `load_state_dict`,
-`report`. Nothing here knows of federated learning: `tta.BTFL` works in a plain PyTorch program. Names are imported when
-they are first used, so that `tta.registry`, the table of the methods, can be read without torch.
+`report`. Nothing here depends on federated learning: `tta.BTFL` works in a plain PyTorch program. Names are imported
+when they are first used, so that the names of the methods can be read without torch.
 """
 
 from __future__ import annotations
@@ -10,28 +10,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tta.registry import ADAPTERS, AdapterInfo, create, parse_options
+from tta.registry import ADAPTERS, PATHS, create, parse_options
 
 if TYPE_CHECKING:
     from tta.atp import ATP
     from tta.base import Adapter
     from tta.bbn import BBN
-    from tta.bbse import BBSE
     from tta.bn_adapt import BNAdapt
     from tta.btfl import BTFL
     from tta.collaborator import Collaborator
     from tta.cotta import CoTTA
     from tta.eata import EATA
-    from tta.em import EM
     from tta.fedicon import FedICON
-    from tta.fedrod import FedRoD
     from tta.fedthe import FedTHE
     from tta.fedthe_plus import FedTHEPlus
-    from tta.fixed_mix import FixedMix
+    from tta.heads import FedRoD, FixedMix, NoAdaptation, Personal
     from tta.knn_per import KNNPer
+    from tta.label_shift import BBSE, EM
     from tta.memo import MEMO
-    from tta.none import NoAdaptation
-    from tta.personal import Personal
     from tta.roid import ROID
     from tta.rotta import RoTTA
     from tta.shot import SHOT
@@ -57,7 +53,6 @@ __all__ = [
     "TSA",
     "TTT",
     "Adapter",
-    "AdapterInfo",
     "BNAdapt",
     "CoTTA",
     "Collaborator",
@@ -77,12 +72,12 @@ __all__ = [
     "parse_options",
 ]
 
-#: Public name → "module:name"; the methods come from the table.
+#: Public name → "module:name"; the methods come from the registry.
 _LAZY = {
     "Adapter": "tta.base:Adapter",
     "Collaborator": "tta.collaborator:Collaborator",
     "Statistics": "tta.statistics:Statistics",
-    **{row.class_name: row.path for row in ADAPTERS.values()},
+    **{path.partition(":")[2]: path for path in PATHS.values()},
 }
 
 _MODULES = {path.partition(":")[0] for path in _LAZY.values()}

@@ -1,4 +1,4 @@
-"""Float64 arrays for the maths behind the network: numpy on the CPU, torch on an accelerator, one source for both.
+"""Float64 array operations on network outputs: numpy on the CPU, torch on an accelerator.
 
 After the network a method handles B x K numbers. On the CPU the cost of such small operations is the overhead of each
 call, which is several times lower in numpy than in torch; on an accelerator the numbers stay where they are. Everything

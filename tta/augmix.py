@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Generator, Tensor
@@ -106,7 +107,7 @@ OPERATIONS = (*GEOMETRIC, *PHOTOMETRIC)
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to n views: decoded draws, on the CPU; operations in OPERATIONS' order, -1 for none."""
+    """The operations of n views: decoded draws, on the CPU; operations in OPERATIONS' order, -1 for none."""
 
     corner: Tensor  # [n, 2], crop's upper left corner in the padded image (row, column)
     flip: Tensor  # [n]
@@ -146,16 +147,21 @@ class AugMix:
         self.severity = severity
         self.fill = fill
 
+    @classmethod
+    def for_data(cls, *, flip: bool, crop: float) -> Self:
+        """See `tta.views.RandomViews`; the crop shifts the image and keeps its size."""
+        return cls(flip=flip)
+
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
         """Return one view of each image x [V, C, H, W] in [0, 1], drawn independently (CPU generator)."""
         return self.apply(x, self.draw(generator, len(x)))
 
     def draw(self, generator: Generator, n: int) -> Tensor:
-        """Return what describes n views: uniform numbers [n, DRAWS], float64, CPU; rows can be joined."""
+        """Return the random numbers of n views: uniform [n, DRAWS], float64, CPU; rows can be joined."""
         return torch.rand(n, DRAWS, generator=generator, dtype=torch.float64)
 
     def plan(self, draws: Tensor) -> Plan:
-        """Decode `draws` [n, DRAWS] into what is done."""
+        """Decode `draws` [n, DRAWS] into a plan."""
         sizes = [2, 1, 1, WIDTH, WIDTH] + 3 * [WIDTH * DEPTH]
         corner, flip, mix, weights, length, operation, level, sign = draws.split(sizes, 1)
         exponential = -torch.log1p(-weights)  # Dir(1, 1, 1): exponentials over their sum

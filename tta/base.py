@@ -1,39 +1,93 @@
-"""The contract of every test-time adaptation method: a stream of samples in, probabilities out."""
+"""The interface of every test-time adaptation method: a stream of samples in, probabilities out."""
 
 from __future__ import annotations
 
+import inspect
+import re
+import typing
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from tta.statistics import STATISTICS_NEEDS
+
+if TYPE_CHECKING:
+    from tta.views import RandomViews
+
+#: What an adapter may need from the training before it, the model or the machine.
+NEEDS = STATISTICS_NEEDS | {
+    "personal_head", "residual_head", "rotation_head", "gradients", "batchnorm", "rates", "datastore",
+}  # fmt: skip
+
+#: Constructor arguments that are no options: they come from the training or the network.
+GIVEN = ("self", "model", "statistics", "rates", "datastore", "fisher", "num_classes")
+
+
+class _Options:
+    """The options of an adapter class: name → (type, default), read from its constructor."""
+
+    def __get__(self, instance: object, owner: type) -> dict[str, tuple[Any, Any]]:
+        constructor: Any = owner.__init__  # type: ignore[misc]
+        hints = typing.get_type_hints(constructor)
+        parameters = inspect.signature(constructor).parameters
+        return {name: (hints[name], given.default) for name, given in parameters.items() if name not in GIVEN}
 
 
 class Adapter(ABC):
     """A model that adapts while it predicts, in the order in which samples arrive.
 
     Labels are no argument anywhere here: a method cannot leak them. A subclass implements `_predict` and, when it has
-    state, `_reset`, `_state` and `_load`; everything public is here, so that all methods treat bad input alike.
+    state, `_reset` and `_state`; where `_state` does not return the adapter's own tensors it implements `_load` as
+    well. Everything public is defined here, so that all methods treat bad input alike.
 
     Parameters
     ----------
     model : nn.Module
-        The network; switched to evaluation mode. Its parameters are never left changed by `predict` unless the method
-        is defined that way, in which case `reset` restores them.
+        The network; switched to evaluation mode. `predict` leaves its parameters as they are.
     record : bool
         Keep the per-sample report of everything since the last reset (False keeps none, for endless streams).
     """
 
-    #: "sample": the result of a sample does not depend on how the stream is cut into batches. "batch": it does.
-    per: ClassVar[Literal["sample", "batch"]] = "sample"
+    #: Name in settings and tables, the key in `tta.registry.ADAPTERS`.
+    name: ClassVar[str] = ""
+    #: Title and venue; empty for a plain baseline.
+    paper: ClassVar[str] = ""
+    #: What changes at test time.
+    adapts: ClassVar[str] = ""
+    #: "sample": the result of a sample does not depend on how the stream is cut into batches. "batch": it does. Of a
+    #: class it holds for the default options.
+    per: Literal["sample", "batch"] = "sample"
+    #: A subset of `NEEDS`.
+    needs: ClassVar[frozenset[str]] = frozenset()
+    #: Whether it can take part in test-time rounds; see `tta.collaborator`.
+    collaborates: ClassVar[bool] = False
+    #: Whether there is anything to mix in those rounds.
+    shares: ClassVar[bool] = False
+    #: Random views of images that the option `augment` takes, adjusted to a data set by `views.for_data`; None: none.
+    views: ClassVar[type[RandomViews] | None] = None
+    #: (option, value) with which `predict` takes a whole test set; None: it never does.
+    whole_set: ClassVar[tuple[str, str] | None] = None
+    #: Options by name: (type, default).
+    options: ClassVar[_Options] = _Options()
+
+    #: Names of state that cannot be negative: variances, second moments, counts.
+    _non_negative: ClassVar[re.Pattern[str]] = re.compile(
+        r"(.*[._])?(variance|running_var|second|step|batches|num_batches_tracked|position|seen)"
+    )
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if unknown := sorted(cls.needs - NEEDS):
+            raise ValueError(f"{cls.__name__} has unknown needs {unknown}; there are: {', '.join(sorted(NEEDS))}")
 
     def __init__(self, model: nn.Module, *, record: bool = True) -> None:
         self.model = model.eval()
         self.record = record
         self._records: dict[str, list[Tensor | np.ndarray]] = {}
 
-    @torch.no_grad()
     def predict(self, x: Tensor) -> Tensor:
         """Adapt to `x` and predict it.
 
@@ -59,21 +113,24 @@ class Adapter(ABC):
             raise TypeError(f"predict needs a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
         if x.ndim < 2:
             raise ValueError(f"predict needs a batch dimension: shape {tuple(x.shape)} has none")
-        finite = torch.isfinite(x.flatten(1)).all(1)  # [B]
-        if not bool(finite.all()):
-            bad = torch.nonzero(~finite).flatten().tolist()
-            raise ValueError(f"samples {bad} of the batch hold values that are not finite")
-        return self._predict(x)
+        # What is learned consists of ordinary tensors, also if the caller is in inference mode.
+        with torch.inference_mode(False), torch.no_grad():
+            finite = torch.isfinite(x.flatten(1)).all(1)  # [B]
+            if not bool(finite.all()):
+                bad = torch.nonzero(~finite).flatten().tolist()
+                raise ValueError(f"samples {bad} of the batch hold values that are not finite")
+            return self._predict(x.clone() if x.is_inference() else x)
 
     @property
     def takes_whole_set(self) -> bool:
-        """Tell whether what `predict` gets is meant to be a whole test set, which nothing outlives."""
-        return False
+        """Whether `predict` expects a whole test set and carries nothing over to the next call."""
+        return self.whole_set is not None and getattr(self, self.whole_set[0]) == self.whole_set[1]
 
     def reset(self) -> None:
-        """Forget everything learned from the stream, and the report."""
+        """Discard everything learned from the stream, and the report."""
         self._records = {}
-        self._reset()
+        with torch.inference_mode(False), torch.no_grad():
+            self._reset()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the adapter has learned from the stream, as tensors by name (copies)."""
@@ -85,15 +142,25 @@ class Adapter(ABC):
         Raises
         ------
         ValueError
-            Names are missing or unknown, or a value has the wrong shape or is not finite; nothing is loaded then.
+            Names are missing or unknown, or a value has the wrong shape or dtype, is not finite or is out of range;
+            nothing is loaded then.
         """
-        expected = set(self._state())
-        if set(state) != expected:
-            raise ValueError(f"state of {type(self).__name__} has the names {sorted(expected)}, got {sorted(state)}")
+        method, own = type(self).__name__, self._state()
+        if set(state) != set(own):
+            raise ValueError(f"state of {method} has the names {sorted(own)}, got {sorted(state)}")
         for name, value in state.items():
             if not bool(torch.isfinite(value).all()):
-                raise ValueError(f"state {name!r} of {type(self).__name__} is not finite")
-        self._load(state)
+                raise ValueError(f"state {name!r} of {method} is not finite")
+            like = own[name]
+            if not self._varies(name) and (value.shape, value.dtype) != (like.shape, like.dtype):
+                raise ValueError(
+                    f"state {name!r} of {method}: {value.dtype} of shape {tuple(value.shape)} does not fit "
+                    f"{like.dtype} of shape {tuple(like.shape)}"
+                )
+            if self._non_negative.fullmatch(name) and bool((value < 0).any()):
+                raise ValueError(f"state {name!r} of {method} holds negative values")
+        with torch.inference_mode(False), torch.no_grad():
+            self._load(state)
         self._records = {}
 
     def report(self) -> dict[str, Any]:
@@ -101,7 +168,7 @@ class Adapter(ABC):
         return {name: torch.cat([torch.as_tensor(part) for part in parts]) for name, parts in self._records.items()}
 
     def take_report(self) -> dict[str, Any]:
-        """Return `report()` and start a new one; what was learned stays. For streams without end."""
+        """Return `report()` and start a new one; what was learned stays. For endless streams."""
         taken = self.report()
         self._records = {}
         return taken
@@ -118,11 +185,22 @@ class Adapter(ABC):
         """Adapt to `x [B, ...]` (validated) and return probabilities [B, K]; commit state last."""
 
     def _reset(self) -> None:  # noqa: B027
-        """Forget the stream; a method without state has nothing to do."""
+        """Return to the state before the stream; a method without state has nothing to do."""
 
     def _state(self) -> dict[str, Tensor]:
         """Return the state by name; the set of names never changes over a stream."""
         return {}
 
-    def _load(self, state: dict[str, Tensor]) -> None:  # noqa: B027
-        """Take over a state whose names and finiteness have been checked; check shapes, then commit."""
+    def _varies(self, name: str) -> bool:
+        """Tell whether the shape of a state tensor changes over a stream."""
+        return False
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        """Take over a state that fits `_state()`; by default copy it into those tensors."""
+        for name, own in self._state().items():
+            own.copy_(state[name])
+
+
+def prefixed(prefix: str, values: typing.Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return `values` under the names "<prefix>.<name>"."""
+    return {f"{prefix}.{name}": value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""BBN: balanced BatchNorm, and a student that learns from a teacher where the teacher is sure. The client of pFedBBN.
+"""BBN: balanced BatchNorm with confidence-filtered self-distillation, the client side of pFedBBN.
 
 pFedBBN: A Personalized Federated Test-Time Adaptation with Balanced Batch Normalization for Class-Imbalanced Data
 (anonymous, under review, 2025), section 3.1. Three networks come from one: source (frozen), teacher and student. The
@@ -23,32 +23,31 @@ Decisions and deviations:
 - BatchNorm parameters that are frozen, or in the personal head, are left alone. Layers without weights only normalise.
 - L_KD and L_CR are differentiated one after the other, so that one network's activations are in memory, not two.
 
-Class statistics tell which classes a client has seen: whoever shares "statistics" or "all" reveals that.
+Class statistics tell which classes a client has seen: sharing "statistics" or "all" reveals that.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, cast
 
-import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from models import PERSONAL_PREFIX
 from models.balanced import BalancedBatchNorm, balance, pseudo_labels
-from tta.bn_adapt import check_finite
-from tta.collaborator import VARIANCES, Collaborator, batchnorm_layers, shared_parameters
-from tta.heads import check_choice, check_number, class_count
-from tta.tent import Descent, entropy_of_logits
+from models.optim import FunctionalOptimizer
+from tta.base import prefixed
+from tta.checks import check_choice, check_finite, check_least, check_number, class_count
+from tta.collaborator import Collaborator, affine_names, batchnorm_layers
+from tta.tent import entropy_of_logits
+from tta.views import Augment, Views, augmented, seeded
 
 MANY_CLASSES = 100  # K from which h0 is the larger one
-#: Endings of names of state that cannot be negative: variances, Adam's second moments, counts.
-NON_NEGATIVE = (*VARIANCES, ".second", "optimizer.step", "batches")
 
 
 class BBN(Collaborator):
@@ -77,8 +76,8 @@ class BBN(Collaborator):
     lr : float
         Of Adam (β = 0.9, 0.999), finite, 0 or more.
     augment : "student", "teacher" or callable
-        Who sees views, made by `tta.views.Views()`, for images. A callable `augment(x [B, ...], generator) -> [B, ...]`
-        makes views for the student.
+        Which network sees the views, made by `tta.views.Views()`, for images. A callable
+        `augment(x [B, ...], generator) -> [B, ...]` makes views for the student.
     seed : int
         Of the views, 0 or more; they depend on it and on the number of batches since the last reset only.
     record, proximal
@@ -90,6 +89,14 @@ class BBN(Collaborator):
         An option is out of range, the network has no BatchNorm layer, or K is not known.
     """
 
+    name = "bbn"
+    paper = (
+        "pFedBBN: a personalized federated test-time adaptation with balanced batch normalization (under review, 2025)"
+    )
+    adapts = "class statistics, BatchNorm weights and biases"
+    needs = frozenset({"batchnorm"})
+    views = Views
+
     def __init__(
         self,
         model: nn.Module,
@@ -100,7 +107,7 @@ class BBN(Collaborator):
         h0: float | None = None,
         consistency: float = 0.5,
         lr: float = 1e-3,
-        augment: Literal["student", "teacher"] | Callable[[Tensor, Generator], Tensor] = "student",
+        augment: Literal["student", "teacher"] | Augment = "student",
         seed: int = 0,
         record: bool = True,
         proximal: float = 0.0,
@@ -110,14 +117,15 @@ class BBN(Collaborator):
         h0 = (0.05 if self.num_classes < MANY_CLASSES else 0.2) if h0 is None else h0
         for name, value in (("h0", h0), ("consistency", consistency)):
             check_number(name, value, 0, math.inf)
-        if seed < 0:
-            raise ValueError(f"seed={seed} must be 0 or more")
+        check_least(0, seed=seed)
         self.threshold = h0 * math.log(self.num_classes)  # δ, in nats
         self.consistency = consistency  # λ_cr
         self.seed = seed
         self._teacher_sees_views = augment == "teacher"
-        self.augment = _views(augment)
-        self._descent = Descent("adam", lr)
+        if not callable(augment):
+            check_choice("augment", str(augment), ("student", "teacher"))
+        self.augment: Augment = augment if callable(augment) else Views()
+        self._optimizer = FunctionalOptimizer("adam", lr)
 
         names = [name for name in batchnorm_layers(model) if not name.startswith(PERSONAL_PREFIX)]
         if not names:
@@ -130,10 +138,9 @@ class BBN(Collaborator):
             for role, network in (("teacher", self._teacher), ("student", self._student))
             for name in names
         }
-        affine = {f"{name}.{part}".lstrip(".") for name in names for part in ("weight", "bias")}
         parameters = dict(self._teacher.named_parameters())
-        self._affine = {name: parameters[name].requires_grad_() for name in shared_parameters(model) if name in affine}
-        self._memory = self._descent.start(self._affine)
+        self._affine = {name: parameters[name].requires_grad_() for name in affine_names(model, required=False)}
+        self._memory = self._optimizer.init(self._affine)
         self._batches = torch.zeros((), dtype=torch.int64)
         self._anchor_here()
         self._start = self.state_dict()
@@ -159,18 +166,14 @@ class BBN(Collaborator):
         }
 
     def _predict(self, x: Tensor) -> Tensor:
-        # What is learned is made of ordinary tensors, also where the caller is in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            if x.is_inference():
-                x = x.clone()
-            prediction = torch.softmax(self._logits("teacher", self._teacher, x), 1)  # step 1
-            if len(x):
-                self._adapt(x, prediction.argmax(1))
-            return prediction
+        prediction = torch.softmax(self._logits("teacher", self._teacher, x), 1)  # step 1
+        if len(x):
+            self._adapt(x, prediction.argmax(1))
+        return prediction
 
     def _adapt(self, x: Tensor, labels: Tensor) -> None:
         """Take steps 2 and 3 on x [B, ...], B > 0, with pseudo-labels ĉ [B]; all or nothing."""
-        views = self._view(x)
+        views = augmented(self.augment, x, seeded(self.seed, int(self._batches)))
         for_teacher, for_student = (views, x) if self._teacher_sees_views else (x, views)
         source = torch.softmax(self._logits("source", self.model, x), 1)
         with self._all_or_nothing():
@@ -188,7 +191,7 @@ class BBN(Collaborator):
             gradients = [one + other for one, other in zip(gradients, more, strict=True)]
             self._check_statistics()
             if self._affine:
-                moved, self._memory = self._descent.step(self._affine, gradients, self._memory)
+                moved, self._memory = self._optimizer.step(self._affine, gradients, self._memory)
                 for name, value in moved.items():
                     self._affine[name].copy_(value)
         self._batches = self._batches + 1
@@ -209,23 +212,16 @@ class BBN(Collaborator):
         return list(torch.autograd.grad(loss, list(self._affine.values()), allow_unused=True, materialize_grads=True))
 
     def _check_statistics(self) -> None:
-        """Raise ValueError if a class statistic left the finite numbers: inputs of a layer can, and its output not."""
+        """Raise ValueError if a class statistic is not finite; a layer's output can be finite even then."""
         statistics = self.normalisation()
         finite = torch.stack([torch.isfinite(value).all() for value in statistics.values()]).tolist()
         bad = [name for name, fine in zip(statistics, finite, strict=True) if not fine]
         if bad:
             raise ValueError(f"the batch makes {', '.join(bad)} not finite")
 
-    def _view(self, x: Tensor) -> Tensor:
-        key = np.random.SeedSequence(self.seed, spawn_key=(int(self._batches),))
-        view = self.augment(x, Generator().manual_seed(int(key.generate_state(1, np.uint64)[0])))
-        if view.shape != x.shape:
-            raise ValueError(f"augment made {tuple(view.shape)} of a batch of shape {tuple(x.shape)}")
-        return view
-
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Put the class statistics back if the block fails: updates replace tensors, so the old ones are whole."""
+        """Restore the class statistics if the block fails; updates replace tensors, so the old ones are intact."""
         before = {layer: (layer.class_mean, layer.class_variance) for layer in self._layers.values()}
         try:
             yield
@@ -238,35 +234,11 @@ class BBN(Collaborator):
         self._load(self._start)
 
     def _state(self) -> dict[str, Tensor]:
-        """Return our own tensors, into which `_load` copies."""
+        """Return the adapter's own tensors, into which a state is copied."""
         return {
-            **{f"affine.{name}": value for name, value in self._affine.items()},
+            **prefixed("affine", self._affine),
             **self.normalisation(),
-            **{f"optimizer.{name}": value for name, value in self._memory.items()},
+            **prefixed("optimizer", self._memory),
             "batches": self._batches,
             **self._anchor_state(),
         }
-
-    def _load(self, state: dict[str, Tensor]) -> None:
-        own = self._state()
-        for name, value in state.items():
-            if value.shape != own[name].shape or value.dtype != own[name].dtype:
-                raise ValueError(
-                    f"state {name!r} of BBN: {value.dtype} of shape {tuple(value.shape)} does not fit "
-                    f"{own[name].dtype} of shape {tuple(own[name].shape)}"
-                )
-            if name.endswith(NON_NEGATIVE) and bool((value < 0).any()):
-                raise ValueError(f"state {name!r} of BBN holds negative values")
-        with torch.no_grad():
-            for name, value in state.items():
-                own[name].copy_(value)
-
-
-def _views(augment: object) -> Callable[[Tensor, Generator], Tensor]:
-    """Return what makes views."""
-    if callable(augment):
-        return cast(Callable[[Tensor, Generator], Tensor], augment)
-    check_choice("augment", str(augment), ("student", "teacher"))
-    from tta.views import Views  # images only: who brings views of other things does not need it
-
-    return Views()

@@ -1,4 +1,4 @@
-"""BN-Adapt: every batch is normalised with its own statistics, or with a mixture of the source's and its own.
+"""BN-Adapt: BatchNorm with the statistics of the test batch, or a mixture of the source's and the batch's.
 
 Improving robustness against common corruptions by covariate shift adaptation (Schneider, Rusak, Eck, Bringmann,
 Brendel, Bethge, NeurIPS 2020), for a batch of n samples and a prior of N source samples:
@@ -12,7 +12,7 @@ The default N = 0 is the batch alone: the rows "BN-Adapt" of ATP (NeurIPS 2023) 
 Decisions and deviations:
 
 - σ²_batch is the biased variance (divided by the number of values), for every N: it is what torch normalises with in
-  training mode, and `domain` tells the same numbers. The published code mixes in the unbiased one where N > 0.
+  training mode, and `domain` returns the same numbers. The published code mixes in the unbiased one where N > 0.
 - A channel that has one value in the batch (one sample of a vector, or of a 1x1 map) has no variance: that layer
   normalises with the source's statistics, for every N. Source code in training mode stops with an error there.
 - Only BatchNorm leaves evaluation mode; dropout, which would add noise to predictions, stays off.
@@ -21,7 +21,6 @@ Decisions and deviations:
 from __future__ import annotations
 
 import copy
-import re
 from abc import abstractmethod
 from collections.abc import Mapping
 
@@ -30,14 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tta.base import prefixed
+from tta.checks import check_finite, check_least
 from tta.collaborator import Collaborator, replace_batchnorms
-
-#: Names of state that cannot be negative: variances, second moments, counts.
-NON_NEGATIVE = re.compile(r"domain\..*\.variance|optimizer\..*\.second|optimizer\.step|batches")
 
 
 class BatchStatistics(nn.Module):
-    """A BatchNorm layer that normalises with the statistics of what it is given.
+    """A BatchNorm layer that normalises with the statistics of its input.
 
     Parameters
     ----------
@@ -74,7 +72,7 @@ class BatchStatistics(nn.Module):
         return torch.cat([self._normalise(batch) for batch in x.chunk(self.groups)])
 
     def _normalise(self, x: Tensor) -> Tensor:
-        """Return one batch [n, C, ...] normalised, and remember with what."""
+        """Return one batch [n, C, ...] normalised; keep the statistics in `last`."""
         values = x.numel() // x.shape[1]  # a channel
         if values < 2:
             return self._with(x, self.running_mean, self.running_var)
@@ -100,15 +98,8 @@ def with_batch_statistics(network: nn.Module, prior: int = 0) -> tuple[nn.Module
     return replace_batchnorms(network, lambda layer: BatchStatistics(layer, prior))
 
 
-def check_finite(what: str, rows: Tensor) -> None:
-    """Raise ValueError naming `what` and the samples whose rows [B, ...] hold values that are not finite."""
-    finite = torch.isfinite(rows.flatten(1) if rows.ndim > 1 else rows[:, None]).all(1)  # [B]
-    if not bool(finite.all()):
-        raise ValueError(f"{what} for samples {torch.nonzero(~finite).flatten().tolist()} of the batch is not finite")
-
-
 class BatchNormalised(Collaborator):
-    """A collaborator whose network, a private copy of the one given, normalises with statistics of the batch.
+    """Base of collaborators that normalise with the statistics of the batch, on a private copy of the network.
 
     A subclass implements `_adapt`, `trained` and, where it learns, `_begin` and `_state`; it calls `reset` at the end
     of its constructor. The statistics do not outlive a batch, so `normalisation` is empty; those of the last batch are
@@ -127,6 +118,8 @@ class BatchNormalised(Collaborator):
         The network has no BatchNorm layer, or one that keeps no running statistics.
     """
 
+    needs = frozenset({"batchnorm"})
+
     def __init__(self, model: nn.Module, *, record: bool, proximal: float, prior: int = 0) -> None:
         super().__init__(model, record=record, proximal=proximal)
         own = copy.deepcopy(model).requires_grad_(False)
@@ -141,16 +134,12 @@ class BatchNormalised(Collaborator):
         """Adapt to `x [B, ...]`, B > 0, and return probabilities [B, K]; commit state last."""
 
     def _begin(self) -> None:
-        """Set what is learned to its start; a method that learns nothing has nothing to do."""
+        """Initialise what is learned; nothing to do for a method that learns nothing."""
 
     def _predict(self, x: Tensor) -> Tensor:
-        # What is learned is made of ordinary tensors, also where the caller is in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            if x.is_inference():
-                x = x.clone()
-            if len(x) == 0:
-                return torch.softmax(self._logits(x), 1)  # no row, and nothing to learn from
-            return self._adapt(x)
+        if len(x) == 0:
+            return torch.softmax(self._logits(x), 1)  # no row, and nothing to learn from
+        return self._adapt(x)
 
     def _logits(self, x: Tensor, values: Mapping[str, Tensor] | None = None, groups: int = 1) -> Tensor:
         """Return logits [G B, K] of x [G B, ...], G batches one after the other.
@@ -164,37 +153,21 @@ class BatchNormalised(Collaborator):
         return logits
 
     def _last(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return what the layers normalised with in the last `_logits`, by layer, as tensors of our own."""
+        """Return what the layers normalised with in the last `_logits`, by layer, as copies."""
         return {name: (layer.last[0].clone(), layer.last[1].clone()) for name, layer in self._layers.items()}
 
-    def _source_statistics(self) -> dict[str, tuple[Tensor, Tensor]]:
-        return {name: (layer.running_mean.clone(), layer.running_var.clone()) for name, layer in self._layers.items()}
-
     def _reset(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._domain = self._source_statistics()
-            self._begin()
-            self._anchor_here()
+        self._domain = {
+            name: (layer.running_mean.clone(), layer.running_var.clone()) for name, layer in self._layers.items()
+        }
+        self._begin()
+        self._anchor_here()
 
     def _state(self) -> dict[str, Tensor]:
-        """Return our own tensors, into which `_load` copies."""
-        means = {f"domain.{name}.mean": mean for name, (mean, _) in self._domain.items()}
-        variances = {f"domain.{name}.variance": variance for name, (_, variance) in self._domain.items()}
-        return {**means, **variances, **self._anchor_state()}
-
-    def _load(self, state: dict[str, Tensor]) -> None:
-        own = self._state()
-        for name, value in state.items():
-            if value.shape != own[name].shape or value.dtype != own[name].dtype:
-                raise ValueError(
-                    f"state {name!r} of {type(self).__name__}: {value.dtype} of shape {tuple(value.shape)} does not "
-                    f"fit {own[name].dtype} of shape {tuple(own[name].shape)}"
-                )
-            if NON_NEGATIVE.fullmatch(name) and bool((value < 0).any()):
-                raise ValueError(f"state {name!r} of {type(self).__name__} holds negative values")
-        with torch.no_grad():
-            for name, value in state.items():
-                own[name].copy_(value)
+        """Return the adapter's own tensors, into which a state is copied."""
+        parts = {f"{name}.mean": mean for name, (mean, _) in self._domain.items()}
+        parts |= {f"{name}.variance": variance for name, (_, variance) in self._domain.items()}
+        return {**prefixed("domain", parts), **self._anchor_state()}
 
 
 class BNAdapt(BatchNormalised):
@@ -217,9 +190,13 @@ class BNAdapt(BatchNormalised):
         `prior` is negative, or the network has no BatchNorm layer.
     """
 
+    name = "bn_adapt"
+    paper = "Improving robustness against common corruptions by covariate shift adaptation (NeurIPS 2020)"
+    adapts = "BatchNorm statistics"
+    shares = False
+
     def __init__(self, model: nn.Module, *, prior: int = 0, record: bool = True, proximal: float = 0.0) -> None:
-        if prior < 0:
-            raise ValueError(f"prior={prior} must be 0 or more")
+        check_least(0, prior=prior)
         super().__init__(model, record=record, proximal=proximal, prior=prior)
         self.prior = prior
         self.reset()

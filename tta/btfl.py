@@ -18,6 +18,7 @@ the published code takes 100 points on [0.01, 0.99], up to 0.14 off.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import numpy as np
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 
 from tta.arrays import Array, Constants, class_major, from_tensor, namespace, place, softmax_entropy, to_tensor
 from tta.base import Adapter
-from tta.heads import check_choice, check_number, check_two_heads, statistic_vector, two_heads
+from tta.checks import check_choice, check_number
+from tta.heads import check_two_heads, statistic_vector, two_heads
 from tta.posterior import BetaRule, mixing_weight
-from tta.prior import detect_event, prior_path
 from tta.statistics import Statistics, discretise
 
 __all__ = ["BTFL", "discretise", "mixing_weight"]
@@ -70,6 +71,11 @@ class BTFL(Adapter):
         A statistic is missing, of the wrong shape or out of range, or an option is. `predict` raises it for samples
         with a negative feature.
     """
+
+    name = "btfl"
+    paper = "BTFL: A Bayesian-based Test-Time Generalization Method (KDD 2025)"
+    adapts = "the weight of the global head"
+    needs = frozenset({"personal_head", "dle", "entropy"})
 
     def __init__(
         self,
@@ -146,10 +152,7 @@ class BTFL(Adapter):
         return {"prior": torch.tensor(self._prior, dtype=torch.float64)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        prior = state["prior"]
-        if prior.shape != (2,):
-            raise ValueError(f"state 'prior' of BTFL has shape {tuple(prior.shape)}, expected (2,)")
-        a, b = prior.double().tolist()
+        a, b = state["prior"].tolist()
         if min(a, b) < 1 or a + b > self._largest + 1e-9:
             raise ValueError(
                 f"state 'prior' of BTFL is ({a}, {b}): both are at least 1, their sum at most {self._largest}"
@@ -157,8 +160,48 @@ class BTFL(Adapter):
         self._prior = (a, b)
 
 
+def detect_event(log_tau: float, entropy: Sequence[float], mean_entropy: tuple[float, float]) -> int:
+    """Return 1 for an external event, -1 for an internal one, 0 for none (eq. 10, 11; all inequalities strict).
+
+    Parameters
+    ----------
+    log_tau : float
+        ln τ, raw, not rectified.
+    entropy, mean_entropy : (float, float)
+        Of the personal and the global head.
+    """
+    (personal, global_), (mean_personal, mean_global) = entropy, mean_entropy
+    if log_tau > 0 and personal < mean_personal and global_ > mean_global:
+        return -1
+    if log_tau < 0 and personal > mean_personal and global_ < mean_global:
+        return 1
+    return 0
+
+
+def prior_path(
+    events: list[int], prior: tuple[float, float], strength: float
+) -> tuple[list[tuple[float, float]], tuple[float, float]]:
+    """Return the prior (a, b) before each event, and after the last one (eq. 11, Algorithm 1).
+
+    An external event (1) raises a, an internal one (-1) raises b; a sum above `strength` is then pruned to 3, in the
+    proportion of the counts, both with the old sum.
+    """
+    a, b = prior
+    path = []
+    for event in events:
+        path.append((a, b))
+        if event > 0:
+            a += 1
+        elif event < 0:
+            b += 1
+        total = a + b
+        if total > strength:
+            a, b = 1 + a / total, 1 + b / total
+    return path, (a, b)
+
+
 def check_non_negative(features: Array, width: int) -> None:
-    """Raise ValueError if `features` [B, d] are not `width` wide or negative; the message names the samples."""
+    """Raise ValueError if `features` [B, d] are negative or not `width` wide; the message names the samples."""
     if features.shape[1] != width:
         raise ValueError(f"features have {features.shape[1]} values, the statistics {width}")
     if features.min() < 0:

@@ -1,4 +1,4 @@
-"""Adapters whose learned arrays can be mixed with those of other clients (ALGORITHMS: collaborative aggregation).
+"""Adapters whose learned arrays can be mixed with those of other clients (collaborative aggregation).
 
 After each batch a client may send `shared(share)` and get back a mixture of all clients' arrays, which it takes over
 with `load_shared`. What is mixed is the `share`: "affine" what the method trains (for most of them the BatchNorm
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from models import PERSONAL_PREFIX, ROTATION_PREFIX
 from tta.base import Adapter
-from tta.table import Share
 
+#: What a collaborating adapter lets others mix.
+Share = Literal["affine", "statistics", "all"]
 SHARES: tuple[Share, ...] = get_args(Share)
 Layer = TypeVar("Layer", bound=nn.Module)
 #: Endings of the names of arrays that hold variances.
@@ -25,11 +26,11 @@ VARIANCES = ("running_var", "variance")
 
 
 class Collaborator(Adapter):
-    """An adapter that other clients can help.
+    """An adapter whose learned arrays can be mixed with those of other clients.
 
     A subclass implements `trained`, `domain` and, where it keeps statistics, `normalisation`; all three return the
-    adapter's own tensors, not copies. It calls `_anchor_here` at the end of `__init__`, of `_reset` and of `_load`, and
-    adds `_pull()` to its loss.
+    adapter's own tensors, not copies. It calls `_anchor_here` at the end of `__init__` and of `_reset`, and adds
+    `_pull()` to its loss.
 
     Parameters
     ----------
@@ -44,7 +45,9 @@ class Collaborator(Adapter):
         `proximal` is negative or not finite.
     """
 
-    per: ClassVar[Literal["sample", "batch"]] = "batch"
+    per: Literal["sample", "batch"] = "batch"
+    collaborates: ClassVar[bool] = True
+    shares: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, *, record: bool = True, proximal: float = 0.0) -> None:
         super().__init__(model, record=record)
@@ -73,7 +76,7 @@ class Collaborator(Adapter):
         return {name: value.detach().clone() for name, value in self._named(share).items()}
 
     def load_shared(self, arrays: Mapping[str, Tensor]) -> None:
-        """Take over a mixture of clients' `shared` arrays, of whichever share; everything else is kept.
+        """Take over a mixture of clients' `shared` arrays, of any share; everything else is kept.
 
         Raises
         ------
@@ -108,7 +111,7 @@ class Collaborator(Adapter):
         }
 
     def _received(self) -> None:
-        """Bring what is computed from shared arrays up to date; most methods have nothing of the kind."""
+        """Update what is computed from shared arrays; most methods have nothing of the kind."""
 
     def _anchor_here(self) -> None:
         """Remember what is trained as θ_received, from which `_pull` measures."""
@@ -177,3 +180,18 @@ def shared_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, value in model.named_parameters()
         if value.requires_grad and not name.startswith((PERSONAL_PREFIX, ROTATION_PREFIX))
     }
+
+
+def affine_names(model: nn.Module, *, required: bool = True) -> list[str]:
+    """Return the names of the BatchNorm weights and biases that may be trained, in order of definition.
+
+    Raises
+    ------
+    ValueError
+        There is no BatchNorm layer or, if `required`, none that may be trained.
+    """
+    affine = {f"{layer}.{part}".lstrip(".") for layer in batchnorm_layers(model) for part in ("weight", "bias")}
+    names = [name for name in shared_parameters(model) if name in affine]
+    if required and not names:
+        raise ValueError(f"no BatchNorm layer of {type(model).__name__} has weights that may be trained")
+    return names

@@ -1,9 +1,9 @@
-"""CoTTA: a student follows the average of a slow teacher over many views, and forgets a little of it at random.
+"""CoTTA: student and weight-averaged teacher with augmentation-averaged targets and stochastic restoration.
 
 Continual Test-Time Domain Adaptation (Wang, Fink, Van Gool, Dai, CVPR 2022), Algorithm 1. For every batch x:
 
-1. target ŷ': the teacher's prediction of x where the source network is sure of the batch (mean confidence at least the
-   threshold), else the mean of its outputs for 32 random views of x (eq. 3, 4);
+1. target ŷ': the teacher's prediction of x where the source network is confident (mean confidence of the batch at least
+   the threshold), else the mean of its outputs for 32 random views of x (eq. 3, 4);
 2. one step of Adam for the student on the cross-entropy -Σ_c ŷ'_c ln ŷ_c(x), over all its parameters (eq. 1, 5);
 3. teacher: θ' ← α θ' + (1 - α) θ (eq. 2);
 4. student: every number goes back to the source's with probability p (eq. 7, 8).
@@ -23,17 +23,17 @@ Decisions and deviations:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from tta.bn_adapt import BatchNormalised, check_finite
+from models.optim import FunctionalOptimizer
+from tta.base import prefixed
+from tta.bn_adapt import BatchNormalised
+from tta.checks import check_choice, check_finite, check_least, check_number
 from tta.collaborator import shared_parameters
-from tta.heads import check_choice, check_number
-from tta.tent import Descent
+from tta.views import Augment, Views, augmented, seeded
 
 AVERAGES = ("logits", "probabilities")
 PASS = 256  # samples that the teacher sees in one pass: small batches have several views in it
@@ -43,8 +43,8 @@ class CoTTA(BatchNormalised):
     """Weight-averaged teacher, augmentation-averaged targets, stochastic restoration (see the module).
 
     Defined per batch; what is learned stays for the batches that follow. A batch costs 2 + `views` forward passes and
-    one backward pass where the source is unsure, else 3 and one. `report()` has, for every sample, the source network's
-    `confidence`, whether views were `averaged`, and the student's `loss` in nats.
+    one backward pass where the source is not confident, else 3 and one. `report()` has, for every sample, the source
+    network's `confidence`, whether views were `averaged`, and the student's `loss` in nats.
 
     Parameters
     ----------
@@ -75,6 +75,11 @@ class CoTTA(BatchNormalised):
         An option is out of range, or the network has no BatchNorm layer or no parameter that may be trained.
     """
 
+    name = "cotta"
+    paper = "Continual Test-Time Domain Adaptation (CVPR 2022)"
+    adapts = "all parameters of student and teacher"
+    views = Views
+
     def __init__(
         self,
         model: nn.Module,
@@ -85,7 +90,7 @@ class CoTTA(BatchNormalised):
         threshold: float = 0.92,
         views: int = 32,
         average: Literal["logits", "probabilities"] = "logits",
-        augment: Callable[[Tensor, Generator], Tensor] | None = None,
+        augment: Augment | None = None,
         seed: int = 0,
         record: bool = True,
         proximal: float = 0.0,
@@ -93,16 +98,12 @@ class CoTTA(BatchNormalised):
         for name, value in (("momentum_teacher", momentum_teacher), ("restore", restore), ("threshold", threshold)):
             check_number(name, value, 0, 1)
         check_choice("average", average, AVERAGES)
-        if views < 1 or seed < 0:
-            raise ValueError(f"views={views} must be at least 1, seed={seed} at least 0")
+        check_least(1, views=views)
+        check_least(0, seed=seed)
         super().__init__(model, record=record, proximal=proximal)
-        if augment is None:
-            from tta.views import Views  # images only: what needs no views does not load it
-
-            augment = Views()
         self.momentum_teacher, self.restore, self.threshold = momentum_teacher, restore, threshold
-        self.views, self.average, self.augment, self.seed = views, average, augment, seed
-        self._descent = Descent("adam", lr)
+        self.draws, self.average, self.augment, self.seed = views, average, augment or Views(), seed
+        self._optimizer = FunctionalOptimizer("adam", lr)
         parameters = dict(self._network.named_parameters())
         self._source = {name: parameters[name].detach() for name in shared_parameters(model)}
         if not self._source:
@@ -111,15 +112,12 @@ class CoTTA(BatchNormalised):
 
     def trained(self) -> dict[str, Tensor]:
         """Return the parameters of both networks, as "student.<name>" and "teacher.<name>"."""
-        return {
-            **{f"student.{name}": value for name, value in self._student.items()},
-            **{f"teacher.{name}": value for name, value in self._teacher.items()},
-        }
+        return {**prefixed("student", self._student), **prefixed("teacher", self._teacher)}
 
     def _begin(self) -> None:
         self._student = {name: value.clone().requires_grad_() for name, value in self._source.items()}
         self._teacher = {name: value.clone() for name, value in self._source.items()}
-        self._memory = self._descent.start(self._source)
+        self._memory = self._optimizer.init(self._source)
         self._batches = torch.zeros((), dtype=torch.int64)
 
     def _adapt(self, x: Tensor) -> Tensor:
@@ -133,7 +131,7 @@ class CoTTA(BatchNormalised):
                 losses.mean() + self._pull(), list(self._student.values()), allow_unused=True
             )
         domain = self._last()
-        student, memory = self._descent.step(self._student, gradients, self._memory)
+        student, memory = self._optimizer.step(self._student, gradients, self._memory)
         teacher = {
             name: torch.lerp(student[name].detach(), old, self.momentum_teacher) for name, old in self._teacher.items()
         }
@@ -146,27 +144,21 @@ class CoTTA(BatchNormalised):
         """Return the teacher's mean prediction [B, K] over random views of x [B, ...]."""
         sums = []
         together = max(1, PASS // len(x))
-        for first in range(0, self.views, together):
-            drawn = range(first, min(first + together, self.views))
-            batches = [self._view(x, draw) for draw in drawn]
+        for first in range(0, self.draws, together):
+            drawn = range(first, min(first + together, self.draws))
+            batches = [augmented(self.augment, x, self._generator(draw)) for draw in drawn]
             outputs = self._logits(torch.cat(batches), self._teacher, groups=len(drawn))  # [V B, K]
             if self.average == "probabilities":
                 outputs = torch.softmax(outputs, 1)
             sums.append(outputs.reshape(len(drawn), len(x), -1).sum(0))
-        mean = torch.stack(sums).sum(0) / self.views  # [B, K]
+        mean = torch.stack(sums).sum(0) / self.draws  # [B, K]
         return mean if self.average == "probabilities" else torch.softmax(mean, 1)
 
-    def _view(self, x: Tensor, draw: int) -> Tensor:
-        view = self.augment(x, self._generator(draw))
-        if view.shape != x.shape:
-            raise ValueError(f"augment made {tuple(view.shape)} of a batch of shape {tuple(x.shape)}")
-        return view
-
     def _restored(self, student: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the student with a share p of its numbers, drawn anew each batch, back at the source."""
+        """Return the student with a share p of its numbers, drawn for each batch, reset to the source's."""
         generator, restored = self._generator(), {}
         for name, value in student.items():
-            # Drawn on the CPU, so that every device forgets the same numbers.
+            # Drawn on the CPU, so that the numbers are the same on every device.
             forgotten = torch.rand(value.shape, generator=generator, dtype=torch.float32) < self.restore
             kept = torch.where(forgotten.to(value.device), self._source[name], value.detach())
             restored[name] = kept.requires_grad_()
@@ -174,9 +166,8 @@ class CoTTA(BatchNormalised):
 
     def _generator(self, *draw: int) -> Generator:
         """Return the CPU generator of this batch: of a view, or, without `draw`, of the restoration."""
-        key = np.random.SeedSequence(self.seed, spawn_key=(int(self._batches), *draw))
-        return Generator().manual_seed(int(key.generate_state(1, np.uint64)[0]))
+        return seeded(self.seed, int(self._batches), *draw)
 
     def _state(self) -> dict[str, Tensor]:
-        memory = {f"optimizer.{name}": value for name, value in self._memory.items()}
+        memory = prefixed("optimizer", self._memory)
         return {**super()._state(), **self.trained(), **memory, "batches": self._batches}

@@ -1,4 +1,4 @@
-"""EATA: entropy descent on reliable, non-redundant samples, held near the source where the Fisher information is large.
+"""EATA: entropy minimisation on reliable, non-redundant samples with a Fisher regulariser.
 
 Efficient Test-Time Model Adaptation without Forgetting (Niu, Wu, Zhang, Chen, Zheng, Zhao, Tan, ICML 2022), section 4.
 One batch x of B samples with predictions p (softmax) and entropies E, normalised by its own statistics:
@@ -37,10 +37,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from tta.bn_adapt import BatchNormalised, check_finite, with_batch_statistics
-from tta.collaborator import batchnorm_layers, shared_parameters
-from tta.heads import check_number, class_count
-from tta.tent import Descent, entropy_of_logits
+from models.optim import FunctionalOptimizer
+from tta.base import prefixed
+from tta.bn_adapt import BatchNormalised, with_batch_statistics
+from tta.checks import check_finite, check_least, check_number, class_count
+from tta.collaborator import affine_names
+from tta.tent import entropy_of_logits
 
 
 def sample_weights(logits: Tensor, average: Tensor, margin: float, redundancy: float) -> Tensor:
@@ -65,21 +67,6 @@ def sample_weights(logits: Tensor, average: Tensor, margin: float, redundancy: f
     similarity = cosine_similarity(average[None], logits.softmax(1), dim=1)
     kept = (entropy < margin) & (similarity.abs() < redundancy)
     return torch.where(kept, torch.exp(margin - entropy), 0)
-
-
-def affine_names(model: nn.Module) -> list[str]:
-    """Return the names of the BatchNorm weights and biases that may be trained, in order of definition.
-
-    Raises
-    ------
-    ValueError
-        There is no BatchNorm layer, or none that may be trained.
-    """
-    affine = {f"{layer}.{part}".lstrip(".") for layer in batchnorm_layers(model) for part in ("weight", "bias")}
-    names = [name for name in shared_parameters(model) if name in affine]
-    if not names:
-        raise ValueError(f"no BatchNorm layer of {type(model).__name__} has weights that may be trained")
-    return names
 
 
 def squared_gradients(logits: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -111,8 +98,7 @@ def fisher_diagonal(model: nn.Module, x: Tensor, batch_size: int = 64) -> dict[s
     ValueError
         There is no sample, `batch_size` is below 1, the network's output is not finite, or there is no BatchNorm.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    check_least(1, batch_size=batch_size)
     if len(x) == 0:
         raise ValueError("fisher_diagonal needs at least one sample, x is empty")
     names = affine_names(model)
@@ -166,6 +152,10 @@ class EATA(BatchNormalised):
         has no BatchNorm layer with weights that may be trained.
     """
 
+    name = "eata"
+    paper = "Efficient Test-Time Model Adaptation without Forgetting (ICML 2022)"
+    adapts = "BatchNorm statistics, weights and biases"
+
     def __init__(
         self,
         model: nn.Module,
@@ -188,15 +178,15 @@ class EATA(BatchNormalised):
         check_number("redundancy", redundancy, 0, 1, open_low=True)
         check_number("momentum_probs", momentum_probs, 0, 1)
         check_number("fisher_strength", fisher_strength, 0, math.inf)
-        if steps < 1 or fisher_batches < 0:
-            raise ValueError(f"steps={steps} must be at least 1, fisher_batches={fisher_batches} at least 0")
+        check_least(1, steps=steps)
+        check_least(0, fisher_batches=fisher_batches)
         super().__init__(model, record=record, proximal=proximal)
         self.steps, self.redundancy, self.momentum_probs = steps, redundancy, momentum_probs
         self.fisher_strength = fisher_strength
         self.fisher_batches = fisher_batches if fisher is None and fisher_strength else 0  # that ω is computed from
         self.classes = class_count(model, num_classes)
         self.margin = margin * math.log(self.classes)  # E_0, nats
-        self._descent = Descent(optimizer, lr, momentum)
+        self._optimizer = FunctionalOptimizer(optimizer, lr, momentum)
         parameters = dict(self._network.named_parameters())
         self._source = {name: parameters[name].detach() for name in affine_names(model)}
         self._given = None if fisher is None else _fitting(fisher, self._source)
@@ -208,7 +198,7 @@ class EATA(BatchNormalised):
 
     def _begin(self) -> None:
         self._affine = {name: value.clone().requires_grad_() for name, value in self._source.items()}
-        self._memory = self._descent.start(self._source)
+        self._memory = self._optimizer.init(self._source)
         self._average = next(iter(self._source.values())).new_zeros(self.classes)  # m; zero: none yet
         self._fisher = self._given or {name: torch.zeros_like(value) for name, value in self._source.items()}
         self._batches = torch.zeros((), dtype=torch.int64)
@@ -219,7 +209,7 @@ class EATA(BatchNormalised):
             if int(self._batches) < self.fisher_batches:
                 self._fisher = self._updated_fisher(x)
             for _ in range(self.steps):
-                logits, weights = self._descend(x)
+                logits, weights = self._step(x)
             self._batches = self._batches + 1
         except Exception:  # what fails undoes what came before it in the batch
             self._affine, self._memory, self._average, self._fisher, self._batches = before
@@ -236,7 +226,7 @@ class EATA(BatchNormalised):
         share = 1 / (int(self._batches) + 1)
         return {name: torch.lerp(old, squares[name], share) for name, old in self._fisher.items()}
 
-    def _descend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Take one step; return the logits [B, K] before it, and the samples' weights [B]."""
         with torch.enable_grad():
             logits = self._logits(x, self._affine)
@@ -248,7 +238,7 @@ class EATA(BatchNormalised):
                 return logits.detach(), weights
             loss = (weights[kept] * entropy_of_logits(logits[kept])).mean() + self._regulariser() + self._pull()
             gradients = torch.autograd.grad(loss, list(self._affine.values()), allow_unused=True)
-        self._affine, self._memory = self._descent.step(self._affine, gradients, self._memory)
+        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory)
         mean = logits.detach()[kept].softmax(1).mean(0)
         started = bool(self._average.any())
         self._average = torch.lerp(mean, self._average, self.momentum_probs) if started else mean
@@ -262,10 +252,9 @@ class EATA(BatchNormalised):
         return self.fisher_strength * torch.stack(pulls).sum()
 
     def _state(self) -> dict[str, Tensor]:
-        memory = {f"optimizer.{name}": value for name, value in self._memory.items()}
-        affine = {f"affine.{name}": value for name, value in self._affine.items()}
-        own = {} if self._given else {f"fisher.{name}": value for name, value in self._fisher.items()}
-        return {**super()._state(), **affine, **memory, **own, "average": self._average, "batches": self._batches}
+        learned = {**prefixed("affine", self._affine), **prefixed("optimizer", self._memory)}
+        fisher = {} if self._given else prefixed("fisher", self._fisher)
+        return {**super()._state(), **learned, **fisher, "average": self._average, "batches": self._batches}
 
     def _load(self, state: dict[str, Tensor]) -> None:
         for name, value in state.items():

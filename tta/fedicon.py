@@ -1,12 +1,12 @@
-"""FedICON at test time: the encoder goes on learning, without labels, to tell the client's own test images apart.
+"""FedICON at test time: self-supervised contrastive tuning of the encoder on test images.
 
 Taming Heterogeneity to Deal with Test-Time Shift in Federated Learning (Tan, Chen, Zhuang, Dong, Lyu, Long, 2023),
 section 3.2 and the test phase of Algorithm 1. From the aggregated encoder θ, for each batch of test images,
 
     θ ← θ - η ∇_θ L_us,   L_us of eq. 5: two random views of an image attract, the batch's other views repel
 
-and the classifier, which is not tuned, predicts from the tuned features. The loss is in `contrastive`, the views are in
-`contrastive_views`, the training phase is not here. `mode`:
+and the classifier, which is not tuned, predicts from the tuned features. Loss and views are in `contrastive`, the
+training phase in `client.rules.contrastive`. `mode`:
 
 - "online": a call is one batch, tuned on for `epochs` steps and then predicted; what is learned stays for the batches
   that follow.
@@ -19,7 +19,7 @@ Decisions and deviations:
   same optimization strategy". Training's η = 0.01 undoes what labels have taught the encoder: on Digit-5, corrupted
   validation images (seed 1, one pass), 87.0 % are right untuned, 85.1 % with 0.01, 88.8 % with 0.003, 88.3 % with 0.001
   (τ = 0.5; with training's 0.1: 76.0, 87.1, 87.8). Weight decay of 5e-4 is left out: it would take 2e-6 of a weight.
-- The paper does not tell τ, nor what a view is: see `contrastive` and `contrastive_views`. z' of eq. 5 is read as the
+- The paper does not tell τ, nor what a view is: see `contrastive`. z' of eq. 5 is read as the
   other one of two views, as in training; the image as it is takes no part.
 - All parameters of the encoder are tuned, as copies, whatever their `requires_grad`.
 - BatchNorm (the paper's ResNet-18; its small network has none) trains as in training: the 2B views normalise with their
@@ -33,32 +33,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
-import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
-from tta.base import Adapter
-from tta.bn_adapt import check_finite
-from tta.contrastive import self_contrastive
-from tta.contrastive_views import ContrastiveViews
-from tta.heads import check_choice, check_number, check_two_heads
-from tta.tent import Descent
+from models.optim import FunctionalOptimizer
+from tta.base import Adapter, prefixed
+from tta.checks import check_choice, check_finite, check_least, check_number
+from tta.contrastive import ContrastiveViews, self_contrastive
+from tta.heads import HEADS, check_two_heads
+from tta.views import Augment, augmented, seeded
 
 MODES = ("offline", "online")
-HEADS = ("global", "personal")
 PASS = 256  # samples predicted at once
-#: Endings of names of state that cannot be negative.
-NON_NEGATIVE = (".running_var", ".num_batches_tracked", "optimizer.step", "batches")
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What tuning changes, by name in the encoder: its weights, BatchNorm's buffers, and what the optimiser keeps."""
+    """The tuned encoder: its weights and BatchNorm buffers by name, and the optimizer state."""
 
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -103,7 +98,12 @@ class FedICON(Adapter):
         An option is out of range, the model is not built like `models.TwoHead`, or its encoder has nothing to tune.
     """
 
-    per: ClassVar[Literal["sample", "batch"]] = "batch"
+    name = "fedicon"
+    paper = "Taming Heterogeneity to Deal with Test-Time Shift in Federated Learning (2023)"
+    adapts = "the encoder"
+    per = "batch"
+    views = ContrastiveViews
+    whole_set = ("mode", "offline")
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class FedICON(Adapter):
         lr: float = 0.003,
         momentum: float = 0.0,
         temperature: float = 0.5,
-        augment: Callable[[Tensor, Generator], Tensor] | None = None,
+        augment: Augment | None = None,
         seed: int = 0,
         head: Literal["global", "personal"] = "global",
         record: bool = True,
@@ -125,18 +125,18 @@ class FedICON(Adapter):
             raise ValueError(f"{type(model).__name__} has no encoder with parameters to tune")
         super().__init__(model, record=record)
         check_choice("mode", mode, MODES)
-        check_choice("head", head, HEADS)
+        check_choice("head", head, tuple(HEADS))
         check_number("temperature", temperature, 0, math.inf, open_low=True)
-        for name, value, least in (("epochs", epochs, 1), ("batch_size", batch_size, 2), ("seed", seed, 0)):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        check_least(1, epochs=epochs)
+        check_least(2, batch_size=batch_size)
+        check_least(0, seed=seed)
         self.mode, self.epochs, self.batch_size, self.seed = mode, epochs, batch_size, seed
         self.temperature = temperature
         self.augment = ContrastiveViews() if augment is None else augment
-        self._descent = Descent("sgd", lr, momentum)
+        self._optimizer = FunctionalOptimizer("sgd", lr, momentum)
         own = copy.deepcopy(model).requires_grad_(False)
         self._encoder = cast(nn.Module, own.encoder)
-        self._head = cast(nn.Module, own.head if head == "global" else own.personal_head)
+        self._head = cast(nn.Module, getattr(own, HEADS[head]))
         self._norms = {
             name: layer
             for name, layer in self._encoder.named_modules()
@@ -145,9 +145,8 @@ class FedICON(Adapter):
         self.reset()
 
     def _reset(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._tuned = self._start()
-            self._batches = torch.zeros((), dtype=torch.int64)
+        self._tuned = self._start()
+        self._batches = torch.zeros((), dtype=torch.int64)
 
     def _start(self) -> Tuned:
         """Return the encoder as it was given."""
@@ -157,34 +156,23 @@ class FedICON(Adapter):
             for name, layer in self._norms.items()
             for part, value in layer.named_buffers(recurse=False)
         }
-        return Tuned(weights, buffers, self._descent.start(weights))
-
-    @property
-    def takes_whole_set(self) -> bool:
-        """See `Adapter.takes_whole_set`: "offline" starts anew with every call."""
-        return self.mode == "offline"
+        return Tuned(weights, buffers, self._optimizer.init(weights))
 
     def _predict(self, x: Tensor) -> Tensor:
-        # What is learned is made of ordinary tensors, also where the caller is in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            if x.is_inference():
-                x = x.clone()
-            if self.mode == "offline":
-                tuned, losses = self._tune_on_all(x)
-                probabilities = self._probabilities(tuned, x)
-            else:
-                tuned, losses = self._tune_on_batch(x)
-                probabilities = self._probabilities(tuned, x)
-                self._tuned, self._batches = tuned, self._batches + bool(len(x))
-            if losses:
-                self._note(loss=torch.stack(losses))
-            return probabilities
+        offline = self.mode == "offline"
+        tuned, losses = self._tune_on_all(x) if offline else self._tune_on_batch(x)
+        probabilities = self._probabilities(tuned, x)
+        if not offline:
+            self._tuned, self._batches = tuned, self._batches + bool(len(x))
+        if losses:
+            self._note(loss=torch.stack(losses))
+        return probabilities
 
     def _tune_on_batch(self, x: Tensor) -> tuple[Tuned, list[Tensor]]:
         """Return the encoder after this batch x [B, ...], and the loss of each step."""
         tuned, losses = self._tuned, []
         for step in range(self.epochs if len(x) > 1 else 0):
-            tuned, loss = self._step(tuned, x, self._generator(int(self._batches), step))
+            tuned, loss = self._step(tuned, x, seeded(self.seed, int(self._batches), step))
             losses.append(loss)
         return tuned, losses
 
@@ -192,10 +180,10 @@ class FedICON(Adapter):
         """Return the encoder after a whole test set x [n, ...], from the start, and the loss of each step."""
         tuned, losses = self._start(), []
         for epoch in range(self.epochs):
-            order = torch.randperm(len(x), generator=self._generator(epoch)).to(x.device)
+            order = torch.randperm(len(x), generator=seeded(self.seed, epoch)).to(x.device)
             for step, chosen in enumerate(order.split(self.batch_size)):
                 if len(chosen) > 1:
-                    tuned, loss = self._step(tuned, x[chosen], self._generator(epoch, step))
+                    tuned, loss = self._step(tuned, x[chosen], seeded(self.seed, epoch, step))
                     losses.append(loss)
         return tuned, losses
 
@@ -207,9 +195,7 @@ class FedICON(Adapter):
         ValueError
             A feature, a weight or a running statistic is not finite, or views have another shape.
         """
-        views = self.augment(torch.cat((x, x)), generator)  # [2B, ...]
-        if views.shape != (2 * len(x), *x.shape[1:]):
-            raise ValueError(f"augment made {tuple(views.shape)} of a batch of shape {(2 * len(x), *x.shape[1:])}")
+        views = augmented(self.augment, torch.cat((x, x)), generator)  # [2B, ...]
         buffers = {name: value.clone() for name, value in tuned.buffers.items()}
         with torch.enable_grad():
             z = self._features({**tuned.weights, **buffers}, views, training=True)  # [2B, d]; `buffers` follow
@@ -219,7 +205,7 @@ class FedICON(Adapter):
         for name, value in buffers.items():
             if not bool(torch.isfinite(value).all()):
                 raise ValueError(f"the batch makes {name} not finite")
-        weights, memory = self._descent.step(tuned.weights, gradients, tuned.memory)
+        weights, memory = self._optimizer.step(tuned.weights, gradients, tuned.memory)
         return Tuned(weights, buffers, memory), loss.detach()
 
     def _features(self, values: dict[str, Tensor], x: Tensor, *, training: bool) -> Tensor:
@@ -235,31 +221,9 @@ class FedICON(Adapter):
         check_finite("the network's output", logits)
         return torch.softmax(logits, 1)
 
-    def _generator(self, *key: int) -> Generator:
-        """Return the CPU generator of a batch and step, or of an epoch's order."""
-        sequence = np.random.SeedSequence(self.seed, spawn_key=key)
-        return Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
-
     def _state(self) -> dict[str, Tensor]:
-        """Return our own tensors, into which `_load` copies; "offline" has none."""
+        """Return the adapter's own tensors, into which a state is copied; "offline" has none."""
         if self.mode == "offline":
             return {}
-        return {
-            **{f"encoder.{name}": value for name, value in (self._tuned.weights | self._tuned.buffers).items()},
-            **{f"optimizer.{name}": value for name, value in self._tuned.memory.items()},
-            "batches": self._batches,
-        }
-
-    def _load(self, state: dict[str, Tensor]) -> None:
-        own = self._state()
-        for name, value in state.items():
-            if value.shape != own[name].shape or value.dtype != own[name].dtype:
-                raise ValueError(
-                    f"state {name!r} of FedICON: {value.dtype} of shape {tuple(value.shape)} does not fit "
-                    f"{own[name].dtype} of shape {tuple(own[name].shape)}"
-                )
-            if name.endswith(NON_NEGATIVE) and bool((value < 0).any()):
-                raise ValueError(f"state {name!r} of FedICON holds negative values")
-        with torch.no_grad():
-            for name, value in state.items():
-                own[name].copy_(value)
+        encoder, memory = self._tuned.weights | self._tuned.buffers, self._tuned.memory
+        return {**prefixed("encoder", encoder), **prefixed("optimizer", memory), "batches": self._batches}

@@ -5,9 +5,11 @@ and the personal head; 20 steps of Adam choose it so that the mixture is confide
 near the training data of the head that it trusts (L_FA, eq. 4), weighted by how much the heads agree (L_SLW, eq. 5).
 
 Every sample has its own e and its own Adam state, so a batch is one problem of B scalars with an analytic gradient, and
-the history is a linear recurrence: the result does not depend on the batch size. All steps are taken, none is stopped
-early. The published code keeps the first feature of each batch out of its history, so that at batch size 1 the history
-never moves: here that is `history="batch"`, and Algorithm 2 the default.
+the history is a linear recurrence: the result does not depend on the batch size. Adam on (a_g, a_l) from (0, 0) keeps
+a_l = -a_g = -a, because the two gradients are opposite, so that e = softmax(a_g, a_l)_g = (1 + tanh a) / 2 and one
+scalar a sample is enough. All steps are taken, without early stopping. The published code keeps the first feature of
+each batch out of its history, so that at batch size 1 the history never moves: here that is `history="batch"`, and
+Algorithm 2 the default.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from models.optim import BETAS, EPS
 from tta.arrays import (
     Array,
     Constants,
     class_major,
     from_tensor,
+    largest,
     namespace,
     place,
     softmax,
@@ -31,8 +35,8 @@ from tta.arrays import (
     to_tensor,
 )
 from tta.base import Adapter
-from tta.heads import check_choice, check_number, check_two_heads, statistic_vector, two_heads
-from tta.solver import adam_schedule, solve_weight
+from tta.checks import check_choice, check_number
+from tta.heads import check_two_heads, statistic_vector, two_heads
 from tta.statistics import Statistics
 
 #: λ_s of the objectives that do not look at the heads.
@@ -73,6 +77,11 @@ class FedTHE(Adapter):
         A statistic is missing, of the wrong shape or not finite, or an option is out of range.
     """
 
+    name = "fedthe"
+    paper = "Test-Time Robust Personalization for Federated Learning (ICLR 2023)"
+    adapts = "the weight of the global head"
+    needs = frozenset({"personal_head", "descriptor"})
+
     def __init__(
         self,
         model: nn.Module,
@@ -96,7 +105,7 @@ class FedTHE(Adapter):
         check_choice("history", history, HISTORIES)
         super().__init__(model, record=record)
         self.alpha, self.beta, self.objective, self.history = alpha, beta, objective, history
-        self.per = "sample" if history == "sample" else "batch"  # type: ignore[misc]
+        self.per = "sample" if history == "sample" else "batch"
         self._features = features
         self._descriptors = Constants(
             global_=statistic_vector("descriptor_global", known.descriptor_global, features),
@@ -160,11 +169,7 @@ class FedTHE(Adapter):
         return {"history": torch.from_numpy(history), "has_history": torch.tensor(known)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        history, known = state["history"], state["has_history"]
-        if known.ndim != 0:
-            raise ValueError(f"state 'has_history' of FedTHE is one value, got shape {tuple(known.shape)}")
-        vector = statistic_vector("state 'history' of FedTHE", history, self._features)
-        self._history = vector if bool(known) else None
+        self._history = to_host(from_tensor(state["history"])) if bool(state["has_history"]) else None
 
 
 def head_similarity(logits: Array) -> Array:
@@ -204,3 +209,77 @@ def running_average(features: Array, start: Array, rate: float, repeat: int = 1)
         average[width:] += keep**width * average[:-width]
         width *= 2
     return xp.concat([start[None]] * repeat + [average], axis=0)
+
+
+def adam_schedule(steps: int, lr: float) -> list[tuple[float, float]]:
+    """Return (scale, shift) of each step of Adam, bias corrections folded in.
+
+    With the plain sums m = Σ 0.9^k g and v = Σ 0.999^k g², Adam's step is scale · m / (sqrt(v) + shift).
+    """
+    first, second = BETAS
+    schedule = []
+    for step in range(1, steps + 1):
+        root = math.sqrt((1 - second) / (1 - second**step))  # turns sqrt(v) into Adam's denominator
+        schedule.append((lr * (1 - first) / (1 - first**step) / root, EPS / root))
+    return schedule
+
+
+def solve_weight(
+    logits_global: Array, logits_personal: Array, confidence: Array, alignment: Array, schedule: list
+) -> Array:
+    """Return e [B] after Adam's steps from e = 0.5 on λ_s L_EM + (1-λ_s) L_FA, one state a sample.
+
+    With t = tanh a = 2e - 1 the mixture is ŷ = (ŷ^g + ŷ^l)/2 + t (ŷ^g - ŷ^l)/2, and ∂t/∂a_g = (1 - t²)/2.
+
+    Parameters
+    ----------
+    logits_global, logits_personal : Array [K, B]
+        ŷ^g and ŷ^l.
+    confidence, alignment : Array [B]
+        λ_s, and (1-λ_s) ∂L_FA/∂e; both constant.
+    schedule : list of (float, float)
+        Of `adam_schedule`.
+    """
+    xp = namespace(confidence)
+    middle, reach = 0.5 * (logits_global + logits_personal), 0.5 * (logits_global - logits_personal)
+    drive, pull = 0.5 * confidence * reach, 0.25 * alignment  # with the half of ∂t/∂a_g
+    position, moment, square = (xp.zeros_like(confidence) for _ in range(3))
+    t = position
+    for scale, shift in schedule:
+        slope = weight_gradient(t, middle, reach, drive, pull)
+        slope *= 1 - t * t  # dL/da_g; dL/da_l is its negative
+        moment *= BETAS[0]
+        moment += slope
+        square *= BETAS[1]
+        square += slope * slope
+        position -= scale * moment / (xp.sqrt(square) + shift)
+        t = xp.tanh(position)
+    return 0.5 + 0.5 * t
+
+
+def weight_gradient(t: Array, middle: Array, reach: Array, drive: Array, pull: Array) -> Array:
+    """Return dL/dt [B] at t = 2e - 1.
+
+    With p = p(ŷ), ŷ = middle + t · reach: dH(p)/dt = -Cov_p(ŷ, reach), which is Σ_c g_c reach_c with
+    g_c = -p_c (ln p_c + H). Measured from the largest ŷ and from the mean reach, no two large terms cancel, so the
+    gradient of a confident sample, which Adam blows up, keeps its leading digits.
+
+    Parameters
+    ----------
+    t : Array [B]
+    middle, reach : Array [K, B]
+        Half the sum and half the difference of the heads' logits.
+    drive : Array [K, B]
+        λ_s · reach.
+    pull : Array [B]
+        (1-λ_s) ∂L_FA/∂t.
+    """
+    mixed = t * reach
+    mixed += middle
+    mixed -= largest(mixed)
+    mass = namespace(mixed).exp(mixed)
+    mass /= mass.sum(0)
+    centred = drive - (mass * drive).sum(0)
+    mass *= mixed
+    mass *= centred
+    return pull - mass.sum(0)

@@ -21,9 +21,9 @@ from tta.augmix import AugMix
 from tta.base import Adapter
 from tta.fedthe import FedTHE
 from tta.heads import two_heads
-from tta.memo import checked_position
+from tta.memo import Readout, Tuning, tune_and_predict
 from tta.statistics import Statistics
-from tta.tuning import Augment, Readout, Tuning, tune_and_predict
+from tta.views import Augment
 
 
 class FedTHEPlus(Adapter):
@@ -49,6 +49,12 @@ class FedTHEPlus(Adapter):
         A statistic is missing, of the wrong shape or not finite, or an option is out of range.
     """
 
+    name = "fedthe_plus"
+    paper = "Test-Time Robust Personalization for Federated Learning (ICLR 2023)"
+    adapts = "the weight of the global head, then all parameters for one sample"
+    needs = frozenset({"personal_head", "descriptor", "gradients"})
+    views = AugMix
+
     def __init__(
         self,
         model: nn.Module,
@@ -70,13 +76,13 @@ class FedTHEPlus(Adapter):
     ) -> None:
         self._fedthe = FedTHE(model, statistics, alpha, beta, steps, lr, objective, history)
         super().__init__(model, record=record)
-        self.per = self._fedthe.per  # type: ignore[misc]
+        self.per = self._fedthe.per
         self.tuning = Tuning(views, tune_steps, tune_lr, augment or AugMix(), seed, mode, chunk)
         self._readout = Readout(model, "mix")
         self._position = 0
 
     def _predict(self, x: Tensor) -> Tensor:
-        trial = copy.copy(self._fedthe)  # becomes ours when nothing below has raised
+        trial = copy.copy(self._fedthe)  # replaces ours once nothing below has raised
         trial.load_state_dict(self._fedthe.state_dict())
         weight = trial.weigh(*two_heads(self.model, x))  # e*, [B]
         logits, losses = tune_and_predict(self._readout, x, weight.to(x.dtype), self._position, self.tuning)
@@ -94,6 +100,6 @@ class FedTHEPlus(Adapter):
 
     def _load(self, state: dict[str, Tensor]) -> None:
         history = dict(state)
-        position = checked_position(history.pop("position"))
+        position = int(history.pop("position"))
         self._fedthe.load_state_dict(history)
         self._position = position

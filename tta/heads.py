@@ -1,13 +1,26 @@
-"""What every two-head method does first: the network, once, and its three outputs checked."""
+"""Features and heads of a network, and the methods that only combine heads: nothing adapts.
+
+FedRoD: "On Bridging Generic and Personalized Federated Learning for Image Classification" (Chen & Chao, ICLR 2022)
+predicts softmax(global(z) + personal(z)). Its personal head is trained for that sum (`client.rules.fedrod`), so it is a
+correction of the global head and no classifier by itself. The global head alone is the FedAvg or source row of every
+table; a fixed mixture of both heads is the row that every adaptive mixture has to beat.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from tta.base import Adapter
+from tta.checks import check_choice, check_finite, check_number
+from tta.collaborator import Collaborator
+from tta.statistics import Statistics
+
+MIXES = ("probabilities", "logits")
+HEADS = {"global": "head", "personal": "personal_head"}
 
 
 def check_two_heads(model: nn.Module, method: str) -> int:
@@ -34,19 +47,45 @@ def two_heads(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises
     ------
     ValueError
-        The network gives a value that is not finite; the message names the samples.
+        An output of the network is not finite; the message names the samples.
     """
     z = cast(Tensor, model.features(x))  # type: ignore[operator]
     logits_global, logits_personal = model.head(z), model.personal_head(z)  # type: ignore[operator]
-    finite = torch.isfinite(torch.cat((z, logits_global, logits_personal), 1)).all(1)  # [B]
-    if not bool(finite.all()):
-        bad = torch.nonzero(~finite).flatten().tolist()
-        raise ValueError(f"the network's output for samples {bad} of the batch is not finite")
+    check_finite("the network's output", torch.cat((z, logits_global, logits_personal), 1))
     return z, logits_global, logits_personal
 
 
+def feature_head(model: nn.Module, head: str, method: str) -> nn.Linear:
+    """Return the linear layer named by `head`, "global" or "personal".
+
+    Raises
+    ------
+    ValueError
+        `head` is unknown, or the network does not consist of features and that head.
+    """
+    check_choice("head", head, tuple(HEADS))
+    missing = [name for name in ("features", HEADS[head]) if not hasattr(model, name)]
+    if missing:
+        raise ValueError(f"{method} needs a network of features and a head; {type(model).__name__} has no {missing}")
+    return cast(nn.Linear, getattr(model, HEADS[head]))
+
+
+def features_and_logits(model: nn.Module, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
+    """Run the network on x [B, ...] and return its features [B, d] and one head's logits [B, K].
+
+    Raises
+    ------
+    ValueError
+        One of them is not finite; the message names the samples.
+    """
+    z = cast(Tensor, model.features(x))  # type: ignore[operator]
+    logits = cast(Tensor, getattr(model, HEADS[head])(z))
+    check_finite("the network's output", torch.cat((z, logits), 1))
+    return z, logits
+
+
 def statistic_vector(name: str, value: Tensor | None, features: int) -> np.ndarray:
-    """Return the statistic `name` as float64 [d]; raise ValueError naming it if it is no finite vector of d values."""
+    """Return the statistic `name` as float64 [d]; raise ValueError naming it unless it holds d finite values."""
     vector = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
     if vector.shape != (features,):
         raise ValueError(f"{name} has shape {tuple(vector.shape)}, the model has {features} features")
@@ -55,24 +94,145 @@ def statistic_vector(name: str, value: Tensor | None, features: int) -> np.ndarr
     return vector.numpy().copy()
 
 
-def class_count(model: nn.Module, num_classes: int | None, least: int = 2) -> int:
-    """Return K: as given, or `model.num_classes`; raise ValueError where there is neither, or K is below `least`."""
-    known = getattr(model, "num_classes", None) if num_classes is None else num_classes
-    if not isinstance(known, int):
-        raise ValueError(f"num_classes is needed: {type(model).__name__} does not tell how many classes it has")
-    if known < least:
-        raise ValueError(f"num_classes={known} must be at least {least}")
-    return known
+class NoAdaptation(Collaborator):
+    """Predict with the network's own output; in test-time rounds there is nothing to share.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Gives logits [B, K]; for a two-head model those of the global head.
+    statistics : Statistics or None
+        Not used.
+    record : bool
+        Keep the report: `weight`, 1 for every sample.
+    """
+
+    name = "none"
+    adapts = "nothing: the global head"
+    per = "sample"
+    shares = False
+
+    def __init__(self, model: nn.Module, statistics: Statistics | None = None, record: bool = True) -> None:
+        super().__init__(model, record=record)
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return nothing: no parameter is trained."""
+        return {}
+
+    def domain(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return nothing: no statistics describe the stream."""
+        return {}
+
+    def _predict(self, x: Tensor) -> Tensor:
+        logits = self.model(x)  # (B, K)
+        self._note(weight=torch.ones(len(x), dtype=torch.float64))
+        return torch.softmax(logits, 1)
 
 
-def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    """Raise ValueError naming `name` unless `value` is finite and in [low, high] (or (low, high])."""
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not (math.isfinite(value) and inside):
-        raise ValueError(f"{name}={value} is outside {'(' if open_low else '['}{low}, {high}]")
+class Personal(Adapter):
+    """Predict with the personal head, trained on the client's own data.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A two-head network.
+    statistics : Statistics or None
+        Not used.
+    record : bool
+        Keep the report: `weight`, 0 for every sample.
+    """
+
+    name = "personal"
+    adapts = "nothing: the personal head"
+    needs = frozenset({"personal_head"})
+
+    def __init__(self, model: nn.Module, statistics: Statistics | None = None, record: bool = True) -> None:
+        check_two_heads(model, "personal")
+        super().__init__(model, record=record)
+
+    def _predict(self, x: Tensor) -> Tensor:
+        _, _, logits_personal = two_heads(self.model, x)
+        self._note(weight=torch.zeros(len(x), dtype=torch.float64))
+        return torch.softmax(logits_personal, 1)
 
 
-def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ValueError listing `choices` unless `value` is one of them."""
-    if value not in choices:
-        raise ValueError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
+class FixedMix(Adapter):
+    """Mix the two heads with one weight for all samples.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A two-head network.
+    statistics : Statistics or None
+        Not used.
+    e : float
+        Weight of the global head, in [0, 1].
+    mix : "probabilities" or "logits"
+        e p(ŷ^g) + (1-e) p(ŷ^l), or p(e ŷ^g + (1-e) ŷ^l).
+    record : bool
+        Keep the report: `weight`, e for every sample.
+    """
+
+    name = "fixed_mix"
+    adapts = "nothing: a fixed mixture of the heads"
+    needs = frozenset({"personal_head"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        statistics: Statistics | None = None,
+        e: float = 0.5,
+        mix: Literal["probabilities", "logits"] = "probabilities",
+        record: bool = True,
+    ) -> None:
+        check_two_heads(model, "fixed_mix")
+        check_number("e", e, 0, 1)
+        check_choice("mix", mix, MIXES)
+        super().__init__(model, record=record)
+        self.e = e
+        self.mix = mix
+
+    def _predict(self, x: Tensor) -> Tensor:
+        return self.interpolate(*two_heads(self.model, x))
+
+    def interpolate(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor) -> Tensor:
+        """Return what `predict` returns, given the network's outputs z [B, d] and logits [B, K]."""
+        if self.mix == "logits":
+            probabilities = torch.softmax(self.e * logits_global + (1 - self.e) * logits_personal, 1)
+        else:
+            first, second = torch.softmax(logits_global, 1), torch.softmax(logits_personal, 1)
+            probabilities = self.e * first + (1 - self.e) * second
+        self._note(weight=torch.full((len(z),), self.e, dtype=torch.float64))
+        return probabilities
+
+
+class FedRoD(Adapter):
+    """Predict with the sum of both heads' logits; there is no weight to report.
+
+    Parameters
+    ----------
+    model : nn.Module
+        A two-head network.
+    statistics : Statistics or None
+        Not used.
+    record : bool
+        Taken as everywhere; the report is empty.
+
+    Raises
+    ------
+    ValueError
+        The model does not have two heads of one shape.
+    """
+
+    name = "fedrod"
+    paper = "On Bridging Generic and Personalized Federated Learning for Image Classification (ICLR 2022)"
+    adapts = "nothing: the sum of both heads"
+    needs = frozenset({"residual_head"})
+
+    def __init__(self, model: nn.Module, statistics: Statistics | None = None, record: bool = True) -> None:
+        check_two_heads(model, "fedrod")
+        super().__init__(model, record=record)
+
+    def _predict(self, x: Tensor) -> Tensor:
+        _, logits_global, logits_personal = two_heads(self.model, x)
+        return torch.softmax(logits_global + logits_personal, 1)  # (B, K)

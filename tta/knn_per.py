@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from tta.base import Adapter
-from tta.heads import check_number
-from tta.t3a import feature_head, features_and_logits
+from tta.checks import check_least, check_number
+from tta.heads import feature_head, features_and_logits
 
 CHUNK_NUMBERS = 2**22  # distances computed at once
 
@@ -147,7 +147,10 @@ class KNNPer(Adapter):
         An option is out of range, the network has no such head, or the datastore has other features or classes.
     """
 
-    per: ClassVar[Literal["sample", "batch"]] = "sample"
+    name = "knn_per"
+    paper = "Personalized Federated Learning through Local Memorization (ICML 2022)"
+    adapts = "nothing: the head and the nearest training samples"
+    needs = frozenset({"datastore"})
 
     def __init__(
         self,
@@ -161,8 +164,7 @@ class KNNPer(Adapter):
         record: bool = True,
     ) -> None:
         linear = feature_head(model, head, "kNN-Per")
-        if neighbours < 1:
-            raise ValueError(f"neighbours={neighbours} must be at least 1")
+        check_least(1, neighbours=neighbours)
         check_number("scale", scale, 0, math.inf, open_low=True)
         check_number("weight", weight, 0, 1)
         classes, features = linear.weight.shape

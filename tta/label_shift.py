@@ -1,4 +1,4 @@
-"""Estimates of the label prior of unlabelled data, from a classifier's predictions: EM and BBSE.
+"""EM and BBSE: correction of predictions for the label prior of each batch, estimated without labels.
 
 Both assume label shift: p(x|y) stays, p(y) changes from the source's p_s to p_t. A prediction is then corrected by
 
@@ -15,22 +15,35 @@ BBSE: Detecting and Correcting for Label Shift with Black Box Predictors (Lipton
 
     w = C^-1 μ,    C_ij = P(ŷ = i, y = j) on source data, μ_i = P(ŷ = i) on the batch;   p_t(y) = w(y) p_s(y), w ≥ 0
 
-Decisions:
+Both are baselines of Adaptive Test-Time Personalization (ATP, NeurIPS 2023). The source prior is the mean label
+frequency of the clients that trained.
+
+Decisions and deviations:
 
 - A class with p_s(y) = 0 keeps p_t(y) = 0 in EM, whatever the posteriors say.
 - C is inverted by its pseudo-inverse (minimum-norm least squares), as in ATP's published code: the inverse where there
   is one. Singular values below `rtol` times the largest count as 0; by default only what float32 cannot tell from 0.
 - Where nothing can be estimated BBSE abstains, w = 1: for a class without source data (its column of C is 0), and for
   all classes where no weight is positive, as when the batch has only predictions that the source never had.
+- ATP's published EM takes two iterations (here until nothing moves, at most 100) and a uniform source prior.
+- ATP's published BBSE divides C's columns by their sums, takes p_t = C^+ μ, projects it onto the simplex, mixes in
+  0.001 of the uniform distribution and multiplies predictions by p_t itself, which supposes a uniform source. Here they
+  are multiplied by w = p_t/p_s, cut off at 0, as in the paper.
+- The BBSE paper estimates over the whole test set and trains again; here each batch is corrected by its own estimate.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Literal
 
+import torch
+from torch import Tensor, nn
+
+from tta.base import Adapter
+from tta.checks import check_choice, check_finite, check_least, check_number
 from tta.statistics import Statistics
 
+PREDICTIONS = ("hard", "soft")
 SUM_TOLERANCE = 1e-4  # of what should sum to 1, and may have been averaged in float32
 SMALLEST_MASS = 1e-9  # of an estimated p_t, before it is normalised: below it there is only rounding
 
@@ -144,3 +157,124 @@ def _check_distribution(name: str, table: Tensor) -> None:
         raise ValueError(f"{name} holds values that are negative or not finite")
     if abs(float(table.sum()) - 1) > SUM_TOLERANCE:
         raise ValueError(f"{name} sums to {float(table.sum()):.6g}, not to 1")
+
+
+class EM(Adapter):
+    """Estimate each batch's label prior by EM and predict with it; nothing is carried from batch to batch.
+
+    On a batch of one sample the estimate concentrates on its class: the prediction nears certainty.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Gives logits [B, K]; `models.TwoHead` predicts with its global head.
+    statistics : Statistics
+        Its `label_prior` [K], the source's p_s, is needed.
+    iterations : int
+        Of EM, at most, at least 1.
+    tolerance : float
+        EM stops when no entry of the prior moves by more; 0 or more.
+    record : bool
+        Keep the report: `shift` [n], the distance ½‖p_t - p_s‖₁ in [0, 1], for every sample that of its batch.
+
+    Raises
+    ------
+    ValueError
+        An option is out of range, or there is no label prior or one that is no distribution.
+    """
+
+    name = "em"
+    paper = "Adjusting the Outputs of a Classifier to New a Priori Probabilities (Neural Computation 2002)"
+    adapts = "the label prior"
+    per = "batch"
+    needs = frozenset({"label_prior"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        statistics: Statistics | None = None,
+        *,
+        iterations: int = 100,
+        tolerance: float = 1e-6,
+        record: bool = True,
+    ) -> None:
+        check_least(1, iterations=iterations)
+        check_number("tolerance", tolerance, 0, 1)
+        self._source = required(statistics, "label_prior", "EM", 1)
+        super().__init__(model, record=record)
+        self.iterations, self.tolerance = iterations, tolerance
+
+    def _predict(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x)
+        check_finite("the network's output", logits)
+        source = self._source.to(logits.device)
+        if logits.shape[1] != len(source):
+            raise ValueError(f"label_prior has {len(source)} classes, the network's output {logits.shape[1]}")
+        if len(x) == 0:
+            return torch.softmax(logits, 1)
+        prior = em_prior_of_logs(logits.double().log_softmax(1), source, self.iterations, self.tolerance)
+        self._note(shift=((prior - source).abs().sum() / 2).expand(len(x)))
+        return reweighted(logits, torch.where(source > 0, prior / source, 0.0))
+
+
+class BBSE(Adapter):
+    """Estimate each batch's label prior by BBSE and predict with it; nothing is carried from batch to batch.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Gives logits [B, K]; `models.TwoHead` predicts with its global head.
+    statistics : Statistics
+        Its `confusion` [K, K] is needed: P(ŷ = i, y = j) on validation data, row i, column j.
+    predictions : "hard" or "soft"
+        μ is the frequency of each predicted class, or the mean probability. For "soft" the confusion should hold mean
+        probabilities too: E[p_i(x), y = j].
+    rtol : float
+        Relative cut-off of C's singular values, in [0, 1).
+    record : bool
+        Keep the report: `shift` [n], the distance ½ Σ_y |w(y) - 1| p_s(y), for every sample that of its batch.
+
+    Raises
+    ------
+    ValueError
+        An option is out of range, or there is no confusion matrix or one that is no distribution.
+    """
+
+    name = "bbse"
+    paper = "Detecting and Correcting for Label Shift with Black Box Predictors (ICML 2018)"
+    adapts = "the label prior"
+    per = "batch"
+    needs = frozenset({"confusion"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        statistics: Statistics | None = None,
+        *,
+        predictions: Literal["hard", "soft"] = "hard",
+        rtol: float = 1e-6,
+        record: bool = True,
+    ) -> None:
+        check_choice("predictions", predictions, PREDICTIONS)
+        if not 0 <= rtol < 1:
+            raise ValueError(f"rtol={rtol} is outside [0, 1)")
+        self._confusion = required(statistics, "confusion", "BBSE", 2)
+        super().__init__(model, record=record)
+        self.predictions, self.rtol = predictions, rtol
+
+    def _predict(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.model(x)
+        check_finite("the network's output", logits)
+        confusion = self._confusion.to(logits.device)
+        classes = logits.shape[1]
+        if classes != len(confusion):
+            raise ValueError(f"confusion has {len(confusion)} classes, the network's output {classes}")
+        if len(x) == 0:
+            return torch.softmax(logits, 1)
+        if self.predictions == "hard":
+            predicted = torch.bincount(logits.argmax(1), minlength=classes).double() / len(x)
+        else:
+            predicted = torch.softmax(logits.double(), 1).mean(0)
+        weights = bbse_weights(confusion, predicted, self.rtol)
+        self._note(shift=((weights - 1).abs() @ confusion.sum(0) / 2).expand(len(x)))
+        return reweighted(logits, weights)

@@ -1,14 +1,17 @@
-"""Adapters by name: looking one up, reading its options, making one. The rows are in `tta.table`."""
+"""Adapters by name: looking one up, reading its options, creating one.
+
+What an adapter is and needs stands on its class (`tta.base.Adapter`); here is one line a method. Names can be read
+without torch; a class is imported when it is looked up.
+"""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
-
-from tta.table import ADAPTERS, NEEDS, POOLED, AdapterInfo, Share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -17,11 +20,60 @@ if TYPE_CHECKING:
     from tta.knn_per import Datastore
     from tta.statistics import Statistics
 
-__all__ = ["ADAPTERS", "NEEDS", "POOLED", "AdapterInfo", "Share", "create", "info", "parse_options"]
+#: Name → "module:Class".
+PATHS = {
+    "none": "tta.heads:NoAdaptation",
+    "personal": "tta.heads:Personal",
+    "fixed_mix": "tta.heads:FixedMix",
+    "fedthe": "tta.fedthe:FedTHE",
+    "btfl": "tta.btfl:BTFL",
+    "memo": "tta.memo:MEMO",
+    "fedthe_plus": "tta.fedthe_plus:FedTHEPlus",
+    "atp": "tta.atp:ATP",
+    "bn_adapt": "tta.bn_adapt:BNAdapt",
+    "tent": "tta.tent:Tent",
+    "cotta": "tta.cotta:CoTTA",
+    "rotta": "tta.rotta:RoTTA",
+    "roid": "tta.roid:ROID",
+    "bbn": "tta.bbn:BBN",
+    "eata": "tta.eata:EATA",
+    "ttt": "tta.ttt:TTT",
+    "t3a": "tta.t3a:T3A",
+    "shot": "tta.shot:SHOT",
+    "surgical": "tta.surgical:Surgical",
+    "em": "tta.label_shift:EM",
+    "bbse": "tta.label_shift:BBSE",
+    "tsa": "tta.tsa:TSA",
+    "knn_per": "tta.knn_per:KNNPer",
+    "fedrod": "tta.heads:FedRoD",
+    "fedicon": "tta.fedicon:FedICON",
+}
 
 
-def info(name: str) -> AdapterInfo:
-    """Return the row of `name`; raise ValueError listing what exists if there is none."""
+class _Adapters(Mapping[str, "type[Adapter]"]):
+    """Name → class, imported at the first look-up."""
+
+    def __getitem__(self, name: str) -> type[Adapter]:
+        module, _, member = PATHS[name].partition(":")
+        found: type[Adapter] = getattr(importlib.import_module(module), member)
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in PATHS  # imports nothing
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(PATHS)
+
+    def __len__(self) -> int:
+        return len(PATHS)
+
+
+#: Every adapter class by name.
+ADAPTERS: Mapping[str, type[Adapter]] = _Adapters()
+
+
+def info(name: str) -> type[Adapter]:
+    """Return the class of `name`; raise ValueError listing what exists if there is none."""
     if name not in ADAPTERS:
         raise ValueError(f"unknown adapter {name!r}; there are: {_listed(ADAPTERS)}")
     return ADAPTERS[name]
@@ -44,34 +96,34 @@ def create(
     model : nn.Module
         The network it predicts with.
     statistics : Statistics or None
-        What the client knows from training.
+        The client's statistics of the training data.
     rates : mapping or None
-        Learned adaptation rates, for an adapter that needs them.
+        Learned adaptation rates, if the adapter needs them.
     datastore : Datastore or None
-        The client's memorised samples, for an adapter that needs them.
+        The client's memorised samples, if the adapter needs them.
     **options
-        Arguments of the class; see `AdapterInfo.options`.
+        Arguments of the class; see `Adapter.options`.
 
     Raises
     ------
     ValueError
-        The name or an option is unknown (the message lists what exists), a value has the wrong type or range, or there
-        are no rates or memorised samples for an adapter that needs them.
+        The name or an option is unknown (the message lists what exists), a value has the wrong type or range, or rates
+        or memorised samples that the adapter needs are missing.
     """
-    row = info(name)
-    known = row.options
+    adapter = info(name)
+    known = adapter.options
     for option, value in options.items():
-        expected = _option_type(row, known, option)
+        expected = _option_type(adapter, known, option)
         if not _fits(value, expected):
             raise ValueError(f"{name}: {option}={value!r} is not {_describe(expected)}")
-    constructor: Any = row.load()
+    constructor: Any = adapter
     accepted = inspect.signature(constructor).parameters
     given: dict[str, Any] = {"statistics": statistics} if "statistics" in accepted else {}
     for need, value, what in (
         ("rates", rates, "learned adaptation rates"),
         ("datastore", datastore, "memorised samples"),
     ):
-        if need in row.needs:
+        if need in adapter.needs:
             if value is None:
                 raise ValueError(f"{name} needs {what}")
             given[need] = value
@@ -88,14 +140,14 @@ def parse_options(name: str, texts: dict[str, str]) -> dict[str, Any]:
     ValueError
         The name or an option is unknown, or a text is no value of the option's type; the message says what is allowed.
     """
-    row = info(name)
-    known = row.options
-    return {option: _parse(name, option, text, _option_type(row, known, option)) for option, text in texts.items()}
+    adapter = info(name)
+    known = adapter.options
+    return {option: _parse(name, option, text, _option_type(adapter, known, option)) for option, text in texts.items()}
 
 
-def _option_type(row: AdapterInfo, known: dict[str, tuple[Any, Any]], option: str) -> Any:
+def _option_type(adapter: type[Adapter], known: dict[str, tuple[Any, Any]], option: str) -> Any:
     if option not in known:
-        raise ValueError(f"{row.name} has no option {option!r}; there are: {_listed(known)}")
+        raise ValueError(f"{adapter.name} has no option {option!r}; there are: {_listed(known)}")
     return known[option][0]
 
 

@@ -1,4 +1,4 @@
-"""ROID: self-training weighted by certainty and diversity, anchored at the source, corrected for the batch's classes.
+"""ROID: self-training with certainty and diversity weighting, weight ensembling and prior correction.
 
 Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, and Prior Correction (Marsden, Döbler,
 Yang, WACV 2024), section 3. One batch x of B samples with predictions p (softmax), normalised by its own statistics:
@@ -25,18 +25,19 @@ Decisions and deviations:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
-import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from tta.bn_adapt import BatchNormalised, check_finite
-from tta.collaborator import shared_parameters
-from tta.heads import check_number, class_count
-from tta.tent import Descent, entropy_of_logits
-from tta.views import Views
+from models.optim import FunctionalOptimizer
+from tta.base import prefixed
+from tta.bn_adapt import BatchNormalised
+from tta.checks import check_finite, check_least, check_number, class_count
+from tta.collaborator import affine_names
+from tta.tent import entropy_of_logits
+from tta.views import Augment, Views, augmented, seeded
 
 CLIP = 0.99  # largest p in the likelihood ratio, above which the gradient is zero; published code
 SMALLEST_RATIO = 1e-5  # added to p / (1 - p) before the logarithm; published code
@@ -112,6 +113,13 @@ class ROID(BatchNormalised):
         that may be trained.
     """
 
+    name = "roid"
+    paper = (
+        "Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, Prior Correction (WACV 2024)"
+    )
+    adapts = "BatchNorm statistics, weights and biases"
+    views = Views
+
     def __init__(
         self,
         model: nn.Module,
@@ -123,27 +131,23 @@ class ROID(BatchNormalised):
         use_consistency: bool = True,
         use_prior_correction: bool = True,
         num_classes: int | None = None,
-        augment: Callable[[Tensor, Generator], Tensor] | None = None,
+        augment: Augment | None = None,
         seed: int = 0,
         record: bool = True,
         proximal: float = 0.0,
     ) -> None:
         check_number("momentum_src", momentum_src, 0, 1)
         check_number("momentum_probs", momentum_probs, 0, 1)
-        check_number("temperature", temperature, 0, float("inf"), open_low=True)
-        if seed < 0:
-            raise ValueError(f"seed={seed} must be 0 or more")
+        check_number("temperature", temperature, 0, math.inf, open_low=True)
+        check_least(0, seed=seed)
         super().__init__(model, record=record, proximal=proximal)
         self.momentum_src, self.momentum_probs, self.temperature = momentum_src, momentum_probs, temperature
         self.use_consistency, self.use_prior_correction, self.seed = use_consistency, use_prior_correction, seed
         self.augment = Views(blur=False, noise=0.0, padding="reflection") if augment is None else augment
         self.classes = class_count(model, num_classes)
-        self._descent = Descent("adam", lr)
-        affine = {f"{layer}.{part}".lstrip(".") for layer in self._layers for part in ("weight", "bias")}
+        self._optimizer = FunctionalOptimizer("adam", lr)
         parameters = dict(self._network.named_parameters())
-        self._source = {name: parameters[name].detach() for name in shared_parameters(model) if name in affine}
-        if not self._source:
-            raise ValueError(f"no BatchNorm layer of {type(model).__name__} has weights that may be trained")
+        self._source = {name: parameters[name].detach() for name in affine_names(model)}
         self.reset()
 
     def trained(self) -> dict[str, Tensor]:
@@ -152,7 +156,7 @@ class ROID(BatchNormalised):
 
     def _begin(self) -> None:
         self._affine = {name: value.clone().requires_grad_() for name, value in self._source.items()}
-        self._memory = self._descent.start(self._source)
+        self._memory = self._optimizer.init(self._source)
         self._average = next(iter(self._source.values())).new_full((self.classes,), 1 / self.classes)  # p̄
         self._batches = torch.zeros((), dtype=torch.int64)
 
@@ -166,7 +170,7 @@ class ROID(BatchNormalised):
             gradients = torch.autograd.grad(
                 self._loss(x, logits, weights) + self._pull(), list(self._affine.values()), allow_unused=True
             )
-        moved, memory = self._descent.step(self._affine, gradients, self._memory)
+        moved, memory = self._optimizer.step(self._affine, gradients, self._memory)
         ensembled = {name: torch.lerp(self._source[name], moved[name].detach(), self.momentum_src) for name in moved}
         probabilities = torch.softmax(logits.detach(), 1)
         self._affine = {name: value.requires_grad_() for name, value in ensembled.items()}
@@ -180,18 +184,11 @@ class ROID(BatchNormalised):
         kept = torch.nonzero(weights).flatten()  # never empty: the largest d is not below the mean
         losses = soft_likelihood_ratio(logits[kept])
         if self.use_consistency:
-            view = self.augment(x[kept], self._generator())
-            if view.shape != x[kept].shape:
-                raise ValueError(f"augment made {tuple(view.shape)} of a batch of shape {tuple(x[kept].shape)}")
+            view = augmented(self.augment, x[kept], seeded(self.seed, int(self._batches)))
             losses = losses + symmetric_cross_entropy(logits[kept], self._logits(view, self._affine))
         check_finite("the loss", losses)
         return (weights[kept] * losses).sum() / len(x)
 
-    def _generator(self) -> Generator:
-        """Return the CPU generator of this batch's views."""
-        key = np.random.SeedSequence(self.seed, spawn_key=(int(self._batches),))
-        return Generator().manual_seed(int(key.generate_state(1, np.uint64)[0]))
-
     def _state(self) -> dict[str, Tensor]:
-        memory = {f"optimizer.{name}": value for name, value in self._memory.items()}
+        memory = prefixed("optimizer", self._memory)
         return {**super()._state(), **self._affine, **memory, "average": self._average, "batches.step": self._batches}

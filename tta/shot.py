@@ -1,4 +1,4 @@
-"""SHOT, online: the encoder moves until the frozen head is sure of every sample and of different classes.
+"""SHOT, online: information maximisation and pseudo-labels for the encoder, with a frozen head.
 
 Do We Really Need to Access the Source Data? Source Hypothesis Transfer for Unsupervised Domain Adaptation (Liang, Hu,
 Feng, ICML 2020), section 3, one batch at a time as in Adaptive Test-Time Personalization for Federated Learning (Bao,
@@ -30,20 +30,21 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, normalize, one_hot, pad
 
-from tta.base import Adapter
-from tta.bn_adapt import check_finite, with_batch_statistics
+from models.optim import FunctionalOptimizer
+from tta.base import Adapter, prefixed
+from tta.bn_adapt import with_batch_statistics
+from tta.checks import check_choice, check_finite, check_least, check_number, check_parts
 from tta.collaborator import shared_parameters
-from tta.heads import check_choice, check_number
+from tta.heads import HEADS
 from tta.statistics import Statistics
-from tta.tent import Descent, entropy_of_logits
-from tta.ttt import check_parts, copied_like, inside
+from tta.tent import entropy_of_logits
 
 
 def information_maximisation(logits: Tensor) -> Tensor:
@@ -125,7 +126,12 @@ class SHOT(Adapter):
         An option is out of range, or the model lacks a part or an encoder with parameters that may be trained.
     """
 
-    per: ClassVar[Literal["sample", "batch"]] = "batch"
+    name = "shot"
+    paper = "Do We Really Need to Access the Source Data? Source Hypothesis Transfer (ICML 2020)"
+    adapts = "the encoder"
+    per = "batch"
+    _weights: dict[str, Tensor]
+    _memory: dict[str, Tensor]
 
     def __init__(
         self,
@@ -139,59 +145,48 @@ class SHOT(Adapter):
         steps: int = 1,
         record: bool = True,
     ) -> None:
-        check_choice("head", head, ("global", "personal"))
+        check_choice("head", head, tuple(HEADS))
         check_number("strength", strength, 0, math.inf)
-        if steps < 1:
-            raise ValueError(f"steps={steps} must be at least 1")
-        part = "head" if head == "global" else "personal_head"
-        check_parts(model, "SHOT", "features", part)
+        check_least(1, steps=steps)
+        check_parts(model, "SHOT", "features", HEADS[head])
         super().__init__(model, record=record)
         self.strength, self.steps = strength, steps
-        self._descent = Descent("sgd", lr, momentum)
+        self._optimizer = FunctionalOptimizer("sgd", lr, momentum)
         own = copy.deepcopy(model).requires_grad_(False)
         if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in own.modules()):
             own, _ = with_batch_statistics(own)
-        self._network = _Split(own, part)
+        self._network = _Split(own, HEADS[head])
         source = dict(own.named_parameters())
         names = [name for name in shared_parameters(model) if not name.startswith("head.")]
         self._source = {name: source[name].detach() for name in names}
         if not self._source:
             raise ValueError(f"the encoder of {type(model).__name__} has no parameters that may be trained")
-        self._weights: dict[str, Tensor] = {}
-        self._memory: dict[str, Tensor] = {}
         self.reset()
 
     def _predict(self, x: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            if x.is_inference():
-                x = x.clone()
-            if len(x) == 0:
-                return torch.softmax(functional_call(self._network, inside(self._weights), (x,))[1], 1)
-            weights, memory = self._weights, self._memory
-            for _ in range(self.steps):
-                with torch.enable_grad():
-                    z, logits = functional_call(self._network, inside(weights), (x,))
-                    check_finite("the network's output", torch.cat((z, logits), 1))
-                    labels = centroid_labels(z.detach(), logits.detach())
-                    loss = information_maximisation(logits) + self.strength * cross_entropy(logits, labels)
-                    gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-                weights, memory = self._descent.step(weights, gradients, memory)
-            self._weights, self._memory = weights, memory
-            self._note(entropy=entropy_of_logits(logits), pseudo_label=labels)
-            return torch.softmax(logits.detach(), 1)
+        if len(x) == 0:
+            return torch.softmax(self._outputs(self._weights, x)[1], 1)
+        weights, memory = self._weights, self._memory
+        for _ in range(self.steps):
+            with torch.enable_grad():
+                z, logits = self._outputs(weights, x)
+                check_finite("the network's output", torch.cat((z, logits), 1))
+                labels = centroid_labels(z.detach(), logits.detach())
+                loss = information_maximisation(logits) + self.strength * cross_entropy(logits, labels)
+                gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+            weights, memory = self._optimizer.step(weights, gradients, memory)
+        self._weights, self._memory = weights, memory
+        self._note(entropy=entropy_of_logits(logits), pseudo_label=labels)
+        return torch.softmax(logits.detach(), 1)
+
+    def _outputs(self, weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features [B, d] and logits [B, K] of x [B, ...]."""
+        outputs: tuple[Tensor, Tensor] = functional_call(self._network, prefixed("model", weights), (x,))
+        return outputs
 
     def _reset(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._weights = {name: value.clone().requires_grad_() for name, value in self._source.items()}
-            self._memory = self._descent.start(self._source)
+        self._weights = {name: value.clone().requires_grad_() for name, value in self._source.items()}
+        self._memory = self._optimizer.init(self._source)
 
     def _state(self) -> dict[str, Tensor]:
-        weights = {f"weight.{name}": value for name, value in self._weights.items()}
-        return {**weights, **{f"optimizer.{name}": value for name, value in self._memory.items()}}
-
-    def _load(self, state: dict[str, Tensor]) -> None:
-        copies = copied_like("SHOT", state, self._state())
-        if int(copies["optimizer.step"]) < 0:
-            raise ValueError("state 'optimizer.step' of SHOT is negative")
-        self._weights = {name: copies[f"weight.{name}"].requires_grad_() for name in self._weights}
-        self._memory = {name: copies[f"optimizer.{name}"] for name in self._memory}
+        return {**prefixed("weight", self._weights), **prefixed("optimizer", self._memory)}

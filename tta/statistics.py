@@ -1,21 +1,88 @@
-"""What a device knows besides weights when it adapts at test time."""
+"""Statistics of the training data that adapters use at test time: shapes, ranges and pooling.
+
+A client computes them in the statistics round, under the final global encoder, in evaluation mode and without
+augmentation, and sends them to the server, which averages them over clients. `STATISTICS` describes each one;
+a client then combines its own values and the means into `Statistics`, which adapters read.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from models import ROTATION_PREFIX
+from models.layers import by_block
+
+if TYPE_CHECKING:
+    from models import TwoHead
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One array that clients send in the statistics round, float64; the server pools it by a mean over clients.
+
+    Parameters
+    ----------
+    shape : tuple of str
+        Dimensions by name: "features" (d), "classes" (K), "blocks"; empty for one number, which travels as [1].
+    need : str
+        The adapters' need that it meets; see `tta.base.NEEDS`.
+    own, mean : str
+        Fields of `Statistics` that the client's own value and the mean over clients fill; empty: not used.
+    high : float
+        Its values lie in [0, high].
+    on_request : bool
+        Sent only if an adapter of the run needs it; the others are always sent.
+    distribution : bool
+        Its numbers sum to one.
+    """
+
+    shape: tuple[str, ...]
+    need: str
+    own: str = ""
+    mean: str = ""
+    high: float = 1.0
+    on_request: bool = False
+    distribution: bool = False
+
+    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape for given sizes of the dimensions."""
+        return tuple(sizes[dimension] for dimension in self.shape) or (1,)
+
+
+#: What clients send, by name and in order.
+STATISTICS: dict[str, Statistic] = {
+    "descriptor": Statistic(("features",), "descriptor", "descriptor_local", "descriptor_global", high=math.inf),
+    "dle": Statistic(("features",), "dle", "dle_local", "dle_global"),
+    "entropy_local": Statistic((), "entropy", own="entropy_local", high=math.inf),
+    "entropy_global": Statistic((), "entropy", own="entropy_global", high=math.inf),
+    "label_prior": Statistic(("classes",), "label_prior", mean="label_prior", on_request=True, distribution=True),
+    "confusion": Statistic(("classes", "classes"), "confusion", mean="confusion", on_request=True, distribution=True),
+    "block_scores": Statistic(("blocks",), "block_scores", mean="block_scores", on_request=True),
+}
+
+#: Statistics that are sent only if an adapter needs them; those whose numbers sum to one.
+ON_REQUEST = tuple(name for name, known in STATISTICS.items() if known.on_request)
+DISTRIBUTIONS = tuple(name for name, known in STATISTICS.items() if known.distribution)
+#: Needs of adapters that the statistics round meets, and those for which a client needs training data of its own.
+STATISTICS_NEEDS = frozenset(known.need for known in STATISTICS.values())
+OWN_NEEDS = frozenset(known.need for known in STATISTICS.values() if known.own)
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of the training data under the final global encoder.
+    """A client's statistics of the training data under the final global encoder.
 
-    All of them are computed in evaluation mode, without augmentation, over a client's training split; the global
-    ones are means over clients. A method reads what it needs; the rest may be None.
+    An adapter reads the fields it needs; the rest may be None.
 
     Parameters
     ----------
@@ -24,9 +91,9 @@ class Statistics:
     dle_local, dle_global : Tensor [d] or None
         Fraction of samples whose discretised feature is 0, raw, in [0, 1] (BTFL, section 4.1: p^l, p^g).
     entropy_local, entropy_global : float or None
-        Mean entropy in nats of the personal and of the global head's predictions (BTFL: mean H_l, mean H_g).
+        Mean entropy in nats of the predictions of the personal and of the global head (BTFL: mean H_l, mean H_g).
     label_prior : Tensor [K] or None
-        Frequency of each class in training, mean over clients (EM, BBSE).
+        Frequency of each class in training, mean over clients (EM).
     confusion : Tensor [K, K] or None
         Frequencies P(ŷ = i, y = j) on validation data, mean over clients (BBSE).
     block_scores : Tensor [blocks] or None
@@ -49,9 +116,58 @@ class Statistics:
         if missing:
             raise ValueError(f"{method} needs the statistics {', '.join(missing)}, which are None")
 
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the fields that are known, as arrays by name; numbers have no dimension."""
+        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: value.detach().cpu().numpy() if isinstance(value, Tensor) else np.array(value, np.float64)
+            for name, value in known.items()
+            if value is not None
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays, device: torch.device | None = None) -> Statistics:
+        """Return what `to_arrays` was made of; arrays without a dimension become numbers."""
+        known: dict[str, Any] = {
+            name: torch.tensor(value, device=device) if value.ndim else float(value) for name, value in arrays.items()
+        }
+        return cls(**known)
+
+    @classmethod
+    def combine(cls, own: Arrays, means: Arrays, device: torch.device | None = None) -> Statistics:
+        """Combine a client's own statistics with the means over clients, both named as in `STATISTICS`.
+
+        A client without training data of its own passes `own = {}` and the statistics `ON_REQUEST` alone.
+        """
+        found: dict[str, NDArray[Any]] = {}
+        for name, known in STATISTICS.items():
+            for field, arrays in ((known.own, own), (known.mean, means)):
+                if field and name in arrays:
+                    found[field] = arrays[name] if known.shape else arrays[name][0]
+        return cls.from_arrays(found, device)
+
+
+def statistics_shapes(needs: Collection[str], model: TwoHead) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of every statistic that clients send, given the needs of a run's adapters."""
+    names = [name for name in model.global_state() if not name.startswith(ROTATION_PREFIX)]
+    sizes = {"features": model.feature_dim, "classes": model.num_classes, "blocks": len(by_block(model, names))}
+    return {
+        name: (known.sized(sizes), "float64")
+        for name, known in STATISTICS.items()
+        if not known.on_request or known.need in needs
+    }
+
+
+def out_of_range(name: str, value: NDArray[Any]) -> str:
+    """Return which values of a statistic are not allowed; empty if all are finite and in range."""
+    high = STATISTICS[name].high
+    if ((value >= 0) & (value <= min(high, np.finfo(np.float64).max))).all():  # also refuses NaN
+        return ""
+    return f"values from {value.min()} to {value.max()}, allowed are 0 to {high:g}"
+
 
 def discretise(z: Any) -> Any:
-    """Return round(tanh z), ties to even (eq. 5): 1 where z > atanh(1/2) = 0.549..., else 0.
+    """Return round(tanh z), ties to even (BTFL, eq. 5): 1 where z > atanh(1/2) = 0.549..., else 0.
 
     Parameters
     ----------

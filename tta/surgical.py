@@ -1,4 +1,4 @@
-"""Surgical adaptation: one block of the network, the one that helped most on labelled data, descends on the entropy.
+"""Surgical adaptation: entropy minimisation in one block of the network, chosen on labelled validation data.
 
 Surgical Fine-Tuning Improves Adaptation to Distribution Shifts (Lee, Chen, Tajwar, Kumar, Yao, Liang, Finn, ICLR 2023)
 found that tuning one block can beat tuning all. This is its form without labels at test time, the baseline of Adaptive
@@ -9,9 +9,9 @@ data to decide which blocks to adapt"). For every batch, from the source weights
     w[l] = w_G[l] + η (batch statistic - w_G[l])            running means and variances of the block's BatchNorms
 
 and the batch is predicted with w; nothing is carried on, as in ATP's code. It is ATP with the rate η for the modules of
-one block and 0 for all others, so the steps are those of `atp_steps` (the clamp of variances included).
+one block and 0 for all others, so the steps are those of `atp` (the clamp of variances included).
 
-Defaults: η = 0.1 and one step, those of ATP's code; the paper chose hyperparameters on validation data, untold.
+Defaults: η = 0.1 and one step, those of ATP's code; the paper chose its own on validation data and does not report it.
 
 Decisions and deviations:
 
@@ -25,17 +25,17 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from models import ROTATION_PREFIX
 from models.layers import by_block
-from tta.atp_modules import finite_logits, module_tensors
-from tta.atp_steps import adapted, directions
+from tta.atp import adapted, directions
 from tta.base import Adapter
-from tta.heads import check_choice, check_number
+from tta.checks import check_choice, check_finite, check_least, check_number
+from tta.modules import module_tensors
 from tta.statistics import Statistics
 from tta.tent import entropy_of_logits
 
@@ -96,8 +96,7 @@ def block_scores(
         raise ValueError("block_scores needs at least one labelled sample, x is empty")
     if y.shape != (len(x),) or y.is_floating_point():
         raise ValueError(f"labels must be integers of shape ({len(x)},), got {y.dtype} of shape {tuple(y.shape)}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    check_least(1, batch_size=batch_size)
     scores = []
     for block in range(len(blocks(model))):
         adapter = Surgical(model, block=block, lr=lr, steps=steps, adapt=adapt, record=False)
@@ -107,7 +106,7 @@ def block_scores(
 
 
 class Surgical(Adapter):
-    """Entropy descent in one block, anew for every batch (see the module).
+    """Entropy descent in one block, from the source weights for every batch (see the module).
 
     Defined per batch: a sample's prediction depends on the others in its batch, not on earlier batches. `report()` has
     the `entropy` of every sample's returned prediction, in nats.
@@ -135,7 +134,11 @@ class Surgical(Adapter):
         An option is out of range, there are no scores where they are needed, or they do not fit the network.
     """
 
-    per: ClassVar[Literal["sample", "batch"]] = "batch"
+    name = "surgical"
+    paper = "Surgical Fine-Tuning Improves Adaptation to Distribution Shifts (ICLR 2023)"
+    adapts = "one block of layers"
+    per = "batch"
+    needs = frozenset({"block_scores"})
 
     def __init__(
         self,
@@ -150,8 +153,7 @@ class Surgical(Adapter):
     ) -> None:
         check_choice("adapt", adapt, ("all", "params"))
         check_number("lr", lr, 0, math.inf)
-        if steps < 1:
-            raise ValueError(f"steps={steps} must be at least 1")
+        check_least(1, steps=steps)
         super().__init__(model, record=record)
         self.steps, self.adapt = steps, adapt
         names = blocks(model)
@@ -166,19 +168,16 @@ class Surgical(Adapter):
         self._source = {name: own[name].detach().clone() for name in own if name in moved}
 
     def _predict(self, x: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            if x.is_inference():
-                x = x.clone()
-            self._set(self._source)
-            for _ in range(self.steps):
-                h = directions(self._network, x, self.adapt)
-                self._set(adapted(self._network, h, self._rates))
-            logits = finite_logits(self._network(x), "the adapted network's output")
-            self._note(entropy=entropy_of_logits(logits))
-            return torch.softmax(logits, 1)
+        self._set(self._source)
+        for _ in range(self.steps):
+            h = directions(self._network, x, self.adapt)
+            self._set(adapted(self._network, h, self._rates))
+        logits = check_finite("the adapted network's output", self._network(x))
+        self._note(entropy=entropy_of_logits(logits))
+        return torch.softmax(logits, 1)
 
     def _set(self, values: dict[str, Tensor]) -> None:
-        """Copy values of the block's tensors into our network."""
+        """Copy values of the block's tensors into the private network."""
         for name, value in module_tensors(self._network).items():
             if name in self._source:
                 value.detach().copy_(values[name])

@@ -1,4 +1,4 @@
-"""T3A: the last layer is replaced by class prototypes that follow the stream.
+"""T3A: the last layer is replaced by class prototypes computed from the stream.
 
 Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization (Iwasawa and Matsuo, NeurIPS 2021),
 as a baseline of FedTHE (ICLR 2023, which takes it sample by sample), ATP (NeurIPS 2023) and FedICON. Sample n with
@@ -23,50 +23,20 @@ Decisions and deviations:
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tta.base import Adapter
-from tta.bn_adapt import check_finite
-from tta.heads import check_choice
+from tta.checks import check_choice, check_finite, check_least
+from tta.heads import feature_head, features_and_logits
 from tta.statistics import Statistics
 from tta.tent import entropy_of_logits
 
-HEADS = {"global": "head", "personal": "personal_head"}
 PROTOTYPES = ("mean", "direction")
 SMALLEST_NORM = 1e-12  # as torch's `normalize`
-
-
-def feature_head(model: nn.Module, head: str, method: str) -> nn.Linear:
-    """Return the linear layer named by `head`, "global" or "personal".
-
-    Raises
-    ------
-    ValueError
-        `head` is unknown, or the network is not features and that head.
-    """
-    check_choice("head", head, tuple(HEADS))
-    missing = [name for name in ("features", HEADS[head]) if not hasattr(model, name)]
-    if missing:
-        raise ValueError(f"{method} needs a network of features and a head; {type(model).__name__} has no {missing}")
-    return cast(nn.Linear, getattr(model, HEADS[head]))
-
-
-def features_and_logits(model: nn.Module, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
-    """Run the network on x [B, ...] and return its features [B, d] and one head's logits [B, K].
-
-    Raises
-    ------
-    ValueError
-        One of them is not finite; the message names the samples.
-    """
-    z = cast(Tensor, model.features(x))  # type: ignore[operator]
-    logits = cast(Tensor, getattr(model, HEADS[head])(z))
-    check_finite("the network's output", torch.cat((z, logits), 1))
-    return z, logits
 
 
 class T3A(Adapter):
@@ -84,7 +54,7 @@ class T3A(Adapter):
     prototype : "mean" or "direction"
         The mean of the supports, or that mean normalised to length 1.
     head : "global" or "personal"
-        Whose rows start the supports, and who gives pseudo-labels and entropies.
+        The head whose rows start the supports and that gives pseudo-labels and entropies.
     record : bool
         Keep the report: `entropy` [n], of the head's prediction, in nats.
 
@@ -94,7 +64,9 @@ class T3A(Adapter):
         An option is out of range, or the network has no such head.
     """
 
-    per: ClassVar[Literal["sample", "batch"]] = "sample"
+    name = "t3a"
+    paper = "Test-Time Classifier Adjustment Module for Model-Agnostic Domain Generalization (NeurIPS 2021)"
+    adapts = "the classes' prototypes"
 
     def __init__(
         self,
@@ -106,13 +78,12 @@ class T3A(Adapter):
         head: Literal["global", "personal"] = "global",
         record: bool = True,
     ) -> None:
-        if support < 0:
-            raise ValueError(f"support={support} must be 0 (keep all) or more")
+        check_least(0, support=support)
         check_choice("prototype", prototype, PROTOTYPES)
         self._linear = feature_head(model, head, "T3A")
         super().__init__(model, record=record)
         self.support, self.prototype, self.head = support, prototype, head
-        self._reset()
+        self.reset()
 
     def _predict(self, x: Tensor) -> Tensor:
         z, logits = features_and_logits(self.model, x, self.head)
@@ -149,7 +120,6 @@ class T3A(Adapter):
             return sums / counts[..., None]
         return sums / np.maximum(np.linalg.norm(sums, axis=-1, keepdims=True), SMALLEST_NORM)
 
-    @torch.no_grad()
     def _reset(self) -> None:
         rows = self._linear.weight  # [K, d]
         classes, features = rows.shape
@@ -167,10 +137,6 @@ class T3A(Adapter):
         return {name: torch.as_tensor(value) for name, value in {**kept, "counts": self._counts}.items()}
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        for name, own in self._state().items():
-            if state[name].shape != own.shape or state[name].dtype != own.dtype:
-                kind = f"{state[name].dtype} of shape {tuple(state[name].shape)}"
-                raise ValueError(f"state {name!r} of T3A: {kind} does not fit {own.dtype} of shape {tuple(own.shape)}")
         arrays = {name: value.cpu().numpy().copy() for name, value in state.items()}
         counts = arrays["counts"]
         if (counts < 1).any() or (self.support and (counts > self.support).any()):

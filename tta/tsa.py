@@ -1,4 +1,4 @@
-"""TSA: the two heads are experts whose mixture is tuned until two views of a sample get the same prediction.
+"""TSA: a mixture of the two heads, tuned for the agreement of its predictions on two random views.
 
 Self-Supervised Aggregation of Diverse Experts for Test-Agnostic Long-Tailed Recognition (Zhang, Hooi, Hong, Feng,
 NeurIPS 2022), section 4.2, eq. 5, as a baseline of FedTHE (ICLR 2023, rows "TSA on our pure 2-head model"). With the
@@ -24,18 +24,17 @@ Decisions and deviations:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import Literal
 
-import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from tta.base import Adapter
-from tta.heads import check_choice, check_two_heads, two_heads
-from tta.memo import checked_position
+from models.optim import FunctionalOptimizer
+from tta.base import Adapter, prefixed
+from tta.checks import check_choice, check_least
+from tta.heads import check_two_heads, two_heads
 from tta.statistics import Statistics
-from tta.tent import Descent
+from tta.views import Augment, Views, augmented, seeded
 
 SCOPES = ("stream", "sample")
 SIMILARITIES = ("cosine", "dot")
@@ -100,7 +99,12 @@ class TSA(Adapter):
         An option is out of range, or the network has no two heads.
     """
 
-    per: ClassVar[Literal["sample", "batch"]] = "batch"
+    name = "tsa"
+    paper = "Self-Supervised Aggregation of Diverse Experts for Test-Agnostic Long-Tailed Recognition (NeurIPS 2022)"
+    adapts = "the weight of the global head"
+    per: Literal["sample", "batch"] = "batch"
+    needs = frozenset({"personal_head"})
+    views = Views
     _a: dict[str, Tensor]
     _memory: dict[str, Tensor]
     _position: int
@@ -116,7 +120,7 @@ class TSA(Adapter):
         momentum: float = 0.9,
         similarity: Literal["cosine", "dot"] = "cosine",
         least: float = 0.05,
-        augment: Callable[[Tensor, Generator], Tensor] | None = None,
+        augment: Augment | None = None,
         seed: int = 0,
         record: bool = True,
     ) -> None:
@@ -124,37 +128,32 @@ class TSA(Adapter):
         check_choice("scope", scope, SCOPES)
         check_choice("similarity", similarity, SIMILARITIES)
         steps = STEPS[scope] if steps is None else steps
-        for name, value in (("steps", steps), ("seed", seed)):
-            if value < 0:
-                raise ValueError(f"{name}={value} must be 0 or more")
+        check_least(0, steps=steps, seed=seed)
         if not 0 <= least < 0.5:
             raise ValueError(f"least={least} is outside [0, 0.5)")
-        self._descent = Descent("sgd" if scope == "stream" else "adam", lr, momentum)
+        self._optimizer = FunctionalOptimizer("sgd" if scope == "stream" else "adam", lr, momentum)
         super().__init__(model, record=record)
         self.scope, self.steps, self.similarity, self.least, self.seed = scope, steps, similarity, least, seed
-        self.per = "sample" if scope == "sample" else "batch"  # type: ignore[misc]
-        self.augment = augment or _views()
-        self._reset()
+        self.per = "sample" if scope == "sample" else "batch"
+        self.augment = augment or Views()
+        self.reset()
 
     def _predict(self, x: Tensor) -> Tensor:
-        # What is tuned is made of ordinary tensors, also where the caller is in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            x = x.clone() if x.is_inference() else x
-            _, logits_global, logits_personal = two_heads(self.model, x)
-            tuned, memory = self._tuned(x) if len(x) else (self._a, self._memory)
-            e = torch.softmax(tuned["a"], -1)[..., :1]  # [1] or [B, 1]
-            if self.scope == "stream":
-                self._a, self._memory = tuned, memory
-            self._position += len(x)
-            self._note(weight=e.detach().double().expand(len(x), 1)[:, 0])
-            return torch.softmax(e * logits_global + (1 - e) * logits_personal, 1).detach()
+        _, logits_global, logits_personal = two_heads(self.model, x)
+        tuned, memory = self._tuned(x) if len(x) else (self._a, self._memory)
+        e = torch.softmax(tuned["a"], -1)[..., :1]  # [1] or [B, 1]
+        if self.scope == "stream":
+            self._a, self._memory = tuned, memory
+        self._position += len(x)
+        self._note(weight=e.detach().double().expand(len(x), 1)[:, 0])
+        return torch.softmax(e * logits_global + (1 - e) * logits_personal, 1).detach()
 
     def _tuned(self, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return a and the optimiser's memory after the steps on x [B, ...], B > 0."""
+        """Return a and the optimizer state after the steps on x [B, ...], B > 0."""
         values, memory = self._a, self._memory
         if self.scope == "sample":
             values = {"a": self._a["a"].detach().repeat(len(x), 1).requires_grad_()}
-            memory = self._descent.start(values)
+            memory = self._optimizer.init(values)
             views = self._pairs(x)
         for step in range(self.steps):
             if self.scope == "stream":
@@ -163,10 +162,10 @@ class TSA(Adapter):
                 views = self._experts(self._viewed(torch.cat((x, x)), self._position, step), len(x))
             with torch.enable_grad():
                 agreed = agreement(values["a"], *views, self.similarity)
-                # A sum, so that a sample's gradient does not know how many others there are.
+                # A sum, so that a sample's gradient does not depend on the number of samples.
                 loss = -(agreed.sum() if self.scope == "sample" else agreed.mean())
                 gradient = torch.autograd.grad(loss, values["a"])
-            values, memory = self._descent.step(values, gradient, memory)
+            values, memory = self._optimizer.step(values, gradient, memory)
         return values, memory
 
     def _pairs(self, x: Tensor) -> tuple[Experts, Experts]:
@@ -180,43 +179,18 @@ class TSA(Adapter):
         return (first[0], first[1]), (second[0], second[1])
 
     def _viewed(self, x: Tensor, position: int, step: int) -> Tensor:
-        key = np.random.SeedSequence(self.seed, spawn_key=(position, step))
-        views = self.augment(x, Generator().manual_seed(int(key.generate_state(1, np.uint64)[0])))
-        if views.shape != x.shape:
-            raise ValueError(f"augment made {tuple(views.shape)} of a batch of shape {tuple(x.shape)}")
-        return views
+        return augmented(self.augment, x, seeded(self.seed, position, step))
 
     def _reset(self) -> None:
         weight = next(self.model.head.parameters())  # type: ignore[union-attr]
-        with torch.inference_mode(False):
-            self._a = {"a": torch.zeros(2, dtype=weight.dtype, device=weight.device).requires_grad_()}
-            self._memory = self._descent.start(self._a)
+        self._a = {"a": torch.zeros(2, dtype=weight.dtype, device=weight.device).requires_grad_()}
+        self._memory = self._optimizer.init(self._a)
         self._position = 0
 
     def _state(self) -> dict[str, Tensor]:
         position = {"position": torch.tensor(self._position)}
-        if self.scope == "sample":
-            return position
-        return {**position, **self._a, **{f"optimizer.{name}": value for name, value in self._memory.items()}}
+        return position if self.scope == "sample" else {**position, **self._a, **prefixed("optimizer", self._memory)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        own = self._state()
-        for name, value in state.items():
-            if name != "position" and (value.shape != own[name].shape or value.dtype != own[name].dtype):
-                kind = f"{value.dtype} of shape {tuple(value.shape)}"
-                fitting = f"{own[name].dtype} of shape {tuple(own[name].shape)}"
-                raise ValueError(f"state {name!r} of TSA: {kind} does not fit {fitting}")
-        position = checked_position(state["position"])
-        if self.scope == "stream":
-            if int(state["optimizer.step"]) < 0:
-                raise ValueError(f"state 'optimizer.step' of TSA is negative: {int(state['optimizer.step'])}")
-            with torch.no_grad():
-                for name, value in state.items():
-                    own[name].copy_(value)
-        self._position = position
-
-
-def _views() -> Callable[[Tensor, Generator], Tensor]:
-    from tta.views import Views  # images only: who brings views of other things does not need it
-
-    return Views()
+        super()._load(state)
+        self._position = int(state["position"])

@@ -1,7 +1,7 @@
-"""TTT, online: before predicting a sample, learn from how its rotated copies are rotated; keep what was learned.
+"""TTT, online: self-supervised rotation prediction on every sample before it is classified.
 
 Test-Time Training with Self-Supervision for Generalization under Distribution Shifts (Sun, Wang, Liu, Miller, Efros,
-Hardt, ICML 2020), sections 2 and 3. A second head, trained together with the network, tells by which of 0, 90, 180,
+Hardt, ICML 2020), sections 2 and 3. A second head, trained together with the network, predicts by which of 0, 90, 180,
 270 degrees an image was turned. At test time, for every sample in order:
 
     θ ← θ - η ∇_θ mean over 32 random views, each turned at random, of -ln p_rotation(turn | view; θ)
@@ -23,9 +23,8 @@ Decisions and deviations:
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -33,46 +32,15 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, pad
 
 from models import PERSONAL_PREFIX
-from tta.base import Adapter
-from tta.bn_adapt import check_finite
-from tta.heads import check_choice
-from tta.memo import checked_position
+from models.optim import FunctionalOptimizer
+from tta.base import Adapter, prefixed
+from tta.checks import check_choice, check_finite, check_least, check_parts
+from tta.heads import HEADS
+from tta.memo import Readout, Tuning
 from tta.statistics import Statistics
-from tta.tent import Descent
-from tta.tuning import Augment, Readout, Tuning
+from tta.views import Augment, augmented
 
 TURNS = 4  # quarter turns in a circle
-
-
-def check_parts(model: nn.Module, method: str, *parts: str) -> None:
-    """Raise ValueError naming the attributes that `method` needs and `model` lacks."""
-    missing = [part for part in parts if getattr(model, part, None) is None]
-    if missing:
-        raise ValueError(f"{method} needs a model with {', '.join(parts)}; {type(model).__name__} has no {missing}")
-
-
-def copied_like(method: str, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of a state's tensors, in the order and on the devices of `own`.
-
-    Raises
-    ------
-    ValueError
-        A shape or a dtype is not that of the tensor of this name in `own`.
-    """
-    for name, like in own.items():
-        value = state[name]
-        if value.shape != like.shape or value.dtype != like.dtype:
-            raise ValueError(
-                f"state {name!r} of {method}: {value.dtype} of shape {tuple(value.shape)} does not fit "
-                f"{like.dtype} of shape {tuple(like.shape)}"
-            )
-    with torch.inference_mode(False), torch.no_grad():
-        return {name: state[name].detach().to(like, copy=True) for name, like in own.items()}
-
-
-def inside(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights under the names that they have in a module whose part `model` is the network."""
-    return {f"model.{name}": value for name, value in weights.items()}
 
 
 def rotate(x: Tensor, quarter_turns: Tensor) -> Tensor:
@@ -102,7 +70,7 @@ def rotate(x: Tensor, quarter_turns: Tensor) -> Tensor:
 
 
 def rotation_loss(model: nn.Module, x: Tensor, generator: Generator) -> Tensor:
-    """Return the mean cross-entropy, in nats, of telling by how much each image was turned at random.
+    """Return the mean cross-entropy, in nats, of predicting a random rotation of each image.
 
     Parameters
     ----------
@@ -155,8 +123,7 @@ class CropAndFlip:
     flip: bool = True
 
     def __post_init__(self) -> None:
-        if self.padding < 0:
-            raise ValueError(f"padding={self.padding} must be 0 or more")
+        check_least(0, padding=self.padding)
 
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
         """Return one view of each image of x [n, C, H, W]."""
@@ -211,10 +178,15 @@ class TTT(Adapter):
     Raises
     ------
     ValueError
-        An option is out of range, or the model has not what it needs.
+        An option is out of range, or the model lacks a part.
     """
 
-    per: ClassVar[Literal["sample", "batch"]] = "sample"
+    name = "ttt"
+    paper = "Test-Time Training with Self-Supervision for Generalization under Distribution Shifts (ICML 2020)"
+    adapts = "encoder and rotation head"
+    needs = frozenset({"rotation_head", "gradients"})
+    _weights: dict[str, Tensor]
+    _position: int
 
     def __init__(
         self,
@@ -229,11 +201,11 @@ class TTT(Adapter):
         seed: int = 0,
         record: bool = True,
     ) -> None:
-        check_choice("head", head, ("global", "personal"))
+        check_choice("head", head, tuple(HEADS))
         check_parts(model, "TTT", "features", "rotation_head")
         super().__init__(model, record=record)
         self.tuning = Tuning(views, steps, lr, augment or CropAndFlip(), seed)
-        self._descent = Descent("sgd", lr, momentum=0.0)
+        self._optimizer = FunctionalOptimizer("sgd", lr, momentum=0.0)
         own = copy.deepcopy(model).requires_grad_(False)
         self._readout, self._rotation = Readout(own, head), _Rotation(own)
         left = ("head.", PERSONAL_PREFIX)
@@ -242,28 +214,24 @@ class TTT(Adapter):
         self._source = {name: parameters[name].detach() for name in names}
         if not self._source:
             raise ValueError(f"encoder and rotation head of {type(model).__name__} have nothing that may be trained")
-        self._weights: dict[str, Tensor] = {}
-        self._position = 0
         self.reset()
 
     def _predict(self, x: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            if x.is_inference():
-                x = x.clone()
-            weights, rows = self._weights, []
-            losses = x.new_zeros(len(x), self.tuning.steps)
-            for i, sample in enumerate(x):
-                weights, losses[i] = self._tuned(weights, sample, self._position + i)
-                rows.append(self._logits(weights, sample[None]))
-            logits = torch.cat(rows) if rows else self._logits(weights, x)
-            check_finite("the network's output", logits)
-            self._weights, self._position = weights, self._position + len(x)
-            self._note(loss=losses)
-            return torch.softmax(logits, 1)
+        weights, rows = self._weights, []
+        losses = x.new_zeros(len(x), self.tuning.steps)
+        for i, sample in enumerate(x):
+            weights, losses[i] = self._tuned(weights, sample, self._position + i)
+            rows.append(self._logits(weights, sample[None]))
+        logits = torch.cat(rows) if rows else self._logits(weights, x)
+        check_finite("the network's output", logits)
+        self._weights, self._position = weights, self._position + len(x)
+        self._note(loss=losses)
+        return torch.softmax(logits, 1)
 
     def _logits(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
         """Return the logits [B, K] of x [B, ...]."""
-        return functional_call(self._readout, inside(weights), (x, x.new_ones(())))  # there is nothing to mix
+        logits: Tensor = functional_call(self._readout, prefixed("model", weights), (x, x.new_ones(())))  # no mixture
+        return logits
 
     def _tuned(self, weights: dict[str, Tensor], sample: Tensor, position: int) -> tuple[dict[str, Tensor], Tensor]:
         """Return the weights after the steps on a sample [...], and the losses [steps] before them."""
@@ -271,27 +239,21 @@ class TTT(Adapter):
         copies = sample.expand(self.tuning.views, *sample.shape)
         for step in range(self.tuning.steps):
             generator = self.tuning.generator(position, step)
-            views = self.tuning.augment(copies, generator)
-            if views.shape != copies.shape:
-                raise ValueError(f"augment made {tuple(views.shape)} of a batch of shape {tuple(copies.shape)}")
+            views = augmented(self.tuning.augment, copies, generator)
             with torch.enable_grad():
-                loss = functional_call(self._rotation, inside(weights), (views, generator))
+                loss = functional_call(self._rotation, prefixed("model", weights), (views, generator))
                 gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             losses[step] = loss.detach()
-            weights, _ = self._descent.step(weights, gradients, self._descent.start(weights))  # plain SGD: no memory
+            weights, _ = self._optimizer.step(weights, gradients, self._optimizer.init(weights))  # plain: no state
         return weights, losses
 
     def _reset(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._weights = {name: value.clone().requires_grad_() for name, value in self._source.items()}
+        self._weights = {name: value.clone().requires_grad_() for name, value in self._source.items()}
         self._position = 0
 
     def _state(self) -> dict[str, Tensor]:
-        weights = {f"weight.{name}": value for name, value in self._weights.items()}
-        return {"position": torch.tensor(self._position), **weights}
+        return {"position": torch.tensor(self._position), **prefixed("weight", self._weights)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        position = checked_position(state["position"])
-        copies = copied_like("TTT", state, self._state())
-        self._weights = {name: copies[f"weight.{name}"].requires_grad_() for name in self._weights}
-        self._position = position
+        super()._load(state)
+        self._position = int(state["position"])

@@ -19,8 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, Self
 
+import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import affine_grid, grid_sample
@@ -29,6 +30,35 @@ GREY = (0.2989, 0.587, 0.114)  # ITU-R 601, as torchvision rounds it
 RADIUS = 2  # pixels: half width of the 5 x 5 blur
 SMALLEST_SIGMA = 0.001  # pixels
 TRANSLATION = 1 / 8  # of the image
+
+
+#: Samples [n, ...] and a CPU generator → one random view of each, of the same shape.
+Augment = Callable[[Tensor, Generator], Tensor]
+
+
+class RandomViews(Protocol):
+    """Random views of images, adjustable to a data set."""
+
+    @classmethod
+    def for_data(cls, *, flip: bool, crop: float) -> Self:
+        """Return views for images that may be mirrored or not, and of which a crop keeps at least the share `crop`."""
+
+    def __call__(self, x: Tensor, generator: Generator) -> Tensor:
+        """Return one view of each image of x [n, C, H, W] in [0, 1]."""
+
+
+def seeded(seed: int, *key: int) -> Generator:
+    """Return a CPU generator that depends on the seed and the key (position in the stream, step, ...) only."""
+    sequence = np.random.SeedSequence(seed, spawn_key=key)
+    return Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
+
+
+def augmented(augment: Augment, x: Tensor, generator: Generator) -> Tensor:
+    """Return a view of each of x [n, ...]; raise ValueError if `augment` changes the shape."""
+    views = augment(x, generator)
+    if views.shape != x.shape:
+        raise ValueError(f"augment made {tuple(views.shape)} of a batch of shape {tuple(x.shape)}")
+    return views
 
 
 def grey(x: Tensor) -> Tensor:
@@ -134,6 +164,11 @@ class Views:
             raise ValueError(f"noise={self.noise} must be a finite number, 0 or more")
         if self.padding not in ("border", "reflection"):
             raise ValueError(f"unknown padding={self.padding!r}; there are: border, reflection")
+
+    @classmethod
+    def for_data(cls, *, flip: bool, crop: float) -> Self:
+        """See `RandomViews`; nothing is cropped."""
+        return cls(flip=flip)
 
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
         """Return one view of each image; what is drawn depends on the generator and the shape only.

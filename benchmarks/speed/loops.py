@@ -15,7 +15,7 @@ from benchmarks.speed import naive
 from benchmarks.speed.figure import Figure
 from models import TwoHead, build
 from tta.augmix import AugMix
-from tta.tuning import Readout, Tuning, tune_and_predict
+from tta.memo import Readout, Tuning, tune_and_predict
 
 VIEWS, STEPS, LR = 16, 3, 5e-4  # of FedTHE+
 TOLERANCE = 1e-6

@@ -17,8 +17,6 @@ from settings.schema import REQUIRED, check, key_of, setting
 PATHS = ("state_dir", "data_dir", "certificate", "key", "client_ca")
 #: Keys that only a TCP address has.
 TLS = ("certificate", "key", "client_ca")
-#: Adapter → the option and value with which it needs a whole test set (`Adapter.takes_whole_set`).
-WHOLE_SET = {"fedicon": ("mode", "offline")}
 UNIX = "unix:"
 
 
@@ -122,9 +120,7 @@ class AgentConfig:
 
     def _check_addresses(self) -> None:
         if not self.relay_address.startswith(UNIX):
-            raise SettingsError(
-                f"relay = {self.relay!r}: allowed is unix:<path>, for federated requests stay local"
-            )
+            raise SettingsError(f"relay = {self.relay!r}: allowed is unix:<path>, for federated requests stay local")
         given = [key_of(name) for name in TLS if getattr(self, name)]
         if self.listen_address.startswith(UNIX):
             if given:
@@ -141,8 +137,8 @@ class AgentConfig:
         from tta.registry import info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
-        if name in WHOLE_SET:
-            option, value = WHOLE_SET[name]
+        if known := info(name).whole_set:
+            option, value = known
             if options.get(option, info(name).options[option][1]) == value:
                 raise SettingsError(
                     f"adapter = {self.adapter!r}: {option}={value} needs a whole test set, but requests are a stream"

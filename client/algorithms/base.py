@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from client import training
-from client.descent import Descent
 from client.training import Objective, Step, TrainingSet, autocast
 from models import TwoHead
+from models.optim import Optimizer
 from settings import Settings
 
 
@@ -107,11 +107,11 @@ def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]
     return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
 
 
-def minimise(loss: Tensor, parameters: Sequence[Tensor], descent: Descent) -> None:
+def minimise(loss: Tensor, parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
     """Make one step of the optimiser down the loss, for these parameters and no others."""
     for value, gradient in zip(parameters, gradients(loss, parameters), strict=True):
         value.grad = gradient
-    descent.step()
+    optimizer.step()
 
 
 def train_epochs(

@@ -7,7 +7,7 @@ logits, CE(global(z) + personal(z), y), in which encoder and global head are con
 Decisions
 - Both losses use the values before the step: one forward pass, one optimizer.
 - Both heads are linear, as in FedTHE's comparison (ICLR 2023, appendix C.2). The personal one may have no bias.
-- What the client predicts with is the sum of the logits: `tta.fedrod.FedRoD`.
+- What the client predicts with is the sum of the logits: `tta.heads.FedRoD`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ from benchmarks import cost, methods
 from server.methods import METHODS
 from server.trainings import TRAININGS
 from settings import SettingsError
-from tta.registry import ADAPTERS, NEEDS
+from tta.base import NEEDS
+from tta.registry import ADAPTERS
 
 
 def parsed(*words: str) -> argparse.Namespace:

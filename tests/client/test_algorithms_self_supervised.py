@@ -31,7 +31,7 @@ from tests.client.test_algorithms import (
 )
 from tests.client.test_algorithms import turn as plain_turn
 from tests.client.tiny import network
-from tta.contrastive_views import ContrastiveViews
+from tta.contrastive import ContrastiveViews
 
 EPOCHS, TEMPERATURE = 2, 0.3
 

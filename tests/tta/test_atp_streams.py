@@ -72,24 +72,6 @@ def test_zero_rates_predict_what_the_network_predicts(mode: str, dtype: torch.dt
         assert all(torch.equal(state[f"mean.{name}"], h) for name, h in atp.directions(model, x).items())
 
 
-@pytest.mark.parametrize("mode", ["batch", "online"])
-def test_state_resumes_a_stream_and_reset_starts_it_again(mode: str) -> None:
-    model = network("conv", torch.float32)
-    rates = some_rates(model)
-    batches = [batch("conv", seed=step, dtype=torch.float32)[0] for step in range(4)]
-    adapter = ATP(model, rates, mode)  # type: ignore[arg-type]
-    fresh = adapter.state_dict()
-    whole = [adapter.predict(x) for x in batches]
-    adapter.reset()
-    assert adapter.report() == {}
-    assert all(torch.equal(value, fresh[name]) for name, value in adapter.state_dict().items())
-    assert all(torch.equal(adapter.predict(x), want) for x, want in zip(batches[:2], whole[:2], strict=True))
-    other = ATP(model, rates, mode)  # type: ignore[arg-type]
-    other.load_state_dict(adapter.state_dict())
-    assert all(torch.equal(other.predict(x), want) for x, want in zip(batches[2:], whole[2:], strict=True))
-    assert other.report()["update_norms"].shape == (2, len(rates))
-
-
 def test_an_empty_batch_is_no_batch() -> None:
     model, x = network("conv"), batch("conv")[0]
     h = atp.directions(model, x[:0])
@@ -114,13 +96,6 @@ def test_inference_mode_changes_nothing() -> None:
     assert refined == want[1]
 
 
-def test_no_record_keeps_no_report() -> None:
-    model, x = network("flat"), batch("flat")[0]
-    adapter = ATP(model, some_rates(model), record=False)
-    adapter.predict(x)
-    assert adapter.report() == {}
-
-
 def test_a_failed_batch_is_forgotten() -> None:
     model, x = network("conv"), batch("conv")[0]
     adapter = ATP(model, some_rates(model), "online")
@@ -136,17 +111,3 @@ def test_a_failed_batch_is_forgotten() -> None:
     assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
     assert int(far.state_dict()["batches"]) == 0
     assert len(adapter.report()["update_norms"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("batches", torch.tensor(-1)), ("batches", torch.tensor([1])), ("mean.head.bias", torch.zeros(2))],
-)
-def test_bad_states_are_refused(name: str, value: Tensor) -> None:
-    model = network("flat")
-    adapter = ATP(model, some_rates(model), "online")
-    adapter.predict(batch("flat")[0])
-    before = adapter.state_dict()
-    with pytest.raises(ValueError, match=name):
-        adapter.load_state_dict({**before, name: value})
-    assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())

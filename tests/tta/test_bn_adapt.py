@@ -103,15 +103,6 @@ def test_batches_do_not_depend_on_each_other() -> None:
     assert torch.equal(adapter.predict(x[4:]), BNAdapt(network).predict(x[4:]))
 
 
-def test_nothing_is_shared() -> None:
-    adapter = BNAdapt(conv_network(), proximal=0.5)
-    adapter.predict(images(4))
-    for share in ("affine", "statistics", "all"):
-        assert adapter.shared(share) == {}
-    adapter.load_shared({})
-    assert adapter.report() == {}
-
-
 @settings(max_examples=25, deadline=None)
 @given(scale=st.floats(0.1, 10), offset=st.floats(-5, 5), seed=st.integers(0, 99))
 def test_batch_statistics_forget_the_scale_of_their_input(scale: float, offset: float, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The base class, with a small fake and with the methods that normalise by batch statistics."""
+"""The base class of adapters that share, with a small fake; methods that normalise by batch statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tta
-from tests.tta.networks import conv_network, images, mlp_network, noise, two_head_network, vectors, weights
+from tests.tta.networks import conv_network, images, mlp_network, noise, two_head_network, vectors
 from tta.collaborator import SHARES, Collaborator, batchnorm_layers, shared_parameters
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -141,66 +141,6 @@ def test_batchnorm_layers_and_shared_parameters() -> None:
 # From here on: what holds for every method that normalises by batch statistics.
 
 
-def snapshot(adapter: Any) -> dict[str, Tensor]:
-    domain = {f"{layer}/{i}": part for layer, pair in adapter.domain().items() for i, part in enumerate(pair)}
-    return {**adapter.state_dict(), **adapter.shared("all"), **{k: v.clone() for k, v in domain.items()}}
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert list(got) == list(want)
-    assert [name for name in want if not torch.equal(got[name], want[name])] == []
-
-
-@pytest.mark.parametrize("proximal", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_state_continues_the_stream_bit_for_bit(name: str, dtype: torch.dtype, proximal: float) -> None:
-    x = images(20, dtype=dtype)
-    one = make(name, two_head_network(dtype), proximal=proximal)
-    names = list(one.state_dict())
-    one.predict(x[:6])
-    one.load_shared({key: value + 0.05 for key, value in one.shared("all").items()})
-    one.predict(x[6:12])
-    assert list(one.state_dict()) == names
-    two = make(name, two_head_network(dtype), proximal=proximal)
-    two.predict(x[3:9])
-    two.load_state_dict(one.state_dict())
-    assert_same(snapshot(two), snapshot(one))
-    for part in (x[12:15], x[15:16], x[16:]):
-        rows = one.predict(part)
-        assert rows.dtype == dtype
-        assert torch.equal(two.predict(part), rows)
-    assert_same(snapshot(two), snapshot(one))
-
-
-@pytest.mark.parametrize("proximal", [0.0, 1.0])
-def test_reset_is_the_state_after_construction(name: str, proximal: float) -> None:
-    x = images(12)
-    adapter = make(name, conv_network(), proximal=proximal)
-    start = snapshot(adapter)
-    first = [adapter.predict(part) for part in x.split(6)]
-    adapter.load_shared({key: value + 1 for key, value in adapter.shared("all").items()})
-    adapter.reset()
-    assert adapter.report() == {}
-    assert_same(snapshot(adapter), start)
-    assert all(torch.equal(adapter.predict(part), rows) for part, rows in zip(x.split(6), first, strict=True))
-
-
-def test_the_network_given_stays_as_it_is(name: str) -> None:
-    network: Any = two_head_network()
-    network.encoder[0].bias.requires_grad_(False)
-    before, modules = weights(network), [id(module) for module in network.modules()]
-    wants = {key: value.requires_grad for key, value in network.named_parameters()}
-    adapter = make(name, network)
-    adapter.predict(images(6))
-    adapter.load_shared({key: value + 1 for key, value in adapter.shared("all").items()})
-    adapter.predict(images(6))
-    assert_same(weights(network), before)
-    assert [id(module) for module in network.modules()] == modules
-    assert {key: value.requires_grad for key, value in network.named_parameters()} == wants
-    assert all(value.grad is None for value in network.parameters())
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in network.modules())
-
-
 def test_a_change_of_the_network_given_does_not_reach_the_adapter(name: str) -> None:
     network, x = conv_network(), images(6)
     adapter = make(name, network)
@@ -210,32 +150,6 @@ def test_a_change_of_the_network_given_does_not_reach_the_adapter(name: str) -> 
     assert torch.equal(adapter.predict(x), make(name, conv_network()).predict(x))
 
 
-def test_a_state_and_what_is_shared_are_copies(name: str) -> None:
-    adapter = make(name, conv_network())
-    kept = snapshot(adapter)
-    copies = {key: value.clone() for key, value in kept.items()}
-    adapter.predict(images(6))
-    assert_same(kept, copies)
-
-
-def test_rows_are_probabilities_without_gradients(name: str) -> None:
-    rows = make(name, conv_network()).predict(images(7))
-    assert rows.shape == (7, 4)
-    assert not rows.requires_grad
-    assert bool((rows >= 0).all())
-    torch.testing.assert_close(rows.sum(1), torch.ones(7, dtype=torch.float64), atol=1e-14, rtol=0)
-
-
-def test_an_empty_batch_changes_nothing(name: str) -> None:
-    x = images(12)
-    adapter, twin = (make(name, conv_network()) for _ in range(2))
-    assert adapter.predict(x[:0]).shape == (0, 4)
-    for part in x.split(6):
-        assert torch.equal(adapter.predict(part), twin.predict(part))
-        assert adapter.predict(x[:0]).shape == (0, 4)
-    assert_same(snapshot(adapter), snapshot(twin))
-
-
 @pytest.mark.parametrize("kind", ["images", "vectors"])
 def test_one_sample_at_a_time_stays_finite(name: str, kind: str) -> None:
     network, x = (conv_network(), images(5)) if kind == "images" else (mlp_network(), vectors(5))
@@ -243,86 +157,6 @@ def test_one_sample_at_a_time_stays_finite(name: str, kind: str) -> None:
     rows = torch.cat([adapter.predict(part) for part in x.split(1)])
     assert rows.shape == (5, 4)
     assert bool(torch.isfinite(rows).all())
-
-
-def test_domain_starts_at_the_source_and_describes_the_last_batch(name: str) -> None:
-    network: Any = two_head_network()
-    adapter = make(name, network)
-    assert list(adapter.domain()) == ["encoder.1", "encoder.4"]
-    for layer, (mean, variance) in adapter.domain().items():
-        assert torch.equal(mean, network.get_submodule(layer).running_mean)
-        assert torch.equal(variance, network.get_submodule(layer).running_var)
-    adapter.predict(images(6))
-    mean, variance = adapter.domain()["encoder.1"]
-    with torch.no_grad():
-        values = network.encoder[0](images(6)).transpose(0, 1).flatten(1)
-    if name == "bn_adapt":  # the others have moved on
-        torch.testing.assert_close(mean, values.mean(1), atol=1e-12, rtol=0)
-        torch.testing.assert_close(variance, values.var(1, correction=0), atol=1e-12, rtol=0)
-    assert not torch.equal(mean, network.encoder[1].running_mean)
-    assert adapter.normalisation() == {}
-
-
-@pytest.mark.parametrize("share", ["affine", "all"])
-def test_a_mixture_is_taken_over(name: str, share: Any) -> None:
-    adapter, other = (make(name, conv_network()) for _ in range(2))
-    other.predict(images(6, seed=5))
-    mine, theirs = adapter.shared(share), other.shared(share)
-    mixture = {key: 0.5 * value + 0.5 * theirs[key] for key, value in mine.items()}
-    adapter.load_shared(mixture)
-    assert_same(adapter.shared(share), mixture)
-    assert adapter.shared("statistics") == {}
-    adapter.predict(images(6))
-    assert all(value.requires_grad for key, value in adapter.trained().items() if not key.startswith("teacher."))
-
-
-def test_a_bad_sample_is_named_and_changes_nothing(name: str) -> None:
-    adapter = make(name, conv_network())
-    adapter.predict(images(6))
-    before, noted = snapshot(adapter), adapter.report()
-    bad = images(6)
-    bad[3, 1, 2, 2] = float("nan")
-    with pytest.raises(ValueError, match=r"samples \[3\]"):
-        adapter.predict(bad)
-    with pytest.raises(TypeError, match="int64"):
-        adapter.predict(torch.zeros(2, 3, 6, 6, dtype=torch.int64))
-    assert_same(snapshot(adapter), before)
-    assert_same(adapter.report(), noted)
-
-
-def test_an_output_that_explodes_is_named_and_changes_nothing(name: str) -> None:
-    network: Any = conv_network()
-    with torch.no_grad():
-        network[-1].weight[0] = 1e308
-        network[-1].weight[1] = -1e308
-    adapter = make(name, network)
-    before = snapshot(adapter)
-    with pytest.raises(ValueError, match=r"(output|entropy|loss) for samples \[.*\] of the batch is not finite"):
-        adapter.predict(images(6))
-    assert_same(snapshot(adapter), before)
-    assert adapter.report() == {}
-
-
-def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(name: str) -> None:
-    adapter = make(name, conv_network())
-    adapter.predict(images(6))
-    before = snapshot(adapter)
-    state = make(name, conv_network()).state_dict()
-    wrong: list[tuple[str, Tensor, str]] = [
-        ("domain.5.mean", torch.zeros(6, dtype=torch.float64), r"shape \(6,\) does not fit"),
-        ("domain.5.mean", torch.zeros(5), "float32"),
-        ("domain.5.variance", -torch.ones(5, dtype=torch.float64), "negative"),
-        ("domain.5.variance", torch.full((5,), float("nan"), dtype=torch.float64), "not finite"),
-    ]
-    for key in ("batches", "optimizer.step"):
-        if key in state:
-            wrong += [(key, torch.tensor(-1), "negative"), (key, torch.tensor(1.0), "float32")]
-    for key, value, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            adapter.load_state_dict({**state, key: value})
-    with pytest.raises(ValueError, match="names"):
-        adapter.load_state_dict({})
-    assert_same(snapshot(adapter), before)
 
 
 def test_options_come_as_text_too(name: str) -> None:
@@ -339,28 +173,10 @@ def test_options_come_as_text_too(name: str) -> None:
         tta.parse_options(name, {"proximal": "much"})
 
 
-def test_it_works_in_inference_mode(name: str) -> None:
-    x = images(12)
-    adapter, twin = (make(name, conv_network()) for _ in range(2))
-    want = [twin.predict(part) for part in x.split(6)]
-    with torch.inference_mode():
-        adapter.reset()
-        assert torch.equal(adapter.predict(x[:6] * 1), want[0])
-        adapter.load_state_dict(adapter.state_dict())
-    assert torch.equal(adapter.predict(x[6:]), want[1])
-    adapter.load_state_dict(adapter.state_dict())
-
-
 def test_dropout_and_other_layers_stay_in_evaluation_mode(name: str) -> None:
     network = nn.Sequential(nn.Dropout(0.5), mlp_network())
     x = vectors(6)
     assert torch.equal(make(name, network).predict(x), make(name, mlp_network()).predict(x))
-
-
-def test_record_false_keeps_no_report(name: str) -> None:
-    adapter = make(name, conv_network(), record=False)
-    adapter.predict(images(6))
-    assert adapter.report() == {}
 
 
 def test_adapters_do_not_disturb_each_other(name: str) -> None:

@@ -5,11 +5,9 @@ import math
 import pytest
 import torch
 import torchvision.transforms.functional as tv
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from tta.contrastive_views import DRAWS, TRIES, ContrastiveViews
+from tta.contrastive import DRAWS, TRIES, ContrastiveViews
 
 ONLY_CROP = {"flip": False, "jitter": 0.0, "grayscale": 0.0}
 
@@ -103,52 +101,6 @@ def test_boxes_lie_in_the_image_and_keep_the_share_and_the_ratio() -> None:
     assert float(ratio.log().mean().abs()) < 0.02
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    n=st.integers(0, 5),
-    channels=st.sampled_from([1, 3]),
-    size=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-)
-def test_views_are_images_of_the_same_shape_and_a_function_of_the_generator(
-    seed: int, n: int, channels: int, size: tuple[int, int]
-) -> None:
-    x = torch.rand(n, channels, *size, generator=Generator().manual_seed(seed))
-    before, views = x.clone(), ContrastiveViews(strength=1.25)
-    state = torch.get_rng_state()
-    first, second = (views(x, Generator().manual_seed(seed)) for _ in range(2))
-    assert first.shape == x.shape
-    assert first.dtype == x.dtype
-    assert bool(((first >= 0) & (first <= 1)).all())
-    assert torch.equal(first, second)
-    assert torch.equal(x, before)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_view_depends_on_its_own_image_only() -> None:
-    x, other = images(20), images(20, seed=1)
-    other[7] = x[7]
-    first, second = (ContrastiveViews()(batch, Generator().manual_seed(2)) for batch in (x, other))
-    torch.testing.assert_close(first[7], second[7], atol=1e-12, rtol=0)
-    assert float((first - second).flatten(1).abs().mean(1)[8]) > 0.01
-
-
-def test_draws_do_not_depend_on_the_dtype() -> None:
-    x = images(20)
-    exact = ContrastiveViews()(x, Generator().manual_seed(2))
-    close = ContrastiveViews()(x.float(), Generator().manual_seed(2))
-    assert close.dtype == torch.float32
-    torch.testing.assert_close(close.double(), exact, atol=5e-5, rtol=0)
-
-
-def test_every_image_has_its_own_view_and_every_call_another() -> None:
-    x = images(1).repeat(4, 1, 1, 1)
-    generator = Generator().manual_seed(0)
-    both = torch.cat([ContrastiveViews()(x, generator), ContrastiveViews()(x, generator)])
-    distance = (both[:, None] - both[None]).abs().mean((2, 3, 4)) + torch.eye(8)
-    assert float(distance.min()) > 1e-3
-
-
 def test_the_shares_of_mirrored_jittered_and_grey_views() -> None:
     x = torch.zeros(1000, 3, 8, 8, dtype=torch.float64)
     x[:, 0], x[:, 1], x[:, 2, :, 4:] = 0.25, 0.5, 1.0  # blue to the right
@@ -166,14 +118,6 @@ def test_the_shares_of_mirrored_jittered_and_grey_views() -> None:
     gray = views(flip=False, jitter=0.0)
     gray = (gray[:, 0] == gray[:, 1]).flatten(1).all(1)
     assert 0.16 < float(gray.double().mean()) < 0.24
-
-
-@pytest.mark.parametrize(
-    "x", [torch.zeros(2, 5), torch.zeros(2, 2, 4, 4), torch.zeros(3, 4, 4), torch.zeros(1, 3, 4, 4, dtype=torch.int64)]
-)
-def test_other_shapes_are_refused(x: Tensor) -> None:
-    with pytest.raises(ValueError, match="1 or 3, H, W"):
-        ContrastiveViews()(x, Generator())
 
 
 @pytest.mark.parametrize(

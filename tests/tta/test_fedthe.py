@@ -13,8 +13,7 @@ from torch import Tensor
 from tests.tta import reference
 from tests.tta.streams import make_stream
 from tta.arrays import softmax_entropy
-from tta.fedthe import FedTHE, running_average
-from tta.solver import adam_schedule, solve_weight, weight_gradient
+from tta.fedthe import FedTHE, adam_schedule, running_average, solve_weight, weight_gradient
 
 
 def run(adapter, x: Tensor, size: int) -> Tensor:
@@ -191,12 +190,3 @@ def test_weigh_and_interpolate_move_the_same_history(stream):
 def test_bad_statistics_are_named(stream, change, message):
     with pytest.raises(ValueError, match=message):
         FedTHE(stream.model, replace(stream.known, **change))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"alpha": 1.5}, {"beta": -0.1}, {"steps": 0}, {"lr": 0.0}, {"lr": math.nan}, {"objective": "x"}, {"history": "x"}],
-)
-def test_bad_options_are_named(stream, options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        FedTHE(stream.model, stream.known, **options)

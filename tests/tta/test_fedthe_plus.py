@@ -10,8 +10,8 @@ from models.two_head import TwoHead
 from tta.augmix import AugMix
 from tta.fedthe import FedTHE
 from tta.fedthe_plus import FedTHEPlus
+from tta.memo import Tuning
 from tta.statistics import Statistics
-from tta.tuning import Tuning
 
 OPTIONS = {"views": 4, "tune_steps": 3, "tune_lr": 0.3, "seed": 5}
 
@@ -109,18 +109,6 @@ def test_it_is_algorithm_2(augment: object, norm: nn.Module | None, mode: str) -
     assert float((got - untuned).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
-def test_the_result_does_not_depend_on_the_batch_size(mode: str) -> None:
-    x, results, weights = samples(9), [], []
-    for size in (1, 7, 9):
-        adapter = make_adapter(mode=mode)
-        results.append(torch.cat([adapter.predict(part) for part in x.split(size)]))
-        weights.append(adapter.report()["weight"])
-    for result, weight in zip(results[1:], weights[1:], strict=True):
-        torch.testing.assert_close(result, results[0], atol=1e-9, rtol=0)
-        torch.testing.assert_close(weight, weights[0], atol=1e-9, rtol=0)
-
-
 def test_weight_and_history_are_fedthes() -> None:
     x, plus = samples(), make_adapter()
     plain = FedTHE(make_network(), make_statistics())
@@ -146,79 +134,6 @@ def test_history_by_batch_makes_it_per_batch() -> None:
     assert make_adapter(history="batch").per == "batch"
 
 
-def test_the_callers_network_stays_as_it_is() -> None:
-    network = make_network(batch_norm())
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    FedTHEPlus(network, make_statistics(), **OPTIONS).predict(samples(3))  # type: ignore[arg-type]
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    assert all(value.grad is None for value in network.parameters())
-
-
-def test_reset_state_and_report() -> None:
-    x, whole, half, resumed = samples(), make_adapter(), make_adapter(), make_adapter()
-    want = whole.predict(x)
-    half.predict(x[:4])
-    resumed.load_state_dict(half.state_dict())
-    torch.testing.assert_close(resumed.predict(x[4:]), want[4:], atol=1e-12, rtol=0)
-    assert torch.equal(resumed.report()["weight"], whole.report()["weight"][4:])
-    whole.reset()
-    assert whole.report() == {}
-    torch.testing.assert_close(whole.predict(x), want, atol=1e-12, rtol=0)
-
-
-def test_a_bad_state_changes_nothing() -> None:
-    adapter = make_adapter()
-    adapter.predict(samples(2))
-    before = adapter.state_dict()
-    for name, bad in (("position", torch.tensor(-3)), ("history", torch.zeros(5, dtype=torch.float64))):
-        with pytest.raises(ValueError, match=name):
-            adapter.load_state_dict({**before, name: bad})
-        assert all(torch.equal(value, before[key]) for key, value in adapter.state_dict().items())
-
-
-def test_an_empty_batch_gives_no_rows() -> None:
-    adapter = make_adapter()
-    assert adapter.predict(samples(0)).shape == (0, 4)
-    want, got = make_adapter().predict(samples()), adapter.predict(samples())
-    assert torch.equal(got, want)
-    assert adapter.report()["weight"].shape == (7,)
-
-
-def test_errors_leave_state_and_report_alone() -> None:
-    calls = []
-
-    def breaks(x: Tensor, generator: Generator) -> Tensor:
-        calls.append(1)
-        if len(calls) == 10:
-            raise RuntimeError("no view")
-        return noise(x, generator)
-
-    adapter, x = make_adapter(augment=breaks), samples(4)
-    adapter.predict(x[:1])
-    before = adapter.state_dict()
-    with pytest.raises(RuntimeError, match="no view"):
-        adapter.predict(x)
-    x[2, 0, 0, 0] = float("inf")
-    with pytest.raises(ValueError, match=r"\[2\]"):
-        adapter.predict(x)
-    assert all(torch.equal(value, before[name]) for name, value in adapter.state_dict().items())
-    assert {name: len(value) for name, value in adapter.report().items()} == {
-        "weight": 1,
-        "similarity": 1,
-        "loss": 1,
-    }
-
-
-def test_record_can_be_switched_off() -> None:
-    adapter = make_adapter(record=False)
-    adapter.predict(samples(2))
-    assert adapter.report() == {}
-
-
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match="descriptor_global"):
         FedTHEPlus(make_network(), Statistics(descriptor_local=torch.zeros(6)))
-    with pytest.raises(ValueError, match="personal_head"):
-        FedTHEPlus(nn.Linear(6, 4), make_statistics())
-    with pytest.raises(ValueError, match="views=0"):
-        make_adapter(views=0)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
 from models.two_head import TwoHead
-from tests.tta.networks import images, two_head_network, weights
 from tests.tta.streams import D, K, Stream
 from tta import knn_per
 from tta.knn_per import Datastore, KNNPer, choose_weight, knn_probabilities
@@ -123,37 +122,9 @@ def test_weights_0_and_1_are_head_and_vote_and_parts_gives_both(stream: Stream) 
     torch.testing.assert_close(p_head, torch.softmax(stream.logits_global, 1))
 
 
-def test_what_every_adapter_promises() -> None:
-    network = two_head_network(torch.float32)
-    network.head.bias.requires_grad_(False)
-    before, wanted = weights(network), [value.requires_grad for value in network.parameters()]
-    store = store_of(20, 6, 4)  # float64, as a store might come
-    adapter, x = KNNPer(network, store), images(5, dtype=torch.float32)
-    rows = adapter.predict(x)
-    assert rows.dtype == torch.float32
-    assert adapter.state_dict() == {}
-    assert adapter.predict(x[:0]).shape == (0, 4)
-    with pytest.raises(ValueError, match=r"\[0\]"):
-        adapter.predict(x[:1] / 0)
-    assert len(adapter.report()["knn_weight"]) == 5
-    adapter.reset()
-    assert adapter.report() == {}
-    with torch.inference_mode():
-        assert torch.equal(adapter.predict(x * 1), rows)
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    assert [value.requires_grad for value in network.parameters()] == wanted
-    silent = KNNPer(network, store, record=False)
-    silent.predict(x)
-    assert silent.report() == {}
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda m: KNNPer(m, store_of(9), neighbours=0), "neighbours=0"),
-        (lambda m: KNNPer(m, store_of(9), scale=0.0), "scale=0"),
-        (lambda m: KNNPer(m, store_of(9), weight=1.1), "weight=1.1"),
-        (lambda m: KNNPer(m, store_of(9), head="both"), "there are: global, personal"),
         (lambda m: KNNPer(m, store_of(9, features=3)), "has 3 features, the model 12"),
         (lambda m: KNNPer(m, Datastore(random(1, D), torch.tensor([K]))), "label 5, the model 5"),
         (lambda m: KNNPer(nn.Linear(D, K), store_of(9)), "features"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from tests.tta.networks import images, two_head_network, weights
+from tests.tta.networks import images, two_head_network
 from tta.base import Adapter
-from tta.bbse import BBSE
-from tta.em import EM
-from tta.label_shift import bbse_weights, em_prior, em_prior_of_logs, reweighted
+from tta.label_shift import BBSE, EM, bbse_weights, em_prior, em_prior_of_logs, reweighted
 from tta.statistics import Statistics
 
 K = 4
@@ -198,26 +195,12 @@ def test_the_adapters_equal_their_definition(index: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_what_every_adapter_promises(index: int) -> None:
-    network = two_head_network(torch.float32)
-    adapter, x, before = adapters(network)[index], images(6, dtype=torch.float32), weights(network)
-    first = adapter.predict(x)
-    assert first.dtype == torch.float32
-    assert torch.equal(adapter.predict(x), first)  # nothing is carried on
-    assert adapter.state_dict() == {}
-    adapter.load_state_dict({})
-    assert adapter.report() == {}
-    assert adapter.predict(x[:0]).shape == (0, K)
-    with pytest.raises(ValueError, match=r"samples \[0, 1"):
-        adapter.predict(x / 0)
-    with torch.inference_mode():
-        assert torch.equal(adapter.predict(x * 1), first)
-    adapter.reset()
-    assert adapter.report() == {}
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    network.head = nn.Linear(6, K + 1)
+def test_another_number_of_classes_is_refused(index: int) -> None:
+    network = two_head_network()
+    adapter = adapters(network)[index]
+    network.head = nn.Linear(6, K + 1).double()
     with pytest.raises(ValueError, match=f"{K} classes, the network's output {K + 1}"):
-        adapter.predict(x)
+        adapter.predict(images(6))
 
 
 @pytest.mark.parametrize(
@@ -229,10 +212,6 @@ def test_what_every_adapter_promises(index: int) -> None:
         (lambda m: EM(m, Known(SOURCE - 0.2)), "negative"),
         (lambda m: EM(m, Known(SOURCE[:, None])), "shape"),
         (lambda m: BBSE(m, Known(confusion=SOURCE.expand(3, K) / 3)), "shape"),
-        (lambda m: EM(m, Known(SOURCE), iterations=0), "iterations=0"),
-        (lambda m: EM(m, Known(SOURCE), tolerance=math.nan), "tolerance=nan"),
-        (lambda m: BBSE(m, Known(confusion=torch.diag(SOURCE)), rtol=1.0), "rtol=1"),
-        (lambda m: BBSE(m, Known(confusion=torch.diag(SOURCE)), predictions="top"), "there are: hard, soft"),
         (lambda m: em_prior(torch.ones(0, K), SOURCE), "B > 0"),
         (lambda m: em_prior(torch.full((2, K), -1.0), SOURCE), "0 or more"),
         (lambda m: bbse_weights(torch.ones(K, K), SOURCE), "sums to 16"),

@@ -11,8 +11,8 @@ from torch import Generator, Tensor, nn
 
 from models.two_head import TwoHead
 from tta.augmix import AugMix
-from tta.memo import MEMO
-from tta.tuning import (
+from tta.memo import (
+    MEMO,
     Readout,
     Tuning,
     by_loop,
@@ -145,39 +145,11 @@ def test_both_paths_equal_the_definition(kind: str, head: str, mode: str) -> Non
         assert float((got - torch.softmax(untuned(network.features(x)), 1)).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
-@pytest.mark.parametrize("augment", [AugMix(), noise])
-def test_the_result_does_not_depend_on_the_batch_size(mode: str, augment: object) -> None:
-    x = samples("groupnorm", 9)
-    results = []
-    for size in (1, 7, 9):
-        memo = MEMO(make_network("groupnorm"), augment=augment, mode=mode, **OPTIONS)  # type: ignore[arg-type]
-        results.append(torch.cat([memo.predict(part) for part in x.split(size)]))
-        assert memo.report()["loss"].shape == (9, 3)
-    torch.testing.assert_close(results[1], results[0], atol=1e-9, rtol=0)
-    torch.testing.assert_close(results[2], results[0], atol=1e-9, rtol=0)
-
-
 def test_equal_samples_at_different_positions_have_different_views() -> None:
     x = samples("groupnorm", 1).repeat(2, 1, 1, 1)
     memo = MEMO(make_network("groupnorm"), **OPTIONS)  # type: ignore[arg-type]
     first, second = memo.predict(x)
     assert not torch.allclose(first, second, atol=1e-9)
-
-
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
-@pytest.mark.parametrize("kind", ["groupnorm", "batchnorm"])
-def test_the_callers_network_stays_as_it_is(kind: str, mode: str) -> None:
-    network = make_network(kind, torch.float32)
-    network.head.weight.requires_grad_(False)
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    identity = {name: id(value) for name, value in network.named_parameters()}
-    wanted = {name: value.requires_grad for name, value in network.named_parameters()}
-    MEMO(network, mode=mode, **OPTIONS).predict(samples(kind, 4, torch.float32))  # type: ignore[arg-type]
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    assert {name: id(value) for name, value in network.named_parameters()} == identity
-    assert {name: value.requires_grad for name, value in network.named_parameters()} == wanted
-    assert all(value.grad is None for value in network.parameters())
 
 
 def test_views_of_all_steps_at_once_equal_views_step_by_step() -> None:
@@ -191,52 +163,6 @@ def test_views_of_all_steps_at_once_equal_views_step_by_step() -> None:
             assert torch.equal(views[i, step], want)
 
 
-def test_views_use_no_global_random_state() -> None:
-    x, memo = samples("groupnorm", 2), MEMO(make_network("groupnorm"), **OPTIONS)  # type: ignore[arg-type]
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    first = memo.predict(x)
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(2)
-    memo.reset()
-    assert torch.equal(memo.predict(x), first)
-
-
-def test_reset_state_and_report() -> None:
-    x = samples("groupnorm")
-    whole, half = (MEMO(make_network("groupnorm"), **OPTIONS) for _ in range(2))  # type: ignore[arg-type]
-    want = whole.predict(x)
-    half.predict(x[:4])
-    resumed = MEMO(make_network("groupnorm"), **OPTIONS)  # type: ignore[arg-type]
-    resumed.load_state_dict(half.state_dict())
-    torch.testing.assert_close(resumed.predict(x[4:]), want[4:], atol=1e-12, rtol=0)
-    assert resumed.report()["loss"].shape == (3, 3)
-    whole.reset()
-    assert whole.report() == {}
-    torch.testing.assert_close(whole.predict(x), want, atol=1e-12, rtol=0)
-    silent = MEMO(make_network("groupnorm"), record=False, **OPTIONS)  # type: ignore[arg-type]
-    silent.predict(x[:1])
-    assert silent.report() == {}
-
-
-@pytest.mark.parametrize("bad", [torch.tensor(-1), torch.tensor([1]), torch.tensor(1.0)])
-def test_a_bad_position_is_refused(bad: Tensor) -> None:
-    memo = MEMO(make_network("groupnorm"), **OPTIONS)  # type: ignore[arg-type]
-    memo.predict(samples("groupnorm", 2))
-    with pytest.raises(ValueError, match="position"):
-        memo.load_state_dict({"position": bad})
-    assert int(memo.state_dict()["position"]) == 2
-
-
-@pytest.mark.parametrize("kind", ["batchnorm", "groupnorm"])
-@pytest.mark.parametrize("mode", ["loop", "vmap"])
-def test_an_empty_batch_gives_no_rows(kind: str, mode: str) -> None:
-    memo = MEMO(make_network(kind), mode=mode, **OPTIONS)  # type: ignore[arg-type]
-    assert memo.predict(samples(kind, 0)).shape == (0, 4)
-    assert int(memo.state_dict()["position"]) == 0
-    assert memo.report()["loss"].shape == (0, 3)
-
-
 def test_no_steps_means_no_tuning() -> None:
     network, x = make_network("groupnorm"), samples("groupnorm")
     with torch.no_grad():
@@ -246,57 +172,11 @@ def test_no_steps_means_no_tuning() -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_it_works_in_inference_mode() -> None:
-    memo, x = MEMO(make_network("groupnorm"), **OPTIONS), samples("groupnorm", 2)  # type: ignore[arg-type]
-    want = memo.predict(x)
-    memo.reset()
-    with torch.inference_mode():
-        assert torch.equal(memo.predict(x * 1), want)
-
-
-def test_errors_leave_the_state_alone() -> None:
-    calls = []
-
-    def breaks(x: Tensor, generator: Generator) -> Tensor:
-        calls.append(1)
-        if len(calls) == 5:
-            raise RuntimeError("no view")
-        return noise(x, generator)
-
-    memo = MEMO(make_network("groupnorm"), augment=breaks, **OPTIONS)  # type: ignore[arg-type]
-    x = samples("groupnorm", 3)
-    with pytest.raises(RuntimeError, match="no view"):
-        memo.predict(x)
-    x[1, 0, 0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"\[1\]"):
-        memo.predict(x)
-    assert memo.report() == {}
-    assert int(memo.state_dict()["position"]) == 0
-
-
 def test_divergence_is_an_error() -> None:
     memo = MEMO(make_network("groupnorm", torch.float32), lr=1e38, views=2)
     with pytest.raises(ValueError, match=r"lr=1e\+38.*\[0, 1\]"):
         memo.predict(samples("groupnorm", 2, torch.float32))
     assert int(memo.state_dict()["position"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"views": 0}, "views=0"),
-        ({"steps": -1}, "steps=-1"),
-        ({"seed": -1}, "seed=-1"),
-        ({"lr": -1.0}, "lr=-1"),
-        ({"lr": float("nan")}, "lr=nan"),
-        ({"chunk": 0}, "chunk=0"),
-        ({"mode": "fast"}, "there are: auto, loop, vmap"),
-        ({"head": "local"}, "there are: global, personal"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MEMO(make_network("groupnorm"), **options)  # type: ignore[arg-type]
 
 
 def test_a_plain_network_has_a_global_head_only() -> None:
@@ -318,7 +198,7 @@ def test_memory_estimate_grows_with_views_and_counts_weights() -> None:
 
 def test_auto_is_the_loop_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("tta.tuning.by_loop", lambda *args: calls.append(len(args[2])) or by_loop(*args))
+    monkeypatch.setattr("tta.memo.by_loop", lambda *args: calls.append(len(args[2])) or by_loop(*args))
     x = samples("identity", 3)
     readout = Readout(make_network("identity").eval(), "global")
     tune_and_predict(readout, x, x.new_ones(3), 0, Tuning(views=2, steps=1, lr=LR, augment=noise))

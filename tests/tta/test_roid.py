@@ -19,7 +19,6 @@ from tests.tta.networks import (
     noise,
     two_head_network,
     vectors,
-    weights,
 )
 from tta.roid import (
     ROID,
@@ -211,51 +210,6 @@ def test_weight_ensembling_pulls_all_the_way_back() -> None:
     assert torch.equal(roid.trained()["encoder.1.weight"], source.encoder[1].weight)
 
 
-@pytest.mark.parametrize("proximal", [0.0, 1.0])
-def test_a_resumed_stream_is_the_same_to_the_bit(proximal: float) -> None:
-    x = images(40)
-    one = make_roid(proximal=proximal)
-    names = set(one.state_dict())
-    one.predict(x[:12])
-    if proximal:
-        one.load_shared({name: value + 0.01 for name, value in one.shared("affine").items()})
-    one.predict(x[12:19])
-    two = make_roid(proximal=proximal)
-    two.load_state_dict(one.state_dict())
-    assert set(one.state_dict()) == names
-    for batch in x[19:].split(8):
-        assert torch.equal(one.predict(batch), two.predict(batch))
-    assert same(one.state_dict(), two.state_dict())
-
-
-def test_reset_is_a_fresh_start() -> None:
-    x, roid = images(30), make_roid()
-    start = roid.state_dict()
-    first = [roid.predict(batch) for batch in x.split(11)]
-    after = roid.state_dict()
-    assert not same(start, after)
-    roid.reset()
-    assert same(roid.state_dict(), start)
-    assert roid.report() == {}
-    again = [roid.predict(batch) for batch in x.split(11)]
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert same(roid.state_dict(), after)
-
-
-def test_the_callers_network_and_the_global_random_state_stay() -> None:
-    network = two_head_network()
-    before, flags = weights(network), [p.requires_grad for p in network.parameters()]
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    roid = ROID(network, lr=0.05, seed=1)
-    roid.predict(images(20))
-    roid.predict(images(20))
-    assert same(weights(network), before)
-    assert [p.requires_grad for p in network.parameters()] == flags
-    assert all(p.grad is None for p in network.parameters())
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_what_is_shared() -> None:
     roid = make_roid()
     assert torch.equal(roid.domain()["encoder.1"][0], two_head_network().encoder[1].running_mean)
@@ -266,109 +220,3 @@ def test_what_is_shared() -> None:
     first = two_head_network().encoder[0](x)  # the domain is that of the images, not of their views
     torch.testing.assert_close(roid.domain()["encoder.1"][0], first.mean((0, 2, 3)).detach())
     torch.testing.assert_close(roid.domain()["encoder.1"][1], first.var((0, 2, 3), correction=0).detach())
-
-
-def test_with_one_step_a_round_the_proximal_term_has_no_effect() -> None:
-    free, pulled = make_roid(), make_roid(proximal=10.0)
-    for batch in images(30).split(10):
-        assert torch.equal(free.predict(batch), pulled.predict(batch))
-        for roid in (free, pulled):
-            roid.load_shared({name: 1.01 * value for name, value in roid.shared("affine").items()})
-
-
-def test_one_sample_and_none() -> None:
-    for make, stream in ((conv_network, images), (mlp_network, vectors)):
-        roid = ROID(make(), num_classes=CLASSES, **OPTIONS)  # type: ignore[arg-type]
-        x = stream(3)
-        start = roid.state_dict()
-        assert roid.predict(x[:0]).shape == (0, CLASSES)
-        assert same(roid.state_dict(), start)
-        rows = torch.cat([roid.predict(row) for row in x.split(1)])
-        torch.testing.assert_close(rows.sum(1), torch.ones(3, dtype=torch.float64))
-        assert roid.report()["loss_weight"].tolist() == [1, 1, 1]
-
-
-def test_errors_change_nothing() -> None:
-    x = images(12)
-    calls = []
-
-    def breaks(x: Tensor, generator: Generator) -> Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("no view")
-        return noise(x, generator)
-
-    network = two_head_network()
-    with torch.no_grad():
-        network.head.bias[0] = float("nan")
-    cases = [
-        (make_roid(augment=breaks), RuntimeError, "no view", 1),
-        (make_roid(augment=lambda x, generator: x[:0]), ValueError, "augment made", 0),
-        (make_roid(augment=lambda x, generator: x / 0), ValueError, "not finite", 0),
-        (make_roid(lr=1e308), ValueError, "left the finite numbers", 0),
-        (ROID(network, **OPTIONS), ValueError, r"network's output for samples \[0, 1", 0),  # type: ignore[arg-type]
-        (make_roid(num_classes=3), ValueError, "gives 4 classes, num_classes=3", 0),
-    ]
-    for roid, error, message, first in cases:
-        for _ in range(first):
-            roid.predict(x)
-        before = roid.state_dict()
-        with pytest.raises(error, match=message):
-            roid.predict(2 * x)
-        assert same(roid.state_dict(), before)
-
-
-def test_frozen_parameters_stay() -> None:
-    network = two_head_network()
-    network.encoder[1].requires_grad_(False)
-    roid = ROID(network, **OPTIONS)  # type: ignore[arg-type]
-    roid.predict(images(20))
-    assert set(roid.trained()) == {"encoder.4.weight", "encoder.4.bias"}
-    with pytest.raises(ValueError, match="may be trained"):
-        ROID(network.requires_grad_(False))
-    with pytest.raises(ValueError, match="no BatchNorm"):
-        ROID(nn.Linear(2, 2), num_classes=2)
-
-
-def test_it_works_in_inference_mode_and_in_single_precision() -> None:
-    x = images(20, dtype=torch.float32)
-    pair = [ROID(two_head_network(torch.float32), **OPTIONS) for _ in range(2)]  # type: ignore[arg-type]
-    want = [pair[0].predict(x), pair[0].predict(x)]
-    with torch.inference_mode():
-        got = [pair[1].predict(x * 1), pair[1].predict(x * 1)]
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    assert got[0].dtype == torch.float32
-    assert same(pair[0].state_dict(), pair[1].state_dict())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"momentum_src": 1.1}, "momentum_src=1.1"),
-        ({"momentum_probs": -0.1}, "momentum_probs=-0.1"),
-        ({"temperature": 0.0}, "temperature=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"lr": -1.0}, "lr=-1"),
-        ({"num_classes": 1}, "num_classes=1"),
-        ({"proximal": -1.0}, "proximal=-1"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_roid(**options)
-
-
-def test_the_number_of_classes_must_be_known() -> None:
-    with pytest.raises(ValueError, match="num_classes"):
-        ROID(conv_network())
-
-
-def test_views_of_images_are_the_default() -> None:
-    options = {**OPTIONS, "augment": None}
-    first, second = (ROID(two_head_network(), **options) for _ in range(2))  # type: ignore[arg-type]
-    x = images(20)
-    for batch in x.split(7):
-        assert torch.equal(first.predict(batch), second.predict(batch))
-    other = ROID(two_head_network(), **{**options, "seed": 9})  # type: ignore[arg-type]
-    other.predict(x)
-    assert not same(first.shared("affine"), other.shared("affine"))

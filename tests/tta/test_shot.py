@@ -152,24 +152,6 @@ def test_with_one_sample_only_the_pseudo_label_teaches() -> None:
     assert float(again[1].max()) > float(again[0].max()) + 1e-3
 
 
-def test_state_continues_the_stream_and_reset_starts_again() -> None:
-    x = images(15)
-    one, two = SHOT(two_head_network(), lr=LR, steps=2), SHOT(two_head_network(), lr=LR, steps=2)
-    first = [one.predict(part) for part in x.split([6, 1, 8])]
-    one.reset()
-    with torch.inference_mode():
-        again = [one.predict(x[:6]), one.predict(x[6:7])]
-    state = one.state_dict()
-    two.load_state_dict(state)
-    assert two.predict(x[:0]).shape == (0, CLASSES)
-    again.append(two.predict(x[7:]))
-    assert all(torch.equal(got, want) for got, want in zip(again, first, strict=True))
-    assert all(torch.equal(value, state[name]) for name, value in one.state_dict().items())
-    for name, bad in (("optimizer.step", torch.tensor(-1)), ("weight.encoder.1.bias", torch.zeros(9))):
-        with pytest.raises(ValueError, match=name):
-            two.load_state_dict({**state, name: bad})
-
-
 def test_errors_leave_the_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     x = images(12)
     shot = SHOT(two_head_network(), lr=LR, steps=2)
@@ -190,21 +172,6 @@ def test_errors_leave_the_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         shot.predict(x[6:])
     assert all(torch.equal(value, before[name]) for name, value in shot.state_dict().items())
     assert shot.report()["entropy"].shape == (6,)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strength": -1.0}, "strength=-1"),
-        ({"lr": math.inf}, "lr=inf"),
-        ({"momentum": 1.5}, "momentum=1.5"),
-        ({"steps": 0}, "steps=0"),
-        ({"head": "mix"}, "there are: global, personal"),
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SHOT(plain_network(), **options)
 
 
 def test_a_network_without_what_is_needed_is_refused() -> None:

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from models.two_head import TwoHead
-from tests.tta.networks import images, two_head_network, weights
 from tests.tta.streams import Stream
-from tta.statistics import Statistics
 from tta.t3a import T3A
 
 OPTIONS = [
@@ -127,30 +125,11 @@ def test_the_length_of_a_support_does_not_matter(stream: Stream, scale: float) -
     torch.testing.assert_close(plain.state_dict()["sums"], scaled.state_dict()["sums"])
 
 
-@pytest.mark.parametrize("support", [0, 3])
-def test_state_and_reset(stream: Stream, support: int) -> None:
-    whole, half, resumed = (T3A(stream.model, Statistics(), support=support) for _ in range(3))
-    want = whole.predict(stream.x)
-    half.predict(stream.x[:25])
-    state = half.state_dict()
-    resumed.load_state_dict(state)
-    assert torch.equal(resumed.predict(stream.x[25:]), want[25:])
-    assert all(torch.equal(value, half.state_dict()[name]) for name, value in state.items())  # it is a copy
-    whole.reset()
-    assert whole.report() == {}
-    assert torch.equal(whole.predict(stream.x), want)
-    silent = T3A(stream.model, support=support, record=False)
-    silent.predict(stream.x)
-    assert silent.report() == {}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("counts", torch.zeros(5, dtype=torch.int64), "counts"),
         ("counts", torch.full((5,), 4), "counts"),
-        ("counts", torch.ones(5), "counts"),
-        ("supports", torch.zeros(5, 4, 12, dtype=torch.float64), "supports"),
         ("entropies", torch.tensor([[2.0, 1.0, 0.0]] * 5, dtype=torch.float64), "rise"),
     ],
 )
@@ -164,53 +143,7 @@ def test_a_bad_state_is_refused(stream: Stream, name: str, value: Tensor, messag
     assert all(torch.equal(value, adapter.state_dict()[key]) for key, value in before.items())
 
 
-def test_errors_leave_the_state_alone_and_the_network_is_not_touched() -> None:
-    network = two_head_network(torch.float32)
-    network.head.bias.requires_grad_(False)
-    before, wanted = weights(network), [value.requires_grad for value in network.parameters()]
-    adapter = T3A(network)
-    x = images(4, dtype=torch.float32)
-    rows = adapter.predict(x)
-    assert rows.dtype == torch.float32
-    assert torch.allclose(rows.sum(1), torch.ones(4))
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    assert [value.requires_grad for value in network.parameters()] == wanted
-    state = adapter.state_dict()
-    x[2, 0, 0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"\[2\]"):
-        adapter.predict(x)
-    with torch.no_grad():
-        network.head.bias[0] = float("inf")
-    with pytest.raises(ValueError, match="not finite"):
-        adapter.predict(images(4, dtype=torch.float32))
-    assert all(torch.equal(value, state[name]) for name, value in adapter.state_dict().items())
-    assert len(adapter.report()["entropy"]) == 4
-
-
-def test_empty_batch_zero_features_and_inference_mode(stream: Stream) -> None:
+def test_a_feature_of_length_zero(stream: Stream) -> None:
     adapter = T3A(stream.model)
-    assert adapter.predict(stream.x[:0]).shape == (0, 5)
-    before = adapter.state_dict()["counts"]
-    assert torch.equal(before, torch.ones(5, dtype=torch.int64))
     zero = adapter.predict(torch.zeros(1, 12, dtype=torch.float64))
     torch.testing.assert_close(zero, torch.full((1, 5), 0.2, dtype=torch.float64))
-    adapter.reset()
-    want = adapter.predict(stream.x)
-    adapter.reset()
-    with torch.inference_mode():
-        assert torch.equal(adapter.predict(stream.x * 1), want)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"support": -1}, "support=-1"),
-        ({"prototype": "sum"}, "there are: mean, direction"),
-        ({"head": "local"}, "there are: global, personal"),
-    ],
-)
-def test_bad_options_are_refused(stream: Stream, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        T3A(stream.model, **options)
-    with pytest.raises(ValueError, match="features"):
-        T3A(nn.Linear(3, 2))

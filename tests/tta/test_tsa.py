@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
 from models.two_head import TwoHead
-from tests.tta.networks import images, noise, two_head_network, weights
+from tests.tta.networks import noise
 from tests.tta.streams import Stream
 from tta.tsa import TSA, agreement
-
-SCOPES = ["stream", "sample"]
 
 
 def generator_of(seed: int, position: int, step: int) -> Generator:
@@ -139,93 +137,3 @@ def test_it_finds_the_stable_head_and_stops_at_the_least_weight() -> None:
     assert float(weight[-1]) > 0.8
     stopped = int((weight > 0.8).nonzero()[0])
     assert bool((weight[stopped:] == weight[stopped]).all())  # for good
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_state_reset_and_report(stream: Stream, scope: str) -> None:
-    whole, half, resumed = (TSA(stream.model, scope=scope, augment=noise, lr=0.3) for _ in range(3))  # type: ignore[arg-type]
-    parts = stream.x.split(10)
-    want = [whole.predict(part) for part in parts]
-    for part in parts[:3]:
-        half.predict(part)
-    resumed.load_state_dict(half.state_dict())
-    for part, rows in zip(parts[3:], want[3:], strict=True):
-        assert torch.equal(resumed.predict(part), rows)
-    whole.reset()
-    assert whole.report() == {}
-    assert torch.equal(whole.predict(parts[0]), want[0])
-    silent = TSA(stream.model, scope=scope, augment=noise, record=False)  # type: ignore[arg-type]
-    silent.predict(parts[0])
-    assert silent.report() == {}
-    with torch.inference_mode():
-        whole.reset()
-        assert torch.equal(whole.predict(parts[0] * 1), want[0])
-    assert torch.equal(whole.predict(parts[1]), want[1])
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_images_with_the_default_views_and_no_trace_in_the_network(scope: str) -> None:
-    network = two_head_network(torch.float32)
-    network.head.bias.requires_grad_(False)
-    before, wanted = weights(network), [value.requires_grad for value in network.parameters()]
-    state = torch.get_rng_state()
-    adapter = TSA(network, scope=scope, steps=2)  # type: ignore[arg-type]
-    x = images(5, dtype=torch.float32)
-    rows = torch.cat([adapter.predict(x[:4]), adapter.predict(x[4:]), adapter.predict(x[:0])])
-    assert rows.dtype == torch.float32
-    assert rows.shape == (5, 4)
-    assert torch.allclose(rows.sum(1), torch.ones(5))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
-    assert [value.requires_grad for value in network.parameters()] == wanted
-    assert all(value.grad is None for value in network.parameters())
-    assert int(adapter.state_dict()["position"]) == 5
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_errors_leave_the_state_alone(stream: Stream, scope: str) -> None:
-    mode, calls = "fine", []
-
-    def breaks(x: Tensor, generator: Generator) -> Tensor:
-        calls.append(1)
-        if mode == "fine" or len(calls) < 4:  # the steps, or samples, before are fine
-            return noise(x, generator)
-        return x / 0 if mode == "infinite" else noise(x, generator)[1:]
-
-    adapter = TSA(stream.model, scope=scope, augment=breaks)  # type: ignore[arg-type]
-    x = stream.x[:5]
-    adapter.predict(x)
-    state = adapter.state_dict()
-    mode, calls = "infinite", []
-    with pytest.raises(ValueError, match="not finite"):
-        adapter.predict(x)
-    mode, calls = "short", []
-    with pytest.raises(ValueError, match="augment made"):
-        adapter.predict(x)
-    with pytest.raises(ValueError, match=r"\[0\]"):
-        adapter.predict(x[:1] / 0)
-    assert all(torch.equal(value, state[name]) for name, value in adapter.state_dict().items())
-    assert len(adapter.report()["weight"]) == 5
-    for name, bad in (("position", torch.tensor(-1)), ("a", torch.zeros(3)), ("optimizer.step", torch.tensor(-1))):
-        if name in state:
-            with pytest.raises(ValueError, match=name):
-                adapter.load_state_dict({**state, name: bad})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scope": "batch"}, "there are: stream, sample"),
-        ({"similarity": "l2"}, "there are: cosine, dot"),
-        ({"lr": -1.0}, "lr=-1"),
-        ({"steps": -1}, "steps=-1"),
-        ({"seed": -1}, "seed=-1"),
-        ({"momentum": 2.0}, "momentum=2"),
-        ({"least": 0.5}, "least=0.5"),
-    ],
-)
-def test_bad_options_are_refused(stream: Stream, options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TSA(stream.model, **options)
-    with pytest.raises(ValueError, match="two-head"):
-        TSA(nn.Linear(2, 2))

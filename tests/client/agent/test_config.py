@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from client.agent.config import WHOLE_SET, AgentConfig
+from client.agent.config import AgentConfig
 from settings import SettingsError
-from tests.client.tiny import network
-from tta.registry import create
 
 LEAST = 'partition-id = 1\nnum-partitions = 3\nstate-dir = "state"\n'
 TLS = 'certificate = "tls/server.pem"\nkey = "tls/server.key"\nclient-ca = "/etc/ca.pem"\n'
@@ -96,9 +93,3 @@ def test_a_partition_beyond_the_last_is_refused(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml"):
         AgentConfig.from_toml(tmp_path / "none.toml")
-
-
-@pytest.mark.parametrize(("name", "option", "value"), [(name, *rest) for name, rest in WHOLE_SET.items()])
-def test_the_table_of_whole_sets_says_what_the_adapters_say(name: str, option: str, value: Any) -> None:
-    assert create(name, network(), **{option: value}).takes_whole_set
-    assert not create(name, network()).takes_whole_set

@@ -1,8 +1,8 @@
-"""What ATP does to any network: name its modules, watch its BatchNorm layers, differentiate by their statistics.
+"""Modules of a network for ATP: their names, batch statistics of BatchNorm layers, gradients by those statistics.
 
 Adaptive Test-Time Personalization for Federated Learning (Bao, Wei, Wang, He; NeurIPS 2023), section 4.1: a module
 is one tensor that gets one adaptation rate. Every trainable tensor is one, and so are the running mean and the running
-variance of every BatchNorm layer that keeps them. Nothing here knows an architecture: modules are found by walking the
+variance of every BatchNorm layer that keeps them. Nothing depends on an architecture: modules are found by walking the
 network, and for the time of a `with` block the forward functions of BatchNorm layers are exchanged.
 """
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from models import PERSONAL_PREFIX
+from tta.checks import check_choice
 from tta.collaborator import shared_parameters
-from tta.heads import check_choice
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 #: Name and layer → the function that takes the place of the layer's `forward`.
@@ -134,7 +134,7 @@ def call_with(model: nn.Module, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Keep a network in evaluation mode inside the block; afterwards every layer is in the mode it came in."""
+    """Keep a network in evaluation mode inside the block; restore the mode of every layer afterwards."""
     before = [(layer, layer.training) for layer in model.modules() if layer.training]
     try:
         for layer, _ in before:
@@ -217,18 +217,9 @@ def gradients_of(loss: Tensor, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch.autograd.grad(loss, leaves, materialize_grads=True) if leaves else []
 
 
-def finite_logits(logits: Tensor, what: str) -> Tensor:
-    """Return logits [B, K]; raise ValueError naming the samples for which they are not finite."""
-    finite = torch.isfinite(logits.detach()).all(1)
-    if not bool(finite.all()):
-        bad = torch.nonzero(~finite).flatten().tolist()
-        raise ValueError(f"{what} for samples {bad} of the batch is not finite")
-    return logits
-
-
 @contextmanager
 def _exchanged(layers: Mapping[str, BatchNorm], replacement: Replacement) -> Iterator[None]:
-    """Give each layer another forward function inside the block, and its own back, whatever happens."""
+    """Replace the forward function of each layer inside the block; restore it afterwards, also after an error."""
     before = [(layer, layer.__dict__.get("forward")) for layer in layers.values()]
     try:
         for name, layer in layers.items():

@@ -1,0 +1,52 @@
+"""Checks of options and tensors; every message names what is wrong and what is allowed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    """Raise ValueError naming `name` unless `value` is finite and in [low, high] (or (low, high])."""
+    inside = (low < value if open_low else low <= value) and value <= high
+    if not (math.isfinite(value) and inside):
+        raise ValueError(f"{name}={value} is outside {'(' if open_low else '['}{low}, {high}]")
+
+
+def check_least(least: int, **values: int) -> None:
+    """Raise ValueError for the first of the named `values` that is below `least`."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError listing `choices` unless `value` is one of them."""
+    if value not in choices:
+        raise ValueError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
+
+
+def check_finite(what: str, rows: Tensor) -> Tensor:
+    """Return `rows` [B, ...]; raise ValueError naming `what` and the samples whose rows are not finite."""
+    finite = torch.isfinite(rows.detach().flatten(1) if rows.ndim > 1 else rows.detach()[:, None]).all(1)  # [B]
+    if not bool(finite.all()):
+        raise ValueError(f"{what} for samples {torch.nonzero(~finite).flatten().tolist()} of the batch is not finite")
+    return rows
+
+
+def check_parts(model: nn.Module, method: str, *parts: str) -> None:
+    """Raise ValueError naming the attributes that `method` needs and `model` lacks."""
+    missing = [part for part in parts if getattr(model, part, None) is None]
+    if missing:
+        raise ValueError(f"{method} needs a model with {', '.join(parts)}; {type(model).__name__} has no {missing}")
+
+
+def class_count(model: nn.Module, num_classes: int | None, least: int = 2) -> int:
+    """Return K: as given, or `model.num_classes`; raise ValueError where there is neither, or K is below `least`."""
+    known = getattr(model, "num_classes", None) if num_classes is None else num_classes
+    if not isinstance(known, int):
+        raise ValueError(f"num_classes is needed: {type(model).__name__} does not tell how many classes it has")
+    check_least(least, num_classes=known)
+    return known
