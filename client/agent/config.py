@@ -122,9 +122,7 @@ class AgentConfig:
 
     def _check_addresses(self) -> None:
         if not self.relay_address.startswith(UNIX):
-            raise SettingsError(
-                f"relay = {self.relay!r}: allowed is unix:<path>, for federated requests stay local"
-            )
+            raise SettingsError(f"relay = {self.relay!r}: allowed is unix:<path>, for federated requests stay local")
         given = [key_of(name) for name in TLS if getattr(self, name)]
         if self.listen_address.startswith(UNIX):
             if given:

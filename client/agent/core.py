@@ -115,7 +115,8 @@ class Agent:
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._events: dict[str, int] = {}  # of the guards of former models
         self._device = resolve_device(config.device)
-        self._row = AdapterRow(config.adapter_name, config.adapter_name, config.adapter_options, cast(Base, config.base))
+        name, base = config.adapter_name, cast(Base, config.base)
+        self._row = AdapterRow(name, name, config.adapter_options, base)
         self._private = config.state_folder / PRIVATE
         self._node = self._own_node()
         self._live: Live | None = None
