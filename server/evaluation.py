@@ -152,19 +152,17 @@ def _note_missing(federation: Federation, training: str, what: str, outcome: Out
 
 
 def _report(federation: Federation, training: str, partition: int, result: EvaluationResult) -> None:
-    """Send the event of one result."""
-    metrics = {"metrics": result.metrics} if result.metrics else {}
-    federation.events(
-        "evaluation",
-        training=training,
-        method=result.label,
-        shift=result.shift,
-        partition=partition,
-        correct=result.correct,
-        total=result.total,
-        accuracy=result.correct / result.total if result.total else None,
-        weight_histogram=result.weight_histogram,
-        weight_mean=result.weight_mean,
-        seconds=float(result.seconds),
-        **metrics,
-    )
+    """Send the event of one result; further metrics are fields of their own."""
+    known = {
+        "training": training,
+        "method": result.label,
+        "shift": result.shift,
+        "partition": partition,
+        "correct": result.correct,
+        "total": result.total,
+        "accuracy": result.correct / result.total if result.total else None,
+        "weight_histogram": result.weight_histogram,
+        "weight_mean": result.weight_mean,
+        "seconds": float(result.seconds),
+    }
+    federation.events("evaluation", **known, **{name: n for name, n in result.metrics.items() if name not in known})
