@@ -18,11 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from client.agent.store import Store
-from client.evaluation import Row
-from client.runtime import federation_of
-from client.serving import Served, serve, usual
-from client.spec import network_spec
+from client.resources import federation_of, network_spec
+from client.serving import Served, serve, usual_predictions
 from data import Federation
+from messages.requests import AdapterRow
 from models import TwoHead, build
 from settings import Settings
 from simulation import deployment as agents
@@ -51,12 +50,12 @@ def pictures(count: int) -> NDArray[np.uint8]:
 @torch.no_grad()
 def fabricate() -> Served:
     """Return a served model with all statistics that FedTHE and BTFL need."""
-    federation, size = federation_of(SETTINGS), SETTINGS.image_size
-    spec = network_spec(federation.images, SETTINGS.model, SETTINGS.model_options, SETTINGS.dataset, size)
+    federation = federation_of(SETTINGS)
+    spec = network_spec(federation.images, SETTINGS)
     network = build(**spec, seed=0).eval().to(memory_format=torch.channels_last)
     known = fit(network, federation)
-    ordinary = usual(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
-    row = Row("none", "none")
+    ordinary = usual_predictions(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
+    row = AdapterRow("none", "none")
     return serve(row, network, spec, SETTINGS, federation.images.classes, ordinary, known, None, None)
 
 

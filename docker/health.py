@@ -11,17 +11,17 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 
 def main() -> int:
-    """Ask each once; 0: all serve, 1: one does not, or does not answer."""
+    """Ask each address once; return exit status 0 if all serve, otherwise 1."""
     parser = argparse.ArgumentParser(prog="health.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("addresses", nargs="+", metavar="address", help="host:port or unix:/path, without TLS")
-    parser.add_argument("--wait", type=float, default=5.0, help="seconds that each may take to come up (default: 5)")
+    parser.add_argument("--wait", type=float, default=5.0, help="seconds for each to start (default: 5)")
     arguments = parser.parse_args()
     return max(ask(address, arguments.wait) for address in arguments.addresses)
 
 
 def ask(address: str, wait: float) -> int:
-    """Ask one and say what it answers."""
-    # a socket that is not there yet is looked for again soon, not after gRPC's growing pauses
+    """Ask one address and print the answer; return 0 if it serves, otherwise 1."""
+    # look for a missing socket again soon, not after gRPC's growing pauses
     options = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 200)]
     with grpc.insecure_channel(address, options) as channel:
         try:

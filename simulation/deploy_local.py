@@ -77,9 +77,7 @@ def parse(words: Sequence[str] | None = None) -> Plan:
     parser.add_argument("--adapter", default="fedthe", help="the agents' adapter, e.g. 'btfl' (default: fedthe)")
     parser.add_argument("--base", default="global", help="the adapter's network: global or personalised")
     parser.add_argument("--training", default="", help="training whose model is served; empty: the first that fits")
-    parser.add_argument(
-        "--folder", type=Path, help="folder of keys, logs and the agents' state, for reuse"
-    )
+    parser.add_argument("--folder", type=Path, help="folder of keys, logs and the agents' state, for reuse")
     parser.add_argument("--keys", type=Path, help="folder of keys (`make keys`); made if missing")
     parser.add_argument("--insecure", action="store_true", help="no TLS, no node authentication")
     parser.add_argument("--timeout", type=float, default=86400.0, help="seconds after which the run is stopped")

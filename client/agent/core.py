@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from client.resources import resolve_device
 from client.serving import Served
 from client.state import MemoryState, forget_runs
 from messages.replies import Reply
-from messages.requests import AdapterRow, Evaluate, Request
+from messages.requests import AdapterRow, Base, Evaluate, Request
 
 NOTES = 100  # notes kept, the newest ones
 PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
@@ -115,7 +115,8 @@ class Agent:
         self._notes: deque[str] = deque(maxlen=NOTES)
         self._events: dict[str, int] = {}  # of the guards of former models
         self._device = resolve_device(config.device)
-        self._row = AdapterRow(config.adapter_name, config.adapter_name, config.adapter_options, config.base)
+        name, base = config.adapter_name, cast(Base, config.base)
+        self._row = AdapterRow(name, name, config.adapter_options, base)
         self._private = config.state_folder / PRIVATE
         self._node = self._own_node()
         self._live: Live | None = None

@@ -15,12 +15,12 @@ import torch
 
 from benchmarks import agent, served, streams
 from benchmarks.__main__ import main
-from client.agent import agent_pb2 as pb
-from client.agent.guard import Limits
+from client.agent.config import Limits
 from client.agent.live import Live, images
-from client.evaluation import Row
+from messages import agent_pb2 as pb
+from messages.requests import AdapterRow
 from server.events import RunError
-from simulation.agents import sockets_folder
+from simulation.deployment import sockets_folder
 from simulation.superlink import FlowerError
 from tests.client.agent.fake import channel, predictor, running
 
@@ -101,7 +101,7 @@ def test_the_fabricated_model_is_like_a_trained_one() -> None:
     # the personal head is sure of its client's classes, and both are far from no idea
     assert 0 < known.entropy_local < known.entropy_global < 0.5 * np.log(10)
     for adapter in ("fedthe", "btfl"):  # the guard finds nothing in the stream
-        live = Live(replace(made, row=Row(adapter, adapter)), Limits(), torch.device("cpu"), print)
+        live = Live(replace(made, row=AdapterRow(adapter, adapter)), Limits(), torch.device("cpu"), print)
         answers = [live.predict(images(part, made.shape)) for part in streams.batches(pixels, 20)]
         assert all(adapted for _, _, adapted in answers)
         assert np.concatenate([weights for _, weights, _ in answers]).std() > 0

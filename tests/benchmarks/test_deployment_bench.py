@@ -188,7 +188,7 @@ def flower(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(deployment.nodes, "deployment", deployed)
     monkeypatch.setattr(deployment.nodes, "run", run)
     monkeypatch.setattr(deployment.agents, "start_agent", lambda home, config: asked.append(config.name))
-    monkeypatch.setattr(deployment.agents, "wait_for", lambda started: asked.append(len(started)))
+    monkeypatch.setattr(deployment.agents, "wait_for_agents", lambda started: asked.append(len(started)))
     return asked
 
 

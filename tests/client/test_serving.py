@@ -15,7 +15,7 @@ from client.evaluation import make_adapter, memorize
 from client.node import make_device
 from client.serving import NETWORK, REST, Served, Usual, missing_heads
 from messages.requests import AdapterRow
-from tests.client.agent.world import SETTINGS, pictures, served, trained
+from tests.client.agent.world import SETTINGS, sample_images, served, trained
 
 CPU = torch.device("cpu")
 ROWS: list[tuple[str, str, dict[str, Any]]] = [
@@ -31,7 +31,7 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def stream() -> list[torch.Tensor]:
-    x = torch.from_numpy(pictures(0, 60)).float() / 255
+    x = torch.from_numpy(sample_images(0, 60)).float() / 255
     return list(x.contiguous(memory_format=torch.channels_last).split(20))
 
 

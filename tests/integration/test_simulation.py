@@ -1,4 +1,4 @@
-"""Simulations with Ray, ours and Flower's: the same bits with 1 and 2 workers and in one process, faults on the way."""
+"""Simulations with Ray, ours and Flower's: equal bits with 1 and 2 workers and in one process, and killed workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from flwr.clientapp import ClientApp
 from client.app import answer
 from messages.flower import request_of
 from messages.requests import Request, Train
-from messages.transport import reason_of
 from simulation import simulate, workers
 from simulation.workers import Sent, Worker
 from tests.server.test_run import SMALL, assert_same_results, run
@@ -24,12 +23,6 @@ from tests.server.test_run import SMALL, assert_same_results, run
 pytestmark = pytest.mark.slow
 RAY = SMALL.replace(node_timeout=300.0, round_timeout=300.0)  # workers take a while to start, on a busy machine longer
 CallNext = Callable[[Message, Context], Message]
-
-
-def fail(partition: int, round: object) -> None:
-    """Client 2 fails in the second training round."""
-    if partition == 2 and round == 2:
-        raise RuntimeError("sensor unplugged")
 
 
 def die(partition: int, round: object, results: str) -> None:
@@ -44,28 +37,11 @@ def trained_round(request: Request) -> int | None:
     return request.round if isinstance(request, Train) else None
 
 
-def unplugged(message: Message, context: Context, call_next: CallNext) -> Message:
-    """A mod of Flower's."""
-    fail(int(context.node_config["partition-id"]), trained_round(request_of(message)))
-    return call_next(message, context)
-
-
 def killed(message: Message, context: Context, call_next: CallNext) -> Message:
     """A mod of Flower's."""
     request = request_of(message)
     die(int(context.node_config["partition-id"]), trained_round(request), json.loads(request.settings)["results"])
     return call_next(message, context)
-
-
-class Unplugged(Worker):
-    """A worker on which client 2's data cannot be read in the second round."""
-
-    def perform(self, kind: str, values: Mapping[str, Any], partition: int, *rest: Any) -> Sent:
-        try:
-            fail(partition, values.get("round") if kind == "train" else None)
-        except RuntimeError as error:
-            return reason_of(error)
-        return super().perform(kind, values, partition, *rest)
 
 
 class Killed(Worker):
@@ -127,21 +103,3 @@ def test_a_client_that_kills_every_worker_fails_alone(tmp_path: Path, monkeypatc
     failed = [event for event in seen if event["event"] == "failed"]
     assert [(event["partition"], event["round"]) for event in failed] == [(0, 2)]
     assert [event["replied"] for event in seen if event["event"] == "round"] == [[0, 1, 2], [1, 2], [0, 1, 2]]
-
-
-@pytest.mark.parametrize("engine", ["ray", "flower"])
-def test_a_client_that_raises_is_named_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    monkeypatch.setattr(workers, "Worker", Unplugged)
-    seen: list[dict] = []
-    settings = RAY.replace(methods="fedavg,btfl", rounds=3)
-    apps = {"flower": [wrapped(unplugged)], "ray": []}
-    folder = simulate(settings, tmp_path / "r", [seen.append], *apps[engine])
-    failed = [event for event in seen if event["event"] == "failed"]
-    assert [(event["partition"], event["round"]) for event in failed] == [(2, 2)]
-    assert "sensor unplugged" in failed[0]["reason"]
-    rounds = [event["replied"] for event in seen if event["event"] == "round"]
-    assert rounds == [[0, 1, 2], [0, 1], [0, 1, 2]]
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (last["event"], last["status"]) == ("end", "completed")

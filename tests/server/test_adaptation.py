@@ -180,7 +180,7 @@ def test_only_what_a_rule_needs_is_sent(matrix: Watched) -> None:
 
 
 def test_scores_and_arrays_are_those_of_one_long_lived_adapter(matrix: Watched) -> None:
-    """Replay without Flower: a device made for each request, with its state on disk, equals one adapter that lives throughout."""
+    """A device made for each request, with its state on disk, equals one adapter that lives throughout."""
     settings = matrix.settings
     model, _ = load_model(matrix.folder / "r" / "model.safetensors")
     stream = streams_of(settings, federation_of(settings))

@@ -22,7 +22,7 @@ from client.agent.store import StateInUse
 from client.node import Node
 from messages.replies import Evaluated, Reply
 from messages.requests import Evaluate, Identify, Request, TrainingTask
-from tests.client.agent.world import common, config, evaluation, fork, killed, labels, pictures, said, train
+from tests.client.agent.world import common, config, evaluation, fork, killed, labels, said, sample_images, train
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluate, Eva
     folder = tmp_path_factory.mktemp("trained")
     agent = Agent(config(folder))
     with pytest.raises(NoModel, match="no model yet"):
-        agent.predict(pictures(0, 1))
+        agent.predict(sample_images(0, 1))
     with pytest.raises(NoModel, match="no model yet"):
         agent.snapshot()
     assert agent.status().version == ""
@@ -61,7 +61,7 @@ def agents(folder: Path) -> Iterator[Callable[..., Agent]]:
 
 
 def predictions(agent: Agent, start: int, stop: int, size: int = 10) -> np.ndarray:
-    return np.concatenate([agent.predict(pictures(i, size)).probabilities for i in range(start, stop, size)])
+    return np.concatenate([agent.predict(sample_images(i, size)).probabilities for i in range(start, stop, size)])
 
 
 def until(reached: Callable[[], bool]) -> None:
@@ -74,7 +74,7 @@ def until(reached: Callable[[], bool]) -> None:
 def test_it_answers_as_it_was_evaluated(folder: Path, start: tuple[Path, Evaluate, Evaluated], agents: Any) -> None:
     agent = agents(adapter="none")  # the row of the evaluation
     right = sum(
-        int((agent.predict(pictures(i, 1)).probabilities.argmax(1) == labels(i, 1)).sum())
+        int((agent.predict(sample_images(i, 1)).probabilities.argmax(1) == labels(i, 1)).sum())
         for i in range(start[2].results[0].total)
     )
     assert right == start[2].results[0].correct
@@ -82,7 +82,7 @@ def test_it_answers_as_it_was_evaluated(folder: Path, start: tuple[Path, Evaluat
 
 def test_a_prediction_says_where_it_comes_from(agents: Any) -> None:
     agent = agents()
-    first, second = agent.predict(pictures(0, 3)), agent.predict(pictures(3, 4))
+    first, second = agent.predict(sample_images(0, 3)), agent.predict(sample_images(3, 4))
     assert (first.position, second.position) == (0, 3)
     assert first.version == second.version == agent.status().version
     assert first.version.startswith("run1/cross_entropy/2/")
@@ -103,9 +103,9 @@ def test_a_stream_without_end_leaves_no_report_behind(agents: Any) -> None:
 
 def test_bytes_and_floats_are_the_same_images(agents: Any) -> None:
     agent = agents()
-    one = agent.predict(pictures(0, 5)).probabilities
+    one = agent.predict(sample_images(0, 5)).probabilities
     agent.reset()
-    two = agent.predict(pictures(0, 5).astype(np.float32) / np.float32(255)).probabilities
+    two = agent.predict(sample_images(0, 5).astype(np.float32) / np.float32(255)).probabilities
     np.testing.assert_array_equal(one, two)
 
 
@@ -125,7 +125,7 @@ X = np.zeros((2, 3, 16, 16), np.float32)
 )
 def test_bad_input_is_named_and_changes_nothing(agents: Any, pixels: Any, said: str) -> None:
     agent = agents()
-    agent.predict(pictures(0, 10))
+    agent.predict(sample_images(0, 10))
     before = agent._live.state()
     with pytest.raises(ValueError, match=said):
         agent.predict(pixels)
@@ -181,17 +181,17 @@ def test_snapshot_rollback_and_reset(agents: Any) -> None:
 
 def test_a_new_model_replaces_the_old_one(start: tuple[Path, Evaluate, Evaluated], agents: Any) -> None:
     agent, request = agents(), start[1]
-    old = agent.predict(pictures(0, 10)).version
+    old = agent.predict(sample_images(0, 10)).version
     moved = {name: value * np.float32(1.01) for name, value in request.arrays.items()}
     agent.perform(evaluation(moved, request.statistics))
-    new = agent.predict(pictures(0, 10))
+    new = agent.predict(sample_images(0, 10))
     assert new.version != old
     assert (new.position, agent.status().samples) == (0, 10)
     assert "its history of 10 samples is dropped" in agent.status().notes[-1]
     agent.perform(evaluation(moved, request.statistics))  # the same once more, as after a resumed run
     assert agent.status().samples == 10
     agent.perform(evaluation(moved, None, task=TrainingTask("balanced_softmax")))  # another training of that run
-    assert agent.predict(pictures(0, 1)).version == new.version
+    assert agent.predict(sample_images(0, 1)).version == new.version
 
 
 def test_the_training_can_be_named(start: tuple[Path, Evaluate, Evaluated], agents: Any) -> None:
@@ -227,7 +227,7 @@ def test_predictions_go_on_beside_requests_which_run_one_at_a_time(agents: Any, 
     for thread in threads:
         thread.start()
     until(lambda: agent.status().training == "identify")
-    assert agent.predict(pictures(0, 5)).position == 0
+    assert agent.predict(sample_images(0, 5)).position == 0
     assert not replies
     go_on.set()
     for thread in threads:
@@ -288,7 +288,7 @@ def test_a_full_disk_is_noted_and_predictions_go_on(agents: Any, monkeypatch: py
         patched.setattr("models.arrays.write_atomically", full)
         predictions(agent, 0, 20)
         until(lambda: any("not saved: [Errno 28]" in note for note in agent.status().notes))
-        assert agent.predict(pictures(20, 5)).adapted
+        assert agent.predict(sample_images(20, 5)).adapted
         assert agent.status().unsaved_samples == 25
         with pytest.raises(OSError, match="No space"):
             agent.snapshot()
@@ -320,19 +320,19 @@ def test_an_adapter_that_fails_is_rolled_back(agents: Any, monkeypatch: pytest.M
     predictions(agent, 0, 20)
     with monkeypatch.context() as patched:
         patched.setattr(agent._live.adapter, "_predict", lambda x: x.new_full((len(x), 10), float("nan")))
-        answer = agent.predict(pictures(20, 10))
+        answer = agent.predict(sample_images(20, 10))
     assert not answer.adapted
     assert np.isfinite(answer.probabilities).all()
     assert agent.status().guard_events["non-finite"] == 1
     assert "guard: non-finite after 20 samples: roll back" in agent.status().notes
-    assert agent.predict(pictures(30, 10)).adapted
+    assert agent.predict(sample_images(30, 10)).adapted
 
 
 def predict_for_ever(pipe: Connection, folder: Path) -> None:
     """Predict ten samples at a time and save after every answer; say how many are saved, and all predictions."""
     agent = Agent(config(folder, snapshots_kept=2))
     while True:
-        rows = agent.predict(pictures(agent.status().samples, 10)).probabilities
+        rows = agent.predict(sample_images(agent.status().samples, 10)).probabilities
         pipe.send((agent.snapshot().samples, rows))
 
 

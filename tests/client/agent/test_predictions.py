@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from client.agent.live import Live, images
 from client.agent.predictions import Busy, Prediction, PredictQueue
-from tests.client.agent.world import pictures, served
+from tests.client.agent.world import sample_images, served
 
 
 @dataclass
@@ -189,7 +189,7 @@ def test_joined_is_the_same_as_one_by_one(adapter: str) -> None:
     queue = queue_of(agent, limit=64, batch_limit=256)
     sizes = [1, 3, 1, 2, 5, 1, 7, 1]
     begins = np.cumsum([0, *sizes[:-1]])
-    waiting = [queue.submit(pictures(int(begin), size)) for begin, size in zip(begins, sizes, strict=True)]
+    waiting = [queue.submit(sample_images(int(begin), size)) for begin, size in zip(begins, sizes, strict=True)]
     agent.may.set()
     joined = [future.result(60) for future in waiting]
     assert agent.calls <= 2
@@ -198,7 +198,7 @@ def test_joined_is_the_same_as_one_by_one(adapter: str) -> None:
     alone.may.set()
     for begin, size, answer in zip(begins, sizes, joined, strict=True):
         for i in range(size):
-            single = alone.predict(alone.check(pictures(int(begin) + i, 1)))
+            single = alone.predict(alone.check(sample_images(int(begin) + i, 1)))
             np.testing.assert_allclose(answer.probabilities[i], single.probabilities[0], atol=1e-6)
             if answer.weights is not None:
                 assert single.weights is not None

@@ -139,7 +139,7 @@ def unseen() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     return federation.images.pixels[index], federation.images.labels[index]
 
 
-def pictures(start: int = 0, count: int = 40) -> NDArray[np.uint8]:
+def sample_images(start: int = 0, count: int = 40) -> NDArray[np.uint8]:
     """Test images of the client, uint8 [count, 3, 16, 16], over and over."""
     federation = federation_of(SETTINGS)
     test = federation.splits[0].test
