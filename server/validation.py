@@ -30,6 +30,7 @@ from messages.replies import (
     Validated,
 )
 from models.arrays import array_finite
+from tta.statistics import STATISTICS
 
 #: name → (shape, dtype as numpy spells it).
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
