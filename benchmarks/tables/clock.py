@@ -32,7 +32,6 @@ PATIENCE = 0.1
 ENOUGH = 1.1
 
 
-
 @dataclass(frozen=True)
 class Batch:
     """A batch: samples `first` to `stop` (excluded), and when the device started and finished it."""

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.papers import Printed
 from benchmarks.tables.protocol import Cell, Table
 from benchmarks.tables.reference import AVERAGE
-from benchmarks.tables.results import Content
+from benchmarks.tables.results import CONSTANT, Content
 
 #: row → column → seed → value in percent.
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]
@@ -53,7 +53,7 @@ class Comparison:
 
     def best(self, column: str) -> str:
         """Return the best mean of a column, as displayed."""
-        means = [_mean(row[column]) for row in self.values.values() if row.get(column)]
+        means = [_mean(row[column]) for label, row in self.values.items() if row.get(column) and label != CONSTANT]
         return f"{max(means, default=math.nan):.2f}"
 
 

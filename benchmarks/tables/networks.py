@@ -33,7 +33,7 @@ def of_seed(settings: Settings, seed: int) -> Settings:
 
 
 def network_path(network: Network, seed: int, out: Path) -> Path:
-    """Return the file of a network: in `out`, or among the committed results if one there fits; else a new one in `out`.
+    """Return the file of a network in `out`, or a fitting one among the committed results, or a new one in `out`.
 
     Raises
     ------

@@ -135,7 +135,7 @@ def _digest(images: Images) -> str:
 
 
 def _check_part(model: Path, label: Mapping[str, Any], settings: Settings) -> None:
-    """Raise SettingsError unless a source model was trained on part=train and the run uses part=test of that data set."""
+    """Raise SettingsError unless a source model was trained on part=train and the run uses part=test of its data."""
     if label.get("measured_on") != MEASURED_ON:
         raise SettingsError(f"init = '{model}': its label does not say that {MEASURED_ON} was left out of its training")
     part = assignments(settings.dataset_options, "dataset-options").get("part")

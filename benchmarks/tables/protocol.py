@@ -280,9 +280,7 @@ def _filled(value: Any, places: Mapping[str, Any]) -> Any:
     return value
 
 
-def _settings(
-    where: str, parts: Sequence[Mapping[str, Any]], other: Sequence[str], changes: Sequence[str]
-) -> Settings:
+def _settings(where: str, parts: Sequence[Mapping[str, Any]], other: Sequence[str], changes: Sequence[str]) -> Settings:
     """Return the settings that several sections add up to; the later win, `other` keys are left out."""
     merged = {key: value for part in parts for key, value in part.items() if key not in other}
     try:

@@ -146,8 +146,9 @@ def check_settings(settings: Settings, federation: Federation, queue: int) -> No
         resolve(settings.shifts, has_natural=True)
     except ValueError as error:
         raise SettingsError(f"shifts = {settings.shifts!r}: {error}") from error
-    if queue < settings.adapt_batch_size:
-        raise SettingsError(f"realtime: queue = {queue}; allowed is {settings.adapt_batch_size} (adapt-batch-size) or more")
+    least = settings.adapt_batch_size
+    if queue < least:
+        raise SettingsError(f"realtime: queue = {queue}; allowed is adapt-batch-size, {least}, or more")
     if settings.device != "cpu":
         raise SettingsError(f"device = {settings.device!r}: allowed is cpu, whose processor time is measured")
     if settings.split != "once":

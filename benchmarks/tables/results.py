@@ -212,9 +212,7 @@ def collaboration_rows(adapted: Iterable[Adapted], mixed: Sequence[AdaptRound], 
         shift: Content = {
             "accuracy_percent": round(float(accuracy), 2),
             "by_samples_percent": round(float(accuracy), 2),
-            "mean_over_classes_percent": round(
-                float(np.mean(100 * correct.sum(0)[occurs] / total.sum(0)[occurs])), 2
-            ),
+            "mean_over_classes_percent": round(float(np.mean(100 * correct.sum(0)[occurs] / total.sum(0)[occurs])), 2),
             "per_client_percent": " ".join(f"{value:.4g}" for value in 100 * correct.sum(1) / total.sum(1)),
             "samples": int(total.sum()),
             "rounds": len({one.round for one in entries}),

@@ -183,9 +183,7 @@ def _train(
     """Build the network of the settings and train it on `images` at `index`."""
     device = resolve_device(settings.device)
     try:
-        spec = network_spec(
-            images, settings.model, settings.model_options, settings.dataset, settings.image_size
-        )
+        spec = network_spec(images, settings.model, settings.model_options, settings.dataset, settings.image_size)
         model = build(**{"seed": settings.seed, **spec})
     except ValueError as error:
         raise SettingsError(f"model = {settings.model!r}: {error}") from error
@@ -281,7 +279,7 @@ def _epoch(
     bfloat16: bool,
     advance: Callable[[float], None],
 ) -> tuple[float, float]:
-    """Train for one epoch and return its mean loss and the images a second; `advance` is called with the speed so far."""
+    """Train for one epoch and return its mean loss and images per second; `advance` gets the speed so far."""
     model.train()
     total, seen, start = torch.zeros((), device=data.labels.device), 0, time.perf_counter()
     for x, labels in epoch(data, recipe.batch_size, draw, smallest=2 if has_batchnorm(model) else 1):

@@ -1,16 +1,16 @@
-"""Hyperparameters that were chosen, not taken from a paper: every value tried, and what it gave on validation data."""
+"""Tuning: hyperparameters chosen on validation data, with the accuracy of every value that was tried."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from settings import SettingsError
 
-FILE = Path(__file__).parent / "chosen.toml"
+FILE = Path(__file__).parent.parent / "tuning.toml"
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class Choice:
     Parameters
     ----------
     where : str
-        The benchmark, as on its command line.
+        Protocol and prefix of the names of its cells.
     key, value : str
-        What was chosen.
+        The chosen setting or option.
     of : str
-        What the percentages are of: row, data and rounds.
+        Row, data and rounds that the percentages were measured with.
     percent : mapping
-        Every value that was tried, with the share of right answers on validation data in percent.
+        Every value that was tried, with its accuracy on validation data in percent.
     """
 
     where: str
@@ -56,18 +56,3 @@ def _choice(entry: Mapping[str, Any], path: Path) -> Choice:
             f"{path}: {made.key} = {made.value}: allowed is the value with the highest of {made.percent}"
         )
     return made
-
-
-def markdown(found: Sequence[Choice]) -> str:
-    """Return a section with a line a choice."""
-    lines = [
-        f"| `{one.where}` | `{one.key} = {one.value}` | "
-        f"{', '.join(f'{value}: {percent:.1f} %' for value, percent in one.percent.items())} | {one.of} |"
-        for one in found
-    ]
-    head = ["| benchmark | chosen | tried | right answers of |", "| --- | --- | --- | --- |"]
-    words = (
-        "By right answers on validation pictures. FedICON's temperature and views on Digit-5, and Office-10's views, "
-        "were chosen on validation pictures, too, before this record was kept."
-    )
-    return "\n".join(["## Chosen on validation data", "", words, "", *head, *lines, ""])
