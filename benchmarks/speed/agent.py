@@ -1,15 +1,13 @@
-"""`agent`: what the resident agent adds to a forward pass: latency, predictions a second, many streams at once, memory.
+"""The resident agent over a bare forward pass: latency, throughput, 50 simultaneous streams, memory.
 
-Real agents (`python -m client.agent`) on Unix sockets, one after another, each starting from a state directory with the
-papers' CNN in it (`benchmarks.served`). The bare forward pass of the same pictures in this process takes turns with the
-requests, so that a change in the machine's load meets both. All on the CPU, one torch thread each, and otherwise as an
-agent is by default: it saves what it learns meanwhile. Memory is that of the torch build that is installed: a CPU
-build's where this runs with one.
+Real agents (`python -m client.agent`) on Unix sockets, one after another, each starting from a state directory with
+the papers' CNN (`benchmarks.speed.served`). The bare forward pass of the same images in this process alternates with
+the requests, so that a change in load affects both. All run on the CPU with one torch thread each and the agent's
+default settings. Memory depends on the installed torch build.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics as averages
 import subprocess
 import sys
@@ -22,12 +20,10 @@ import grpc
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.record import RESULTS, provenance, write_json
-from benchmarks.served import SETTINGS, fabricate, pictures, running
-from benchmarks.streams import Load, batches, many_streams, one_stream, requests, unary
+from benchmarks.speed.measurement import Measured, Ratio
+from benchmarks.speed.served import SETTINGS, fabricate, running, test_images
+from benchmarks.speed.streams import Load, batches, many_streams, one_stream, requests, unary
 from client.agent import agent_pb2 as pb
 from client.agent import agent_pb2_grpc
 from client.agent.live import images
@@ -39,7 +35,7 @@ BATCHES = (1, 32)
 STREAMS = 50
 SAMPLES = 3200
 REPEATS = 5
-#: Adapter, and whether the guard watches it; in none there is nothing to watch.
+#: Adapter, and whether its guard is on.
 CASES = (("none", False), ("fedthe", True), ("fedthe", False), ("btfl", True), ("btfl", False))
 WARM_UP = 3  # requests of each size before anything is timed
 IMPORTS = "import torch, grpc; print(open('/proc/self/status').read())"
@@ -75,41 +71,38 @@ class Case:
     load: Load
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `agent`."""
-    text = f"in each turn of each batch size, and dealt to the streams (default: {SAMPLES})"
-    parser.add_argument("--samples", type=_samples, default=SAMPLES, help=text)
-    parser.add_argument("--repeats", type=_positive, default=REPEATS, help=f"turns (default: {REPEATS})")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="of agent.json (default: benchmarks/results)")
-
-
-def run(arguments: argparse.Namespace, console: Console) -> None:
-    """Start agents, measure, print and write `agent.json`.
+def agent(quick: bool) -> Measured:
+    """Measure every case; ratios are seconds of requests over those of the bare forward pass.
 
     Raises
     ------
     RunError
-        As `measure`; nothing is written then.
+        As `measure`.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        served, pixels = fabricate(), pictures(arguments.samples)
-        with sockets_folder() as folder:
-            cases = [
-                measure(folder / str(number), served, *case, pixels, arguments.repeats)
-                for number, case in enumerate(CASES)
-            ]
-    finally:
-        torch.set_num_threads(threads)
-    build, imports = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU", imported()
-    console.print(rendered(cases))
-    console.print(rendered_load(cases, build, imports))
-    content = {"model": SETTINGS.model, "image_shape": served.shape, "classes": len(served.classes)}
-    content |= {"samples": arguments.samples, "repeats": arguments.repeats, "torch_build": build, **provenance()}
-    content |= {"imports_mib": imports, "cases": [asdict(case) for case in cases]}
-    path = write_json(arguments.out / "agent.json", content)
-    console.print(f"Written: {path}", highlight=False)
+    samples, repeats = (max(STREAMS, *BATCHES), 1) if quick else (SAMPLES, REPEATS)
+    torch.set_num_threads(1)  # the command restores the number
+    served, pixels = fabricate(), test_images(samples)
+    with sockets_folder() as folder:
+        cases = [
+            measure(folder / str(number), served, *case, pixels, repeats)
+            for number, case in enumerate(CASES[:1] if quick else CASES)
+        ]
+    ratios = [
+        Ratio(
+            f"{case.adapter}, guard {_on(case.guard)}, batch {one.batch}",
+            one.over_forward,
+            "ms",
+            one.p50_ms,
+            one.forward_p50_ms,
+            "the bare forward pass; medians",
+        )
+        for case in cases
+        for one in case.latencies
+    ]
+    details = {"model": SETTINGS.model, "image_shape": list(served.shape), "classes": len(served.classes)}
+    details |= {"samples": samples, "repeats": repeats, "imports_mib": imported()}
+    details |= {"torch_build": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"}
+    return Measured(ratios, {**details, "cases": [asdict(case) for case in cases]})
 
 
 def measure(folder: Path, served: Served, adapter: str, guard: bool, pixels: NDArray[np.uint8], repeats: int) -> Case:
@@ -196,48 +189,5 @@ def _resident(status: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def rendered(cases: Sequence[Case]) -> Table:
-    """Return the table of latencies for a terminal."""
-    title = "Agent on a Unix socket, requests one after another; the CNN on 32x32x3, one thread"
-    grid = Table(title=title, caption="forward: the bare forward pass in this process, in turns with the requests")
-    columns = ("adapter", "guard", "batch", "p50 ms", "p99 ms", "predictions/s", "forward p50 ms", "over forward")
-    for column in (*columns, "one stream/s"):
-        grid.add_column(column, justify="left" if column in ("adapter", "guard") else "right")
-    for case in cases:
-        for one in case.latencies:
-            times = f"{one.p50_ms:.2f}", f"{one.p99_ms:.2f}", f"{one.per_second:,.0f}", f"{one.forward_p50_ms:.2f}"
-            who = case.adapter, _on(case.guard), str(one.batch)
-            grid.add_row(*who, *times, f"{one.over_forward:.2f}", f"{one.stream_per_second:,.0f}")
-    return grid
-
-
-def rendered_load(cases: Sequence[Case], build: str, imports: float) -> Table:
-    """Return the table of streams at once and memory for a terminal."""
-    caption = f"torch's {build} build; Python with torch and gRPC imported, and nothing else: {imports:.0f} MiB"
-    grid = Table(title=f"{STREAMS} streams at once, and resident memory", caption=caption)
-    columns = ("adapter", "guard", "predictions/s", "requests", "lost", "reordered", "refused")
-    for column in (*columns, "MiB at start", "MiB at end"):
-        grid.add_column(column, justify="left" if column in ("adapter", "guard") else "right")
-    for case in cases:
-        load = case.load
-        counts = (f"{count:,}" for count in (load.requests, load.lost, load.reordered, load.refused))
-        memory = f"{case.start_mib:.0f}", f"{case.end_mib:.0f}"
-        grid.add_row(case.adapter, _on(case.guard), f"{load.per_second:,.0f}", *counts, *memory)
-    return grid
-
-
 def _on(guard: bool) -> str:
     return "on" if guard else "off"
-
-
-def _samples(text: str) -> int:
-    least = max(STREAMS, *BATCHES)
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a whole number, {least} or more: one a stream")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: allowed is a whole number, 1 or more")
-    return int(text)

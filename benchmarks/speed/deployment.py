@@ -1,13 +1,12 @@
-"""`deployment`: seconds of a training round on real nodes, beside an empty Flower app and the clients' own training.
+"""A training round on real nodes over one of an empty Flower app.
 
 A SuperLink, SuperNodes and agents as processes of this machine, with TLS and node authentication. Both apps run on the
-same SuperLink and SuperNodes, one after the other: first the empty one (`benchmarks.empty_app`), whose arrays have the
-shapes of the network's, then ours. The first round of each, in which data are loaded, is left out.
+same SuperLink and SuperNodes, one after the other: first the empty one (`benchmarks.speed.empty_app`), whose arrays
+have the shapes of the network's, then ours. The first round of each, in which data are loaded, is left out.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
@@ -19,29 +18,27 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks import empty_app
-from benchmarks.protocol import changed
-from benchmarks.record import RESULTS, provenance, write_json
+from benchmarks.speed import empty_app
+from benchmarks.speed.measurement import Measured, Ratio
 from client.runtime import federation_of
 from client.spec import network_spec
 from models import build
 from server.errors import RunError
 from server.events import Event
 from server.report import METRICS_FILE
-from settings import Settings, SettingsError, from_config
+from settings import Settings, from_config
 from simulation import agents, control
 from simulation import deployment as nodes
 from simulation.superlink import FlowerError
 
 #: One training of the embedded digits, and as little after it as a run allows.
 BASE = {"dataset": "digits", "model": "cnn", "methods": "fedavg", "shifts": "original", "local-epochs": 1}
+NODES, ROUNDS, TIMEOUT = 2, 5, 1800.0
 RUN = "app"  # name of our run
 APP = "empty-app"  # what `flwr build` takes for a name
 PYPROJECT = {
-    "project": {"name": "fedtta-empty", "version": "1.0.0", "description": "Rounds of nothing", "dependencies": []},
+    "project": {"name": "fedtta-empty", "version": "1.0.0", "description": "Empty rounds", "dependencies": []},
 }
 COMPONENTS = {"serverapp": "empty_app:server", "clientapp": "empty_app:client"}
 
@@ -69,37 +66,24 @@ class Summary:
     beside_training: float
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `deployment`."""
-    parser.add_argument("--nodes", type=int, default=2, help="SuperNodes, each with an agent (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="of both apps; the first is left out (default: 5)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="change settings")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that each app may take (default: 1800)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="of deployment.json (default: benchmarks/results)")
-
-
-def run(arguments: argparse.Namespace, console: Console) -> None:
-    """Deploy, run both apps, print each round and write `deployment.json`.
+def deployment(quick: bool) -> Measured:
+    """Deploy, run both apps, and return a round's seconds over the empty app's.
 
     Raises
     ------
-    SettingsError
-        An impossible setting, or fewer than two rounds.
     RunError
         Something did not start, a run failed, or a client did: its round would be too short.
     """
-    settings = changed({**BASE, "clients": arguments.nodes, "rounds": arguments.rounds}, arguments.set)
-    if settings.rounds < 2:
-        raise SettingsError(f"rounds = {settings.rounds}: allowed is 2 or more, the first one is left out")
+    settings = from_config({**BASE, "clients": NODES, "rounds": 2 if quick else ROUNDS})
     with tempfile.TemporaryDirectory(prefix="fedtta-bench-", ignore_cleanup_errors=True) as folder:
-        floor, events = deployed(settings, Path(folder).resolve(), arguments.timeout)
+        floor, events = deployed(settings, Path(folder).resolve(), TIMEOUT)
     ours, floor = round_times(events), floor[1:]
     summary = summarise(ours, floor)
-    console.print(rendered(ours, floor, summary))
-    content = {"unit": "seconds", "nodes": settings.clients, "tls": True, "medians": asdict(summary)}
-    content |= {"rounds": [asdict(time) for time in ours], "empty_app_rounds": floor}
-    path = write_json(arguments.out / "deployment.json", {**content, "settings": settings.flat(), **provenance()})
-    console.print(f"Written: {path}", highlight=False)
+    what = f"a training round of {NODES} nodes over TLS"
+    seconds = summary.seconds, summary.floor_seconds
+    details = {"nodes": NODES, "tls": True, "medians": asdict(summary), "empty_app_rounds": floor}
+    details |= {"rounds": [asdict(time) for time in ours], "settings": settings.flat()}
+    return Measured([Ratio(what, summary.over_floor, "s", *seconds, "an empty Flower app")], details)
 
 
 def deployed(settings: Settings, folder: Path, timeout: float) -> tuple[list[float], list[Event]]:
@@ -191,17 +175,3 @@ def summarise(ours: Sequence[RoundTime], floor: Sequence[float]) -> Summary:
     )
     empty = averages.median(floor)
     return Summary(seconds, empty, training, seconds / empty, seconds - empty - training)
-
-
-def rendered(ours: Sequence[RoundTime], floor: Sequence[float], summary: Summary) -> Table:
-    """Return the table for a terminal."""
-    told = f"{summary.over_floor:.2f} times the empty app's, {summary.beside_training:+.2f} s beside it and training"
-    grid = Table(title="Seconds of a training round over gRPC, TLS and node keys", caption=f"median: {told}")
-    for column in ("round", "empty app", "FedTTA", "of these, training"):
-        grid.add_column(column, justify="right")
-    for time, empty in zip(ours, floor, strict=True):
-        grid.add_row(str(time.round), f"{empty:.2f}", f"{time.seconds:.2f}", f"{time.training_seconds:.2f}")
-    medians = summary.floor_seconds, summary.seconds, summary.training_seconds
-    grid.add_section()
-    grid.add_row("median", *(f"{value:.2f}" for value in medians))
-    return grid

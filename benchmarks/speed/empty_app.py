@@ -1,7 +1,7 @@
-"""An empty Flower app: what a round costs when nothing is learned in it.
+"""An empty Flower app, to measure the cost of a round without learning.
 
-`benchmarks.deployment` bundles this file alone, so it imports nothing of ours. The server sends arrays and looks for
-replies as `server.nodes.gather` does; the clients answer at once, with arrays of the same shapes.
+`benchmarks.speed.deployment` bundles this file alone, so it imports nothing of ours. The server sends arrays and
+polls for replies as `server.nodes.gather` does; the clients answer at once, with arrays of the same shapes.
 """
 
 from __future__ import annotations

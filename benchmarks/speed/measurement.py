@@ -1,13 +1,15 @@
-"""What a measurement of speed is."""
+"""Ratios of two measurements made side by side, and what a part of `speed` returns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One ratio, and the two sides of it.
+class Ratio:
+    """A ratio and its two sides.
 
     Parameters
     ----------
@@ -15,14 +17,14 @@ class Figure:
         Such as "btfl, batch 512".
     ratio : float
     unit : str
-        What `ours` and `other` are in.
+        Of `ours` and `other`.
     ours, other : float
     than : str
-        What `other` is.
+        What `other` measures.
     target : float or None
-        Where the ratio should be.
+        Bound of the ratio.
     least : bool
-        Whether the target is a lower bound; otherwise it is an upper one.
+        Whether the bound is a lower one.
     """
 
     what: str
@@ -45,3 +47,32 @@ class Figure:
     def wanted(self) -> str:
         """Return the target as it is printed."""
         return "" if self.target is None else f"{'≥' if self.least else '≤'} {self.target:g}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The ratios of a part, and further numbers as JSON values."""
+
+    ratios: list[Ratio]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the `speed` command.
+
+    Parameters
+    ----------
+    title : str
+    measure : callable
+        Takes whether to measure as little as possible (`--quick`).
+    one_core : bool
+        Whether it runs on one core with one torch thread.
+    gpu : bool
+        Whether it says something about a GPU.
+    """
+
+    title: str
+    measure: Callable[[bool], Measured]
+    one_core: bool = False
+    gpu: bool = False

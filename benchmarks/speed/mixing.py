@@ -1,32 +1,27 @@
-"""`mixing`: time and memory of what the server does in one collaborative round, random arrays given.
+"""Time and memory of the server's work in one collaborative round, given random arrays.
 
 The weights W of each rule (FedAMP, pFedGraph, pFedBBN with its distances) and the mixtures (equation 9), for many
 clients. Every result is checked on a few clients against the formula in plain numpy before it is timed.
 
-Seconds are on the clock, with the processor seconds beside them: their ratio says how many cores took part. Memory is
-the peak of all that numpy holds during the call above what it held before, results included (`tracemalloc`, in a call
-of its own, since tracing costs time). The buffers of the linear algebra library are not in it; the peak of the whole
-process, inputs included, is given too.
+Seconds are on the clock, with processor seconds beside them: their ratio is the number of cores in use. Memory is the
+peak of numpy's allocations during the call, results included, above the inputs (`tracemalloc`, in a separate call,
+since tracing costs time), without buffers of the linear algebra library; `process_peak_bytes` includes everything.
 """
 
 from __future__ import annotations
 
-import argparse
 import resource
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.record import RESULTS, provenance, write_json
+from benchmarks.speed.measurement import Measured, Ratio
 from strategies.fedamp import fedamp_weights
 from strategies.pfedgraph import pfedgraph_weights, project_simplex
 from strategies.similarity import bn_distance, mix, off_diagonal_median, similarity_weights
@@ -42,7 +37,7 @@ Statistics = list[dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a round's replies hold: shared arrays, where they started, and statistics by layer."""
+    """Replies of a round: shared arrays, the arrays they started from, and statistics by layer."""
 
     shared: Shared
     start: dict[str, NDArray[np.float32]]
@@ -68,26 +63,22 @@ class Cost:
     peak_bytes: int
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `mixing`."""
-    parser.add_argument("--clients", type=_at_least(CHECKED), default=1000, help="N (default: 1000)")
-    parser.add_argument("--numbers", type=_at_least(ARRAYS), default=50_000, help="shared by each (default: 50000)")
-    parser.add_argument("--layers", type=_at_least(1), default=20, help="with BatchNorm (default: 20)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="of mixing.json (default: benchmarks/results)")
-
-
-def run(arguments: argparse.Namespace, console: Console) -> None:
-    """Check, time, print and write `mixing.json`."""
-    inputs = make_inputs(arguments.clients, arguments.numbers, arguments.layers)
+def mixing(quick: bool) -> Measured:
+    """Measure all steps; the ratios are peak memory over that of the inputs."""
+    clients, size, layers = (CHECKED, 1000, 4) if quick else (1000, 50_000, 20)
+    inputs = make_inputs(clients, size, layers)
     costs = measure(inputs)
-    peak = process_peak()
-    console.print(rendered(costs, arguments, peak))
-    sizes = {"clients": arguments.clients, "numbers": arguments.numbers, "dtype": "float32"}
-    channels = [sum(len(mean) for mean, _ in inputs.statistics[0].values())]
-    content = {**sizes, "layers": arguments.layers, "channels": channels[0], **provenance()}
-    content |= {"process_peak_bytes": peak, "costs": [asdict(cost) for cost in costs]}
-    path = write_json(arguments.out / "mixing.json", content)
-    console.print(f"Written: {path}", highlight=False)
+    held = clients * size * 4 / MIB
+    ratios = [
+        Ratio(
+            f"{one.step}, {clients:,} clients", one.peak_bytes / MIB / held, "MiB", one.peak_bytes / MIB, held, "inputs"
+        )
+        for one in costs
+    ]
+    channels = sum(len(mean) for mean, _ in inputs.statistics[0].values())
+    details = {"clients": clients, "numbers": size, "layers": layers, "channels": channels, "dtype": "float32"}
+    details |= {"process_peak_bytes": process_peak(), "costs": [asdict(cost) for cost in costs]}
+    return Measured(ratios, details)
 
 
 def make_inputs(clients: int, numbers: int, layers: int, seed: int = 0) -> Inputs:
@@ -193,26 +184,3 @@ def _agree(what: str, ours: Any, expected: Any) -> None:
     error = float(np.abs(np.asarray(ours, np.float64) - expected).max())
     if not error <= TOLERANCE:
         raise RuntimeError(f"{what}: differs from the formula by {error:.2g}")
-
-
-def rendered(costs: Sequence[Cost], arguments: argparse.Namespace, peak: int) -> Table:
-    """Return the table for a terminal."""
-    title = f"{arguments.clients:,} clients × {arguments.numbers:,} numbers (float32), {arguments.layers} layers"
-    grid = Table(title=title, caption=f"Peak of the whole process, inputs included: {peak / MIB:,.0f} MiB")
-    for column in ("step", "seconds", "processor seconds", "peak MiB above inputs"):
-        grid.add_column(column, justify="left" if column == "step" else "right")
-    for cost in costs:
-        memory = f"{cost.peak_bytes / MIB:,.1f}"
-        grid.add_row(cost.step, f"{cost.seconds:.3f}", f"{cost.cpu_seconds:.3f}", memory)
-    return grid
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    """Return a parser of whole numbers from `low`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r}: allowed is a whole number, {low} or more")
-        return int(text)
-
-    return parse

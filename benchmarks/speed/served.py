@@ -1,7 +1,7 @@
-"""A model to serve that nobody has trained, and an agent that starts with it.
+"""A model to serve that needs no training, and an agent that starts with it.
 
-The papers' CNN with random features; least squares on those of the embedded digits, a thousand samples, makes heads
-that are right often enough for an agent's guard to find the stream ordinary.
+The papers' CNN with random features; its heads are fitted by least squares on a thousand samples of the embedded
+digits, accurate enough for the agent's guard to accept the stream.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SETTINGS = Settings(dataset="digits", image_size=32, clients=4, model="cnn", dev
 PARTITION = 0
 CPU = torch.device("cpu")
 RIDGE = 1e-2  # of the features' mean square
-SHARPNESS = 12.0  # times the fitted 0 and 1: logits as far apart as a trained head's
+SHARPNESS = 12.0  # times the fitted 0 and 1, so that logits spread as a trained head's do
 STOPPING = 60.0  # seconds that an agent may take to save and end
 
 
-def pictures(count: int) -> NDArray[np.uint8]:
-    """Return test pictures of all clients, uint8 [count, 3, 32, 32], over and over."""
+def test_images(count: int) -> NDArray[np.uint8]:
+    """Return test images of all clients, repeated up to uint8 [count, 3, 32, 32]."""
     federation = federation_of(SETTINGS)
     test = np.concatenate([split.test for split in federation.splits])
     order = np.random.default_rng(0).permutation(test)
@@ -61,7 +61,7 @@ def fabricate() -> Served:
 
 
 def fit(network: TwoHead, federation: Federation) -> Statistics:
-    """Fit the global head to everybody's training samples, the personal one to the client's; return the statistics."""
+    """Fit the global head to all training samples, the personal one to the client's; return the statistics."""
     images = federation.images
     indices = [split.train for split in federation.splits]
     features = [network.features(images.batch(index, CPU)).double() for index in indices]

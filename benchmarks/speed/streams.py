@@ -1,4 +1,4 @@
-"""Requests to a running agent: one after another, in a stream, and in many at once, where every reply is checked."""
+"""Requests to a running agent: one after another, in one stream, and in many simultaneous streams, all checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 600.0  # seconds that an answer, or a whole stream, may take
 
 @dataclass(frozen=True)
 class Load:
-    """Streams at once: how many requests, of one sample each, and what became of them.
+    """Outcome of simultaneous streams of requests with one sample each.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def one_stream(stub: agent_pb2_grpc.PredictorStub, asked: Sequence[pb.PredictReq
 
 
 def many_streams(address: str, pixels: NDArray[np.uint8], streams: int) -> Load:
-    """Send each sample [n, C, H, W] once, dealt to so many streams that run at the same time, and check the replies."""
+    """Send each sample [n, C, H, W] once, distributed over simultaneous streams, and check the replies."""
     return asyncio.run(_many_streams(address, pixels, streams))
 
 
@@ -111,7 +111,7 @@ async def _stream(address: str, asked: Sequence[pb.PredictRequest]) -> list[pb.P
 
 
 def judged(replies: Sequence[Sequence[pb.PredictReply]], lengths: Sequence[int], seconds: float) -> Load:
-    """Return what became of streams.
+    """Return the outcome of streams.
 
     Parameters
     ----------

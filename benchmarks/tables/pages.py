@@ -12,7 +12,9 @@ from typing import Any
 from markdown_it import MarkdownIt
 from rich.console import Console
 
+from benchmarks.methods import entries, kept_costs, methods_page
 from benchmarks.provenance import RESULTS
+from benchmarks.speed.command import FILE, read_speed, speed_page
 from benchmarks.tables import plots
 from benchmarks.tables.comparison import Comparison, beyond, compare, place_text, recovered, spread
 from benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def write_pages(out: Path, to: Path) -> list[Path]:
-    """Write `index.md`, a page per protocol with its plots, and `index.html` with everything; return their paths.
+    """Write `index.md`, a page per protocol with its plots, speed, methods and `index.html` with all; return the paths.
 
     Parameters
     ----------
@@ -60,9 +62,12 @@ def write_pages(out: Path, to: Path) -> list[Path]:
         pages[name] = protocol_page(protocol, kept[name], list(drawn))
         for plot, svg in drawn.items():
             written.append(write_atomically(to / plot, svg.encode()))
-        written.append(write_atomically(to / f"{name}.md", pages[name].encode()))
     index = index_page([read_protocol(name) for name in pages], kept)
-    written.append(write_atomically(to / "index.md", index.encode()))
+    pages["methods"] = methods_page(entries(), kept_costs(out))
+    if speed := read_speed(out / FILE):
+        pages["speed"] = speed_page(speed)
+    for name, page in {"index": index, **pages}.items():
+        written.append(write_atomically(to / f"{name}.md", page.encode()))
     written.append(write_atomically(to / "index.html", html_page([index, *pages.values()]).encode()))
     return written
 
