@@ -1,4 +1,4 @@
-"""Trainings that are kept: run once, tested often, to the bits of a run of its own; cut short, they go on."""
+"""Cached trainings: run once, tested often with the bits of a separate run; interrupted ones are resumed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cache
-from benchmarks.cache import RUN, STATE, evaluated, key, trained
+from benchmarks.tables import runs
+from benchmarks.tables.runs import RUN, STATE, evaluated, key, trained
 from server.app import serve
 from server.errors import RunError
 from server.methods import plan
@@ -49,7 +49,7 @@ def test_a_training_is_run_once_and_tested_as_often_as_asked(started: list[Path]
         for one in events(tmp_path / "alone", "evaluation")
     }
     assert {method for method, _, _ in accuracies(one)} == {"fedavg", "btfl"}
-    assert not (tmp_path / "one" / STATE).exists()  # the copy of what clients keep is not needed any more
+    assert not (tmp_path / "one" / STATE).exists()  # the copy of the clients' state is removed
     assert [each.round for each in two.rounds] == [1, 2]
 
 
@@ -58,9 +58,9 @@ def test_what_is_complete_is_read(started: list[Path], tmp_path: Path, monkeypat
     again = evaluated(SETTINGS.replace(workers=1, round_timeout=9.0), tmp_path / "kept", tmp_path / "one")
     assert accuracies(first) == accuracies(again)
     assert len(started) == 2
-    monkeypatch.setattr(cache, "code", lambda: "changed since")
+    monkeypatch.setattr(runs, "code", lambda: "changed since")
     evaluated(SETTINGS, tmp_path / "kept", tmp_path / "one")
-    assert len(started) == 4  # trained and tested anew
+    assert len(started) == 4  # trained and tested again
 
 
 def test_another_training_has_a_place_of_its_own(started: list[Path], tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_the_key_changes_with_all_a_training_depends_on(tmp_path: Path, monkeypa
     (tmp_path / "b").write_bytes(b"1")
     start = [key(SETTINGS.replace(init=str(tmp_path / name)), training) for name in "ab"]
     assert start[0] == start[1] != base  # what is in the file counts, not where it is
-    monkeypatch.setattr(cache, "code", lambda: "other")
+    monkeypatch.setattr(runs, "code", lambda: "other")
     assert key(SETTINGS, training) != base
 
 
