@@ -1,9 +1,7 @@
-"""`agent`: what is counted of streams, by hand; the fabricated model; a real agent, a few samples."""
+"""The part `agent`: streams counted by hand; the fabricated model; a real agent, a few samples."""
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import agent, served, streams
-from benchmarks.__main__ import main
+from benchmarks.speed import agent, served, streams
 from client.agent import agent_pb2 as pb
 from client.agent.guard import Limits
 from client.agent.live import Live, images
@@ -90,7 +87,7 @@ def test_an_agent_that_has_not_seen_all_samples_fails_the_load() -> None:
 
 
 def test_the_fabricated_model_is_like_a_trained_one() -> None:
-    made, pixels = served.fabricate(), served.pictures(200)
+    made, pixels = served.fabricate(), served.test_images(200)
     assert made.shape == (3, 32, 32)
     assert made.digest() == served.fabricate().digest()
     known = made.statistics
@@ -108,7 +105,7 @@ def test_the_fabricated_model_is_like_a_trained_one() -> None:
 
 
 def test_the_forward_pass_is_timed_batch_by_batch() -> None:
-    seconds = agent.forward(served.fabricate(), streams.batches(served.pictures(6), 2))
+    seconds = agent.forward(served.fabricate(), streams.batches(served.test_images(6), 2))
     assert len(seconds) == 3
     assert min(seconds) > 0
 
@@ -122,9 +119,7 @@ def case(adapter: str, guard: bool) -> agent.Case:
     return agent.Case(adapter, guard, 300.0, 310.0, latencies, streams.Load(50, 100, 0, 0, 0, 1234.0))
 
 
-def test_from_words_to_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_cases_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def measure(folder: Path, model: Any, adapter: str, guard: bool, pixels: Any, repeats: int) -> agent.Case:
@@ -133,35 +128,14 @@ def test_from_words_to_file(
 
     monkeypatch.setattr(agent, "measure", measure)
     monkeypatch.setattr(agent, "imported", lambda: 250.0)
-    assert main(["agent", "--samples", "64", "--repeats", "2", "--out", str(tmp_path)]) == 0
-    assert seen == [(adapter, guard, (64, 3, 32, 32), 2) for adapter, guard in agent.CASES]
+    monkeypatch.setattr(agent, "SAMPLES", 64)
+    measured = agent.agent(quick=False)
+    assert seen == [(adapter, guard, (64, 3, 32, 32), agent.REPEATS) for adapter, guard in agent.CASES]
     assert {adapter for adapter, _ in agent.CASES} == {"none", "fedthe", "btfl"}
-    content = json.loads((tmp_path / "agent.json").read_text())
-    assert (content["model"], content["samples"], content["imports_mib"]) == ("cnn", 64, 250.0)
-    assert content["torch_build"] in ("CPU", f"CUDA {torch.version.cuda}")
-    assert content["cases"][1]["latencies"][0]["over_forward"] == 2.75
-    assert content["hardware"]
-    assert "50 streams at once" in capsys.readouterr().out
-
-
-def test_what_goes_wrong_ends_the_command_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def measure(*_: Any) -> agent.Case:
-        raise RunError("fedthe, guard on: 50 streams: 1 lost")
-
-    monkeypatch.setattr(agent, "measure", measure)
-    assert main(["agent", "--samples", "64", "--out", str(tmp_path)]) == 1
-    assert "agent failed: fedthe, guard on: 50 streams: 1 lost" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("words", [("--samples", "49"), ("--repeats", "0")])
-def test_bad_arguments_are_refused(words: tuple[str, str]) -> None:
-    parser = argparse.ArgumentParser()
-    agent.add_arguments(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(words)
+    assert (measured.ratios[1].what, measured.ratios[1].ratio) == ("fedthe, guard on, batch 1", 2.75)
+    assert (measured.details["model"], measured.details["samples"], measured.details["imports_mib"]) == ("cnn", 64, 250)
+    assert measured.details["torch_build"] in ("CPU", f"CUDA {torch.version.cuda}")
+    assert measured.details["cases"][1]["latencies"][0]["over_forward"] == 2.75
 
 
 @pytest.mark.slow
@@ -172,7 +146,7 @@ def test_a_real_agent_is_measured_and_stopped(monkeypatch: pytest.MonkeyPatch) -
     resident = agent.resident
     monkeypatch.setattr(agent, "resident", lambda pid: pids.append(pid) or resident(pid))
     with sockets_folder() as folder:
-        found = agent.measure(folder / "0", served.fabricate(), "btfl", True, served.pictures(64), 1)
+        found = agent.measure(folder / "0", served.fabricate(), "btfl", True, served.test_images(64), 1)
         assert [one.requests for one in found.latencies] == [64, 2]
         assert all(0 < one.p50_ms <= one.p99_ms and one.over_forward > 0 for one in found.latencies)
         assert (found.load.streams, found.load.requests, found.load.trouble) == (8, 64, "")

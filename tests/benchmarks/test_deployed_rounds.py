@@ -1,4 +1,4 @@
-"""`deployment`: the empty app on a grid in this process and as a bundle, and what is computed from events, by hand."""
+"""The part `deployment`: the empty app on a grid in this process and as a bundle; times from events by hand."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from benchmarks import deployment, empty_app
-from benchmarks.__main__ import main
-from benchmarks.deployment import RoundTime, Summary
+from benchmarks.speed import deployment, empty_app
+from benchmarks.speed.deployment import RoundTime, Summary
 from models import build
 from server import nodes as server_nodes
 from server.errors import RunError
@@ -215,9 +214,7 @@ def test_an_empty_app_that_failed_says_why(tmp_path: Path, monkeypatch: pytest.M
         deployment.run_empty_app(tmp_path, tmp_path / "empty-app", 9.0)
 
 
-def test_from_words_to_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_part_gives_the_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Settings] = []
 
     def deployed(settings: Settings, folder: Path, timeout: float) -> tuple[list[float], list[Any]]:
@@ -226,19 +223,10 @@ def test_from_words_to_file(
         return [30.0, 5.0, 7.0], EVENTS
 
     monkeypatch.setattr(deployment, "deployed", deployed)
-    words = ["deployment", "--nodes", "2", "--rounds", "3", "--out", str(tmp_path), "--set", "batch-size=16"]
-    assert main(words) == 0
+    measured = deployment.deployment(quick=False)
     (settings,) = seen
-    assert (settings.clients, settings.rounds, settings.local_epochs, settings.batch_size) == (2, 3, 1, 16)
-    assert settings.dataset == "digits"
-    content = json.loads((tmp_path / "deployment.json").read_text())
+    assert (settings.clients, settings.rounds, settings.local_epochs, settings.dataset) == (2, 5, 1, "digits")
     # medians of 8 and 9, of 5 and 7, of 1 and 2
-    assert content["medians"] == asdict(Summary(8.5, 6.0, 1.5, 8.5 / 6, 1.0))
-    assert content["empty_app_rounds"] == [5, 7]
-    assert content["hardware"]
-    assert "1.42 times the empty app's" in " ".join(capsys.readouterr().out.split())
-
-
-def test_one_round_is_too_few(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["deployment", "--rounds", "1"]) == 2
-    assert "allowed is 2 or more" in capsys.readouterr().err
+    assert measured.details["medians"] == asdict(Summary(8.5, 6.0, 1.5, 8.5 / 6, 1.0))
+    assert measured.details["empty_app_rounds"] == [5, 7]
+    assert measured.ratios[0].ratio == 8.5 / 6

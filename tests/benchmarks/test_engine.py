@@ -213,7 +213,8 @@ def test_terminal_table_and_labels_with_brackets() -> None:
 
 def test_list_names_protocols_and_cells(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
-    assert all(name in (text := capsys.readouterr().out) for name in protocol.protocol_names()), text
+    text = capsys.readouterr().out
+    assert all(name in text for name in protocol.protocol_names())
     assert main(["list", "atp"]) == 0
     assert "label-on-feature" in capsys.readouterr().out
 

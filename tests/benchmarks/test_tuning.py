@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chosen import Choice, choices, markdown
-from benchmarks.fedicon import DATA, MORE
+from benchmarks.tables.protocol import read_protocol
+from benchmarks.tables.tuning import choices
 from settings import SettingsError
 
 
@@ -15,11 +15,14 @@ def test_what_is_used_is_what_was_chosen() -> None:
     found = choices()
     assert {one.key for one in found} == {"learning-rate", "finetune-epochs", "classifier-epochs", "epochs"}
     for one in found:
-        name = one.where.removeprefix("fedicon --data ")
-        if one.key == "epochs":  # an adapter's option
-            assert all(f"epochs={one.value}" in row for row in (*MORE[name, "covariate"], MORE[name, "domain"][-1]))
-        else:
-            assert f"{one.key}={one.value}" in DATA[name]
+        protocol, _, prefix = one.where.partition(" ")
+        cells = [cell for cell in read_protocol(protocol).cells if cell.name.startswith(prefix)]
+        assert cells
+        for cell in cells:
+            if one.key == "epochs":  # an adapter's option
+                assert f"epochs={one.value}" in cell.settings.methods
+            else:
+                assert str(cell.settings.flat()[one.key]) == one.value
 
 
 @pytest.mark.parametrize(
@@ -31,12 +34,7 @@ def test_what_is_used_is_what_was_chosen() -> None:
     ],
 )
 def test_a_choice_that_is_none(tmp_path: Path, line: str, words: str) -> None:
-    path = tmp_path / "chosen.toml"
+    path = tmp_path / "tuning.toml"
     path.write_text(f'[[choice]]\nwhere = "w"\nkey = "k"\nvalue = 1\nof = "o"\n{line}\n')
     with pytest.raises(SettingsError, match=words):
         choices(path)
-
-
-def test_every_value_is_told() -> None:
-    text = markdown([Choice("w", "k", "2", "validation", {"1": 50.0, "2": 61.25})])
-    assert "| `w` | `k = 2` | 1: 50.0 %, 2: 61.2 % | validation |" in text
