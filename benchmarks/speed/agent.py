@@ -123,8 +123,8 @@ def measure(folder: Path, served: Served, adapter: str, guard: bool, pixels: NDA
                 load = loaded(stub, address, pixels)
             return Case(adapter, guard, before, resident(pid), latencies, load)
     except (grpc.RpcError, RunError) as error:
-        told = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else error
-        raise RunError(f"{adapter}, guard {_on(guard)}: {told}") from error
+        problem = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else error
+        raise RunError(f"{adapter}, guard {_on(guard)}: {problem}") from error
 
 
 def latency(
@@ -168,8 +168,8 @@ def loaded(stub: agent_pb2_grpc.PredictorStub, address: str, pixels: NDArray[np.
     load = many_streams(address, pixels, STREAMS)
     seen = stub.Status(pb.StatusRequest()).samples - before
     if load.trouble or seen != len(pixels):
-        told = load.trouble or "nothing lost or reordered"
-        raise RunError(f"{STREAMS} streams: {told}; the agent has seen {seen} of {len(pixels)} samples")
+        problem = load.trouble or "nothing lost or reordered"
+        raise RunError(f"{STREAMS} streams: {problem}; the agent has seen {seen} of {len(pixels)} samples")
     return load
 
 

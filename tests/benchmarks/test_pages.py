@@ -66,6 +66,9 @@ class Checker(HTMLParser):
         if tag not in ("meta", "hr", "img", "br"):
             self.open.append(tag)
 
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
