@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.speed.measurement import Measured, Ratio
-from benchmarks.speed.served import SETTINGS, fabricate, running, test_images
+from benchmarks.speed.served import SETTINGS, fabricate, running, sample_images
 from benchmarks.speed.streams import Load, batches, many_streams, one_stream, requests, unary
 from client.agent import agent_pb2 as pb
 from client.agent import agent_pb2_grpc
@@ -81,7 +81,7 @@ def agent(quick: bool) -> Measured:
     """
     samples, repeats = (max(STREAMS, *BATCHES), 1) if quick else (SAMPLES, REPEATS)
     torch.set_num_threads(1)  # the command restores the number
-    served, pixels = fabricate(), test_images(samples)
+    served, pixels = fabricate(), sample_images(samples)
     with sockets_folder() as folder:
         cases = [
             measure(folder / str(number), served, *case, pixels, repeats)
