@@ -1,4 +1,4 @@
-"""`python -m benchmarks <command>`: tables of the papers and measurements of speed."""
+"""Tables of the papers and measurements of speed: `python -m benchmarks COMMAND`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ COMMANDS = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    top = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Tables of the papers and measurements of speed."
+    )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=text, description=text))

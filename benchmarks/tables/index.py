@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     kept = read_results_of(arguments.out)
     if arguments.protocol:
         protocol = read_protocol(arguments.protocol)
-        console.print(Text(protocol.about))
+        console.print(Text(protocol.about.replace("\n", " ")))
         grid = _grid("cell", "title", "kept seeds")
         for cell in protocol.cells:
             seeds = sorted(kept.get(protocol.name, {}).get(cell.name, {}))
@@ -35,8 +36,12 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         for name in protocol_names():
             protocol = read_protocol(name)
             number = len({cell.name for cell in protocol.cells} & kept.get(name, {}).keys())
-            grid.add_row(name, Text(protocol.about.partition(".")[0]), str(len(protocol.cells)), str(number))
+            grid.add_row(name, _first_sentence(protocol.about), str(len(protocol.cells)), str(number))
     console.print(grid)
+
+
+def _first_sentence(text: str) -> Text:
+    return Text(re.split(r"\.\s+(?=[A-Z`])", text)[0].replace("\n", " "))
 
 
 def _grid(*columns: str) -> Table:
