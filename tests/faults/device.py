@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.served import PARTITION, SETTINGS, fabricate
+from benchmarks.speed.served import PARTITION, SETTINGS, fabricate
 from client.agent.store import Store
 from messages import agent_pb2 as pb
 from messages import agent_pb2_grpc

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.served import pictures
-from benchmarks.streams import batches, requests
+from benchmarks.speed.served import sample_images as pictures
+from benchmarks.speed.streams import batches, requests
 from messages import agent_pb2 as pb
 from tests.faults.device import Device, device
 from tests.faults.stage import PATIENCE, wait_until
