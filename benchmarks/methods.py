@@ -79,7 +79,7 @@ def _entry(name: str) -> Entry:
     (row,) = parse_rows(name)
     adapter, recipe = ADAPTERS[row.method.adapter], TRAININGS[row.training]
     needs = [text for need, text in WORDS.items() if need in adapter.needs]
-    if any(phase.kept == BATCHNORM for phase in recipe.phases):
+    if any(stage.local == BATCHNORM for stage in recipe.stages):
         needs.append(WORDS["batchnorm"])
     if row.personal:
         needs.append(OWN_LABELS)

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
+from benchmarks.clients import summarize
 from benchmarks.papers import values
 from benchmarks.speed.measurement import Measured, Ratio
 from client.device import Device
 from client.evaluation import Neighbours, make_adapter, memorize
-from client.state import MemoryState
+from client.state import MemoryState, NetworkStore, private_folder
 from client.statistics import ON_REQUEST, join_statistics
-from client.task import Task
 from data import Federation, Images
 from messages.requests import AdapterRow
 from models import MODELS, build
@@ -129,9 +129,11 @@ class Client:
         except ValueError as error:
             raise SettingsError(f"model-options = {setup.model_options!r}: {error}") from error
         settings = Settings(dataset="cifar10", clients=1, adapt_batch_size=setup.batch, device="cpu")
-        device = Device(world, 0, model, MemoryState(), MemoryState(), settings, torch.device("cpu"), "both")
+        networks = NetworkStore(private_folder(settings) / "networks")
+        memory = MemoryState(), MemoryState()
+        device = Device(world, 0, model, *memory, settings, torch.device("cpu"), "both", networks)
         arrays = {name: value.numpy().copy() for name, value in model.global_state().items()}
-        means, _ = device.statistics(1, Task("cost"), arrays, [need for need in ON_REQUEST if need in needs])
+        means = summarize(device, 1, "cost", arrays, [need for need in ON_REQUEST if need in needs]).statistics
         private = device.state.load("cost", 1)
         assert private is not None, "statistics have just been stored"
         known = join_statistics(private, means, 1, device.device)

@@ -29,7 +29,7 @@ from client.serving import Served
 from messages import agent_pb2 as pb
 from messages import agent_pb2_grpc
 from server.events import RunError
-from simulation.agents import sockets_folder
+from simulation.deployment import sockets_folder
 
 BATCHES = (1, 32)
 STREAMS = 50

@@ -26,8 +26,9 @@ from models import build
 from server.events import Event, RunError
 from server.report import METRICS_FILE
 from settings import Settings, from_config
-from simulation import agents, control
+from simulation import deployment as agents
 from simulation import deployment as nodes
+from simulation import superlink as control
 from simulation.superlink import FlowerError
 
 #: One training of the embedded digits, and as little after it as a run allows.
@@ -112,20 +113,20 @@ def deployed(settings: Settings, folder: Path, timeout: float) -> tuple[list[flo
         ]
         try:
             stack.enter_context(nodes.deployment(home, configs))
-            agents.wait_for(
+            agents.wait_for_agents(
                 {f"unix:{sockets}/a{i}": agents.start_agent(home / f"agent-{i}", devices[i]) for i in range(number)}
             )
             floor = run_empty_app(home, write_empty_app(folder, settings, timeout), timeout)
             nodes.run(home, settings.flat(), timeout)
         except FlowerError as error:
-            raise FlowerError(f"{error}\n{nodes.logs(home, f'*/{agents.LOG}')}".rstrip()) from error
+            raise FlowerError(f"{error}\n{nodes.logs(home, f'*/{agents.AGENT_LOG}')}".rstrip()) from error
     return floor, read_events(folder / "results" / RUN / METRICS_FILE)
 
 
 def write_empty_app(folder: Path, settings: Settings, timeout: float) -> Path:
     """Write the empty app, which does as many rounds with as many nodes, and return its folder."""
     images = federation_of(settings).images
-    spec = network_spec(images, settings.model, settings.model_options, settings.dataset, settings.image_size)
+    spec = network_spec(images, settings)
     shapes = [list(value.shape) for value in build(**spec).global_state().values()]
     config = {"nodes": settings.clients, "rounds": settings.rounds, "timeout": timeout, "shapes": json.dumps(shapes)}
     app = {"publisher": "fedtta", "components": COMPONENTS}

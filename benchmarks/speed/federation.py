@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.clients import client_of
 from benchmarks.speed.measurement import Measured, Ratio
 from client.resources import resolve_device
-from client.runtime import make_device
-from client.state import MemoryState
 from client.training import validate
 from server.events import RunError
 from settings import Settings
@@ -136,9 +135,9 @@ def validation_seconds(settings: Settings) -> float:
 
     The training seconds of a round do not include them.
     """
-    known, seconds = MemoryState(), []
+    seconds = []
     for partition in range(min(settings.clients, 10)):
-        client = make_device(settings, partition, known, known)
+        client = client_of(settings, partition)
         start = time.perf_counter()
         validate(client.model.eval(), client.federation, partition, settings.eval_batch_size, client.device, False)
         seconds.append(time.perf_counter() - start)

@@ -18,11 +18,11 @@ from torch import Generator, Tensor, nn
 from benchmarks.speed import naive
 from benchmarks.speed.measurement import Measured, Ratio
 from models import TwoHead, build
+from tta.augmix import AugMix
 from tta.btfl import BTFL, discretise
 from tta.fedthe import FedTHE
 from tta.memo import Readout, Tuning, tune_and_predict
 from tta.statistics import Statistics
-from tta.views import AugMix
 
 FEATURES, CLASSES = 64, 10
 BATCHES = (1, 32, 1000)

@@ -22,9 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.speed.measurement import Measured, Ratio
+from strategies.arrays import mix
+from strategies.distances import off_diagonal_median
 from strategies.fedamp import fedamp_weights
+from strategies.pfedbbn import bn_distance, similarity_weights
 from strategies.pfedgraph import pfedgraph_weights, project_simplex
-from strategies.similarity import bn_distance, mix, off_diagonal_median, similarity_weights
 
 MIB = 1 << 20
 CHANNELS = (64, 128, 256, 512)

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from benchmarks.speed.measurement import Measured, Ratio, least_seconds
 from data import CORRUPTIONS, corrupt
 from data.partition import SCHEMES, partition
-from messages.flower import allow_messages, held_record
+from messages.flower import allow_messages, bytes_record, held_record
 from models import build
 from strategies import FedAvg
 
@@ -39,7 +39,7 @@ def aggregation(quick: bool) -> Measured:
                 total[name] += value * np.float32(size / sizes.sum())
 
     base, found = least_seconds(plain), []
-    for name, pack in (("by reference", held_record), ("as they are sent", packed)):
+    for name, pack in (("by reference", held_record), ("as they are sent", bytes_record)):
         messages = replies(pack)
         took = least_seconds(lambda messages=messages: FedAvg().aggregate_train(1, messages))  # type: ignore[misc]
         found.append(Ratio(f"FedAvg of {count} replies, {name}", took / base, "s", took, base, "adding up in numpy"))

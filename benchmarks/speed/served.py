@@ -19,12 +19,12 @@ from torch import Tensor
 
 from client.agent.store import Store
 from client.resources import federation_of, network_spec
-from client.serving import Served, serve, usual
+from client.serving import Served, serve, usual_predictions
 from data import Federation
 from messages.requests import AdapterRow
 from models import TwoHead, build
 from settings import Settings
-from simulation import agents
+from simulation import deployment as agents
 from simulation.deployment import logs
 from simulation.superlink import FlowerError
 from tta import Statistics
@@ -50,11 +50,11 @@ def sample_images(count: int) -> NDArray[np.uint8]:
 @torch.no_grad()
 def fabricate() -> Served:
     """Return a served model with all statistics that FedTHE and BTFL need."""
-    federation, size = federation_of(SETTINGS), SETTINGS.image_size
-    spec = network_spec(federation.images, SETTINGS.model, SETTINGS.model_options, SETTINGS.dataset, size)
+    federation = federation_of(SETTINGS)
+    spec = network_spec(federation.images, SETTINGS)
     network = build(**spec, seed=0).eval().to(memory_format=torch.channels_last)
     known = fit(network, federation)
-    ordinary = usual(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
+    ordinary = usual_predictions(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
     row = AdapterRow("none", "none")
     return serve(row, network, spec, SETTINGS, federation.images.classes, ordinary, known, None, None)
 
@@ -120,7 +120,7 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
     process = agents.start_agent(folder / "home", config)
     try:
         try:
-            agents.wait_for({address: process})
+            agents.wait_for_agents({address: process})
             yield address, process.pid
             process.terminate()
             status = process.wait(STOPPING)
@@ -130,4 +130,4 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
         if status:
             raise FlowerError(f"the agent ended with status {status}")
     except (FlowerError, subprocess.TimeoutExpired) as error:
-        raise FlowerError(f"{error}\n{logs(folder, f'*/{agents.LOG}')}") from error
+        raise FlowerError(f"{error}\n{logs(folder, f'*/{agents.AGENT_LOG}')}") from error

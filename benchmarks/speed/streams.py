@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, wire
+from messages import agent_pb2_grpc, protobuf
 from server.events import RunError
 
 PATIENCE = 600.0  # seconds that an answer, or a whole stream, may take
@@ -55,7 +55,7 @@ def batches(pixels: NDArray[np.uint8], size: int) -> list[NDArray[np.uint8]]:
 
 def requests(parts: Sequence[NDArray[np.uint8]]) -> list[pb.PredictRequest]:
     """Return one request a batch; the id is its number."""
-    return [pb.PredictRequest(id=str(i), images=wire.images_to(part)) for i, part in enumerate(parts)]
+    return [pb.PredictRequest(id=str(i), images=protobuf.to_images(part)) for i, part in enumerate(parts)]
 
 
 def unary(stub: agent_pb2_grpc.PredictorStub, asked: Sequence[pb.PredictRequest]) -> list[float]:

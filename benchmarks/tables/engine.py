@@ -187,7 +187,7 @@ def missing_points(path: Path, settings: Settings, every: int) -> list[tuple[int
     kept = read_cell(path).get("curves", {}) if path.exists() else {}
     found = []
     for training in plan(settings):
-        if len(training.recipe.phases) > 1:
+        if len(training.recipe.stages) > 1:
             raise SettingsError(f"--every {every}: allowed for trainings of one stage; {training.name} has several")
         for round in range(every, settings.rounds, every):
             labels = [row.label for row in training.rows if str(round) not in kept.get(row.label, {})]

@@ -18,7 +18,6 @@ from benchmarks.tables.training import source_parts, train_centrally, train_sour
 from client.resources import federation_of
 from data import Federation
 from models import save_model, write_atomically
-from server.fork import TESTS
 from server.methods import plan
 from server.rates import save_rates
 from server.report import METRICS_FILE, read_results
@@ -150,7 +149,7 @@ def _network_settings(network: Network, seed: int) -> Settings:
 def _other_training(path: Path, network: Network, settings: Settings) -> list[str]:
     """Return in what the training of a kept network differs from what the protocol says."""
     label = read_label(path)
-    other = differing(label["settings"], settings, {*settings.select(*FREE), *UNRECORDED, *TESTS})
+    other = differing(label["settings"], settings, {*settings.select("evaluation", "rates", *FREE), *UNRECORDED})
     if network.train != "federated" and label.get("recipe", {}).get("epochs") != network.epochs:
         other.append("epochs")
     return other

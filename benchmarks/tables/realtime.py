@@ -26,15 +26,13 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.clients import client_of, serve, summarize
 from benchmarks.provenance import provenance
 from benchmarks.tables.clock import Batch, Cost, measure_costs, schedule
 from benchmarks.tables.networks import load_federation
 from benchmarks.tables.protocol import Realtime
 from client.device import Device
-from client.runtime import make_device
 from client.serving import Served
-from client.state import MemoryState
-from client.task import Task
 from data import Federation, Stream, check_no_leak, resolve, stream
 from messages.arrays import Arrays
 from messages.requests import AdapterRow
@@ -46,7 +44,7 @@ from tta import Adapter
 from tta.statistics import ON_REQUEST
 
 #: The only training: all rows share its network.
-TASK = Task("cross_entropy")
+TRAINING = "cross_entropy"
 ROUND = 1  # of the statistics
 
 #: (row, speed) → test distribution → score of each client.
@@ -136,7 +134,7 @@ def measure_cell(settings: Settings, realtime: Realtime, console: Console) -> di
             "repeats": realtime.repeats,
             "costs": {label: described(cost, interval) for label, cost in costs.items()},
         },
-        "runs": [{"training": TASK.training, "methods": list(costs), **provenance()}],
+        "runs": [{"training": TRAINING, "methods": list(costs), **provenance()}],
         "notes": notes,
     }
 
@@ -162,10 +160,10 @@ def shared_rows(settings: Settings) -> list[MethodRow]:
     """Return the rows; SettingsError for one that needs another training or learned rates."""
     rows = [row for training in plan(settings) for row in training.rows]
     for row in rows:
-        if row.training != TASK.training:
+        if row.training != TRAINING:
             raise SettingsError(
                 f"methods: {row.label} is defined on the training {row.training}; all rows share one network here: "
-                f"allowed is training={TASK.training}"
+                f"allowed is training={TRAINING}"
             )
         if "rates" in row.needs:
             raise SettingsError(f"methods: {row.label} needs adaptation rates, which are not learned here")
@@ -199,7 +197,7 @@ def prepare(
         A test sample was trained on.
     """
     arrays = {name: value.numpy().copy() for name, value in model.global_state().items()}
-    devices = [make_device(settings, one, MemoryState(), MemoryState()) for one in range(settings.clients)]
+    devices = [client_of(settings, one) for one in range(settings.clients)]
     needs = frozenset().union(*(row.needs for row in rows))
     means = _mean_statistics(devices, arrays, [need for need in ON_REQUEST if need in needs], settings, console)
     try:
@@ -224,9 +222,9 @@ def _mean_statistics(
     """Return the means of the clients' statistics, weighted as in a run's statistics round."""
     local, sizes = [], []
     for device in track(devices, "personal heads and statistics", console=console):
-        known, metrics = device.statistics(ROUND, TASK, arrays, wanted)
-        local.append(known)
-        sizes.append(metrics["num-examples"] if settings.statistics_weighting == "examples" else 1)
+        reply = summarize(device, ROUND, TRAINING, arrays, list(wanted))
+        local.append(reply.statistics)
+        sizes.append(reply.num_examples if settings.statistics_weighting == "examples" else 1)
     return {name: np.average([one[name] for one in local], axis=0, weights=sizes) for name in local[0]}
 
 
@@ -236,11 +234,8 @@ def _client(device: Device, arrays: Arrays, means: Arrays, rows: Sequence[Method
     known: dict[str, Any] = {"seed": chosen.seed, "severity": chosen.severity, "natural": device.natural}
     made = (stream(device.federation, device.partition, shift, device=device.device, **known) for shift in shifts)
     streams = [samples for samples in made if len(samples)]
-    served = {
-        row.label: device.serve(ROUND, TASK, arrays, means, AdapterRow(row.label, row.method.adapter, row.options, row.base))
-        for row in rows
-    }
-    unadapted = device.serve(ROUND, TASK, arrays, None, AdapterRow("unadapted", "none")).build()
+    served = {row.label: serve(device, ROUND, TRAINING, arrays, means, row.as_requested()) for row in rows}
+    unadapted = serve(device, ROUND, TRAINING, arrays, None, AdapterRow("unadapted", "none")).build()
     size = chosen.eval_batch_size
     fallback = []
     for samples in streams:
@@ -351,7 +346,7 @@ def score_rows(scores: Scores) -> dict[str, Any]:
     for (label, speed), shifts in scores.items():
         by_shift = {shift: _means([one.percent() for one in of_clients]) for shift, of_clients in shifts.items()}
         delay = max(one.delay for of_clients in shifts.values() for one in of_clients)
-        row = rows.setdefault(label, {"training": TASK.training, "shifts": {}})
+        row = rows.setdefault(label, {"training": TRAINING, "shifts": {}})
         row["shifts"][f"{speed:g}×"] = {
             **_means(list(by_shift.values())),
             "longest_delay_milliseconds": round(1000 * delay, 4),

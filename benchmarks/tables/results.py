@@ -20,7 +20,8 @@ from server.adaptation import cells as collaborating
 from server.adaptation import parse_collaborations
 from server.events import RunError
 from server.methods import Training, parse_rows, plan
-from server.report import Adapted, AdaptRound, Evaluation, Results
+from server.report import Evaluation, Results
+from server.report.events import Adapted, AdaptRound
 from settings import Settings, SettingsError
 
 #: Groups of settings in which the runs of one file may differ: where and how fast a run is computed.

@@ -12,7 +12,7 @@ from benchmarks.tables.results import FREE as FREE_GROUPS
 from models import write_atomically
 from server.checkpoints import checkpoint_files, read_checkpoint
 from server.events import RunError
-from server.fork import TESTS, branch
+from server.fork import fork
 from server.methods import Training, plan
 from server.report import METRICS_FILE, Results, read_results
 from settings import Settings, SettingsError
@@ -44,7 +44,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     Raises
     ------
     SettingsError
-        As `plan`, `simulate` and `branch`.
+        As `plan`, `simulate` and `fork`.
     RunError
         The training or the test failed.
     """
@@ -65,7 +65,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
         kept = trained(of or settings, training, trainings, settings.rounds if of else None)
         state = folder / STATE
         shutil.copytree(kept / STATE, state)
-        simulate(branch(kept / RUN, folder, settings.replace(state_dir=str(state))), folder)
+        simulate(fork(kept / RUN, folder, settings.replace(state_dir=str(state))), folder)
         shutil.rmtree(state)
     results = _completed(folder)
     if results is None:
@@ -113,7 +113,7 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
 
 def key(settings: Settings, training: Training) -> str:
     """Return a name for a training that changes with all it depends on: settings, initial network, code."""
-    free = {*TESTS, *settings.select(*FREE_GROUPS)}
+    free = settings.select("evaluation", "rates", *FREE_GROUPS)
     known = {name: value for name, value in settings.flat().items() if name not in free}
     if settings.init:
         known["init"] = hashlib.sha256(Path(settings.init).read_bytes()).hexdigest()
@@ -133,8 +133,8 @@ def code() -> str:
 
 def _stands_at(folder: Path, round: int) -> bool:
     """Tell whether a run folder has a checkpoint after a training round."""
-    places = (read_checkpoint(path).place for path in checkpoint_files(folder).values())
-    return any((place.stage, place.round) == ("training", round) for place in places)
+    found = (read_checkpoint(path).position for path in checkpoint_files(folder).values())
+    return any((position.stage, position.round) == ("training", round) for position in found)
 
 
 def _completed(folder: Path) -> Results | None:

@@ -181,7 +181,7 @@ def _train(
     """Build the network of the settings and train it on `images` at `index`."""
     device = resolve_device(settings.device)
     try:
-        spec = network_spec(images, settings.model, settings.model_options, settings.dataset, settings.image_size)
+        spec = network_spec(images, settings)
         model = build(**{"seed": settings.seed, **spec})
     except ValueError as error:
         raise SettingsError(f"model = {settings.model!r}: {error}") from error
