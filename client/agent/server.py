@@ -45,7 +45,7 @@ class _Socket:
 class Running:
     """A running agent's sockets.
 
-    Parameters
+    Attributes
     ----------
     listen, relay : str
         Where they listen, with the port that was chosen for port 0.

@@ -1,0 +1,304 @@
+"""The generated parts of the site: tables read from the code's registries and from the kept results.
+
+`section(name)` returns the Markdown that replaces a marker of a written page, `pages()` the pages that are generated
+as a whole: one for each package's API, and one for each protocol or result file that no written page presents.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+RESULTS = ROOT / "benchmarks" / "results"
+#: Packages with a page of their own in the API reference, in the order of the architecture.
+PACKAGES = ("settings", "messages", "models", "data", "tta", "strategies", "client", "server", "simulation")
+#: Section of the navigation → folder of its pages.
+FOLDERS = {"API": "api", "Results": "results"}
+#: Keys of a result file that say when and where it was measured, in the order in which they are shown.
+PROVENANCE = ("time", "commit", "hardware", "load_average", "versions")
+
+
+def section(name: str) -> str:
+    """Return the Markdown of a marker such as `settings` or `results brfl`.
+
+    Raises
+    ------
+    KeyError
+        No generator has this name, or nothing is kept under it; the known names are listed.
+    """
+    kind, _, argument = name.partition(" ")
+    if kind == "results":
+        return _of(kept_tables(), argument)
+    if kind == "figures":
+        return _of(kept_figures(), argument)
+    return _of(SECTIONS, kind)()
+
+
+def _of(known: Mapping[str, Any], name: str) -> Any:
+    if name not in known:
+        raise KeyError(f"nothing is called {name!r}; there are: {', '.join(known)}")
+    return known[name]
+
+
+# Registries
+
+
+def settings() -> str:
+    """Return the reference of all settings: one table for each group, or one table where fields name no group."""
+    from settings import Settings
+    from settings.schema import fields_by_key
+
+    kinds = get_type_hints(Settings)
+    groups: dict[str, list[list[str]]] = {}
+    for key, field in fields_by_key().items():
+        row = [f"`--{key}`", kinds[field.name].__name__, f"`{field.default!r}`", _allowed(field), field.metadata["help"]]
+        groups.setdefault(str(field.metadata.get("group", "")), []).append(row)
+    head = ["setting", "type", "default", "allowed", "meaning"]
+    return "\n\n".join(f"## {group}\n\n{table(head, rows)}" if group else table(head, rows) for group, rows in groups.items())
+
+
+def _allowed(field: dataclasses.Field[Any]) -> str:
+    rule = field.metadata
+    if rule.get("choices"):
+        return ", ".join(f"`{choice}`" for choice in rule["choices"])
+    bounds = (("≥", "low"), (">", "above"), ("≤", "high"))
+    return ", ".join(f"{sign} {rule[name]:,}" for sign, name in bounds if rule.get(name) is not None)
+
+
+def methods() -> str:
+    """Return the table of methods: training, adapter, what adapts at test time, and what each needs."""
+    from benchmarks.methods import entries
+
+    rows = [
+        [f"`{one.method}`", one.summary, f"`{one.training}`", one.adapts, "; ".join(one.needs), one.per, one.base]
+        for one in entries()
+    ]
+    return table(["method", "what it is", "training", "adapts at test time", "needs", "per", "network"], rows)
+
+
+def adapters() -> str:
+    """Return the table of adapters with their papers."""
+    from tta.registry import ADAPTERS
+
+    rows = [[f"`{name}`", one.adapts, one.paper, "yes" if one.collaborates else ""] for name, one in ADAPTERS.items()]
+    return table(["adapter", "adapts", "paper", "collaborates"], rows)
+
+
+def trainings() -> str:
+    """Return the table of federated trainings with their papers."""
+    from server.trainings import TRAININGS
+
+    return table(["training", "what it is"], [[f"`{name}`", one.summary] for name, one in TRAININGS.items()])
+
+
+def collaborations() -> str:
+    """Return the table of rules by which clients help each other at test time."""
+    from strategies import COLLABORATIONS
+
+    return table(["rule", "class", "what it does"], [_class_row(*item) for item in COLLABORATIONS.items()])
+
+
+def models() -> str:
+    """Return the table of backbones with their options."""
+    from models import MODELS
+
+    rows = [[f"`{name}`", one.summary, _names(one.own_options), one.normalisation or ""] for name, one in MODELS.items()]
+    return table(["model", "what it is", "options", "normalization"], rows)
+
+
+def datasets() -> str:
+    """Return the table of data sets."""
+    from data import DATASETS
+
+    rows = [
+        [f"`{name}`", one.description, _names(one.options), _names(one.natural)] for name, one in DATASETS.items()
+    ]
+    return table(["data set", "what it is", "options", "natural shifts"], rows)
+
+
+def protocols() -> str:
+    """Return the list of the papers' protocols with their descriptions."""
+    from benchmarks.protocol import PROTOCOLS, description
+
+    names = sorted(path.stem for path in PROTOCOLS.glob("*.toml"))
+    return table(["protocol", "what it is"], [[f"`{name}`", " ".join(description(name).split())] for name in names])
+
+
+def _class_row(name: str, kind: type) -> list[str]:
+    return [f"`{name}`", f"`{kind.__name__}`", (kind.__doc__ or "").strip().partition("\n")[0]]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    one.__name__: one for one in (settings, methods, adapters, trainings, collaborations, models, datasets, protocols)
+}
+
+
+# Kept results
+
+
+@cache
+def kept_tables() -> dict[str, str]:
+    """Return protocol → its tables as Markdown, beside the paper's numbers; headings from the second level.
+
+    The one place that depends on how `benchmarks` keeps cells and draws them.
+    """
+    from benchmarks.cells import kept
+    from benchmarks.protocol import read_protocol
+    from benchmarks.protocol_page import markdown_page
+
+    found = {}
+    for name, contents in kept(RESULTS).items():
+        page = markdown_page(read_protocol(name), contents, f".venv/bin/python -m benchmarks run {name}")
+        found[name] = page.partition("\n")[2].strip()  # without its title
+    return found
+
+
+@cache
+def kept_figures() -> dict[str, str]:
+    """Return name → Markdown of all result files that are no cells of a protocol: one page a file, or a folder of them."""
+    found: dict[str, list[str]] = {}
+    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*/*.json")]):
+        content = json.loads(path.read_text())
+        if {"protocol", "cell", "seed", "rows"} <= content.keys():
+            continue  # a cell: `kept_tables` draws it
+        if path.parent == RESULTS:
+            found[path.stem] = [as_markdown(content)]
+        else:
+            found.setdefault(path.parent.name, []).append(f"## {path.stem}\n\n{as_markdown(content, 3)}")
+    return {name: "\n\n".join(parts) for name, parts in found.items()}
+
+
+def as_markdown(content: Mapping[str, Any], level: int = 2) -> str:
+    """Return any JSON object as headings, tables and lists; what was measured first, where and when last.
+
+    Lists of objects and objects of similar objects become tables, other objects sections, single values a list.
+    """
+    parts, single = [], []
+    for key, value in content.items():
+        if key in (*PROVENANCE, "settings", "title"):
+            continue
+        heading = f"{'#' * min(level, 6)} {_heading(key, value)}"
+        if rows := _rows(value):
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            parts.append(f"{heading}\n\n{table(names, [[_text(row.get(name, '')) for name in names] for row in rows])}")
+        elif isinstance(value, Mapping) and value:
+            parts.append(f"{heading}\n\n{as_markdown(value, level + 1)}")
+        else:
+            single.append(f"- {key}: {_text(value)}")
+    known = [_text(content[key]) for key in PROVENANCE if key in content]
+    origin = [f"Measured: {'; '.join(known)}."] if known else []
+    return "\n\n".join(["\n".join(single), *parts, *origin] if single else [*parts, *origin])
+
+
+def _heading(key: str, value: Any) -> str:
+    title = value.get("title") if isinstance(value, Mapping) else None
+    return f"{title} (`{key}`)" if title else str(key)
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    """Return the rows of a table that a value is: a list of objects, or an object of flat objects; else nothing."""
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        return [_flat(one) for one in value]
+    if isinstance(value, Mapping) and len(value) > 1 and all(isinstance(one, Mapping) for one in value.values()):
+        if all(not isinstance(part, (list, Mapping)) for one in value.values() for part in one.values()):
+            return [{"": name, **one} for name, one in value.items()]
+    return []
+
+
+def _flat(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return an object without objects in it: their keys, and places in lists of objects, joined by points."""
+    found: dict[str, Any] = {}
+    for key, one in value.items():
+        if isinstance(one, list) and any(isinstance(part, Mapping) for part in one):
+            one = dict(enumerate(one))
+        found.update(_flat(one, f"{before}{key}.") if isinstance(one, Mapping) else {f"{before}{key}": one})
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: ""}[value]
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list):
+        return ", ".join(_text(one) for one in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(one)}" for key, one in value.items())
+    return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)
+
+
+# Pages
+
+
+def pages() -> dict[str, str]:
+    """Return path → text of every page that is generated as a whole."""
+    found = {f"api/{package}.md": _api_page(package) for package in PACKAGES}
+    found["changelog.md"] = (ROOT / "CHANGELOG.md").read_text()
+    claimed = {name for page in DOCS.rglob("*.md") for name in re.findall(r"generated: (\w+ \S+) -->", page.read_text())}
+    for name, text in kept_tables().items():
+        if f"results {name}" not in claimed:
+            found[f"results/{name}.md"] = f"# {name}\n\n{text}\n"
+    for name, text in kept_figures().items():
+        if f"figures {name}" not in claimed:
+            found[f"results/{name}-figures.md"] = f"# {name}: figures\n\n{text}\n"
+    return found
+
+
+def _api_page(package: str) -> str:
+    """Return the page of a package: its own docstring, then a section for each public module in it."""
+    parts = [f"# `{package}`"]
+    for path in sorted((ROOT / package).rglob("*.py")):
+        words = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        if any(word.startswith("_") for word in name.split(".")) or "_pb2" in name:
+            continue  # private, or generated from a .proto file
+        level = 2 if name == package else len(name.split("."))
+        options = {"heading_level": level, "show_root_heading": name != package, "show_root_toc_entry": name != package}
+        if path.name == "__init__.py":  # what it re-exports stands in its own module's section
+            options["members"] = _defined(path)
+        lines = "".join(f"\n      {key}: {json.dumps(value)}" for key, value in options.items())
+        parts.append(f"::: {name}\n    options:{lines}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _defined(path: Path) -> list[str]:
+    """Return the public names that a module itself defines."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def navigation(folder: str) -> list[tuple[str, str]]:
+    """Return (title, path) of the pages in a folder, written and generated, but for its index."""
+    written = [path.relative_to(DOCS).as_posix() for path in sorted((DOCS / folder).glob("*.md"))]
+    found = dict.fromkeys([*written, *(path for path in pages() if path.startswith(f"{folder}/"))])
+    return [(_title(path), path) for path in found if Path(path).name != "index.md"]
+
+
+def _title(path: str) -> str:
+    page = DOCS / path
+    text = page.read_text() if page.exists() else pages()[path]
+    return text.partition("\n")[0].lstrip("# ").replace("`", "")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; bars in cells are escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
