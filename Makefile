@@ -69,7 +69,7 @@ requirements: $(VENV)/ready  ## resolve the pinned versions anew
 # What the site needs beside requirements.txt.
 	$(BIN)/uv pip compile pyproject.toml --extra docs --constraint requirements.txt --universal --python-version 3.11 \
 	  --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
-	  $$(sed -nE 's/^([a-z0-9-]+)==.*/--no-emit-package \1/p' requirements.txt) -o requirements-docs.txt
+	  $$(sed -nE "/== 'win32'/d; s/^([a-z0-9-]+)==.*/--no-emit-package \1/p" requirements.txt) -o requirements-docs.txt
 
 # uv installs everything; where the machine has none, it comes into the environment by pip first. Bytecode is made here:
 # where processes must not write it (PYTHONDONTWRITEBYTECODE, a read-only disk), each would take twice as long to start.
