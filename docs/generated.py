@@ -22,12 +22,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("settings", "messages", "models", "data", "tta", "strategies", "client", "server", "simulation")
 #: Section of the navigation → folder of its pages.
 FOLDERS = {"API": "api", "Results": "results"}
+#: Result file → the protocol whose cells it holds in an older form.
+OLD_NAMES = {"collaborate": "pfedbbn"}
 #: Keys of a result file that say when and where it was measured, in the order in which they are shown.
 PROVENANCE = ("time", "commit", "hardware", "load_average", "versions")
 
 
 def section(name: str) -> str:
-    """Return the Markdown of a marker such as `settings` or `results brfl`.
+    """Return the Markdown of a marker such as `settings` or `kept brfl`.
 
     Raises
     ------
@@ -35,10 +37,8 @@ def section(name: str) -> str:
         No generator has this name, or nothing is kept under it; the known names are listed.
     """
     kind, _, argument = name.partition(" ")
-    if kind == "results":
-        return _of(kept_tables(), argument)
-    if kind == "figures":
-        return _of(kept_figures(), argument)
+    if kind == "kept":
+        return _of({**kept_figures(), **kept_tables()}, argument)
     return _of(SECTIONS, kind)()
 
 
@@ -52,17 +52,34 @@ def _of(known: Mapping[str, Any], name: str) -> Any:
 
 
 def settings() -> str:
-    """Return the reference of all settings: one table for each group, or one table where fields name no group."""
-    from settings import Settings
-    from settings.schema import fields_by_key
+    """Return the reference of all settings, a table for each group; the first group of a setting is its section."""
+    from settings import Settings, schema
 
-    kinds = get_type_hints(Settings)
-    groups: dict[str, list[list[str]]] = {}
-    for key, field in fields_by_key().items():
-        row = [f"`--{key}`", kinds[field.name].__name__, f"`{field.default!r}`", _allowed(field), field.metadata["help"]]
-        groups.setdefault(str(field.metadata.get("group", "")), []).append(row)
-    head = ["setting", "type", "default", "allowed", "meaning"]
-    return "\n\n".join(f"## {group}\n\n{table(head, rows)}" if group else table(head, rows) for group, rows in groups.items())
+    return _reference(Settings, getattr(schema, "GROUPS", {}))
+
+
+def agent() -> str:
+    """Return the reference of all keys of an agent's configuration."""
+    from client.agent.config import AgentConfig
+
+    return _reference(AgentConfig, {})
+
+
+def _reference(kind: type, about: Mapping[str, str]) -> str:
+    """Return tables of the fields of a class of settings; `about` describes its groups."""
+    hints = get_type_hints(kind)
+    sections: dict[str, list[list[str]]] = {}
+    for field in dataclasses.fields(kind):
+        section, *others = field.metadata.get("groups") or ("",)
+        default = "required" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        meaning = field.metadata["help"] + (f" (also: {', '.join(others)})" if others else "")
+        row = [f"`{field.name.replace('_', '-')}`", hints[field.name].__name__, default, _allowed(field), meaning]
+        sections.setdefault(section, []).append(row)
+    parts = []
+    for name, rows in sections.items():
+        parts += [f"## {name}", about.get(name, "")] if name else []
+        parts.append(table(["key", "type", "default", "allowed", "meaning"], rows))
+    return "\n\n".join(parts)
 
 
 def _allowed(field: dataclasses.Field[Any]) -> str:
@@ -110,7 +127,9 @@ def models() -> str:
     """Return the table of backbones with their options."""
     from models import MODELS
 
-    rows = [[f"`{name}`", one.summary, _names(one.own_options), one.normalisation or ""] for name, one in MODELS.items()]
+    rows = [
+        [f"`{name}`", one.summary, _names(one.own_options), one.normalisation or ""] for name, one in MODELS.items()
+    ]
     return table(["model", "what it is", "options", "normalization"], rows)
 
 
@@ -118,10 +137,15 @@ def datasets() -> str:
     """Return the table of data sets."""
     from data import DATASETS
 
-    rows = [
-        [f"`{name}`", one.description, _names(one.options), _names(one.natural)] for name, one in DATASETS.items()
-    ]
+    rows = [[f"`{name}`", one.description, _names(one.options), _names(one.natural)] for name, one in DATASETS.items()]
     return table(["data set", "what it is", "options", "natural shifts"], rows)
+
+
+def shifts() -> str:
+    """Return the table of test distributions."""
+    from data import SHIFTS
+
+    return table(["test distribution", "samples"], [[f"`{name}`", one.description] for name, one in SHIFTS.items()])
 
 
 def protocols() -> str:
@@ -141,7 +165,8 @@ def _names(names: Iterable[str]) -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    one.__name__: one for one in (settings, methods, adapters, trainings, collaborations, models, datasets, protocols)
+    one.__name__: one
+    for one in (settings, methods, adapters, trainings, collaborations, models, datasets, shifts, protocols)
 }
 
 
@@ -167,14 +192,14 @@ def kept_tables() -> dict[str, str]:
 
 @cache
 def kept_figures() -> dict[str, str]:
-    """Return name → Markdown of all result files that are no cells of a protocol: one page a file, or a folder of them."""
+    """Return name → Markdown of the result files that are no cells of a protocol: one text a file, or a folder of them."""
     found: dict[str, list[str]] = {}
     for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*/*.json")]):
         content = json.loads(path.read_text())
         if {"protocol", "cell", "seed", "rows"} <= content.keys():
             continue  # a cell: `kept_tables` draws it
         if path.parent == RESULTS:
-            found[path.stem] = [as_markdown(content)]
+            found[OLD_NAMES.get(path.stem, path.stem)] = [as_markdown(content)]
         else:
             found.setdefault(path.parent.name, []).append(f"## {path.stem}\n\n{as_markdown(content, 3)}")
     return {name: "\n\n".join(parts) for name, parts in found.items()}
@@ -211,9 +236,10 @@ def _rows(value: Any) -> list[dict[str, Any]]:
     """Return the rows of a table that a value is: a list of objects, or an object of flat objects; else nothing."""
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         return [_flat(one) for one in value]
-    if isinstance(value, Mapping) and len(value) > 1 and all(isinstance(one, Mapping) for one in value.values()):
-        if all(not isinstance(part, (list, Mapping)) for one in value.values() for part in one.values()):
-            return [{"": name, **one} for name, one in value.items()]
+    parts = list(value.values()) if isinstance(value, Mapping) else []
+    flat = [isinstance(one, Mapping) and not any(isinstance(x, (list, Mapping)) for x in one.values()) for one in parts]
+    if len(parts) > 1 and all(flat):
+        return [{"": name, **one} for name, one in value.items()]
     return []
 
 
@@ -246,13 +272,12 @@ def pages() -> dict[str, str]:
     """Return path → text of every page that is generated as a whole."""
     found = {f"api/{package}.md": _api_page(package) for package in PACKAGES}
     found["changelog.md"] = (ROOT / "CHANGELOG.md").read_text()
-    claimed = {name for page in DOCS.rglob("*.md") for name in re.findall(r"generated: (\w+ \S+) -->", page.read_text())}
-    for name, text in kept_tables().items():
-        if f"results {name}" not in claimed:
+    claimed = {
+        name for page in DOCS.rglob("*.md") for name in re.findall(r"generated: kept (\S+) -->", page.read_text())
+    }
+    for name, text in {**kept_figures(), **kept_tables()}.items():
+        if name not in claimed:
             found[f"results/{name}.md"] = f"# {name}\n\n{text}\n"
-    for name, text in kept_figures().items():
-        if f"figures {name}" not in claimed:
-            found[f"results/{name}-figures.md"] = f"# {name}: figures\n\n{text}\n"
     return found
 
 
