@@ -38,7 +38,7 @@ def section(name: str) -> str:
     """
     kind, _, argument = name.partition(" ")
     if kind == "kept":
-        return _of({**kept_figures(), **kept_tables()}, argument)
+        return _of(kept(), argument)
     return _of(SECTIONS, kind)()
 
 
@@ -165,12 +165,27 @@ def _names(names: Iterable[str]) -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    one.__name__: one
-    for one in (settings, methods, adapters, trainings, collaborations, models, datasets, shifts, protocols)
+    "settings": settings,
+    "agent": agent,
+    "methods": methods,
+    "adapters": adapters,
+    "trainings": trainings,
+    "collaborations": collaborations,
+    "models": models,
+    "datasets": datasets,
+    "shifts": shifts,
+    "protocols": protocols,
 }
 
 
 # Kept results
+
+
+def kept() -> dict[str, str]:
+    """Return protocol or result file → everything that is kept under this name as Markdown."""
+    tables, figures = kept_tables(), kept_figures()
+    names = dict.fromkeys([*tables, *figures])
+    return {name: "\n\n".join(part[name] for part in (tables, figures) if name in part) for name in names}
 
 
 @cache
@@ -179,12 +194,12 @@ def kept_tables() -> dict[str, str]:
 
     The one place that depends on how `benchmarks` keeps cells and draws them.
     """
-    from benchmarks.cells import kept
+    from benchmarks.cells import kept as kept_cells
     from benchmarks.protocol import read_protocol
     from benchmarks.protocol_page import markdown_page
 
     found = {}
-    for name, contents in kept(RESULTS).items():
+    for name, contents in kept_cells(RESULTS).items():
         page = markdown_page(read_protocol(name), contents, f".venv/bin/python -m benchmarks run {name}")
         found[name] = page.partition("\n")[2].strip()  # without its title
     return found
@@ -192,7 +207,7 @@ def kept_tables() -> dict[str, str]:
 
 @cache
 def kept_figures() -> dict[str, str]:
-    """Return name → Markdown of the result files that are no cells of a protocol: one text a file, or a folder of them."""
+    """Return name → Markdown of all other result files: one text for a file, or for a folder of them."""
     found: dict[str, list[str]] = {}
     for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*/*.json")]):
         content = json.loads(path.read_text())
@@ -272,10 +287,10 @@ def pages() -> dict[str, str]:
     """Return path → text of every page that is generated as a whole."""
     found = {f"api/{package}.md": _api_page(package) for package in PACKAGES}
     found["changelog.md"] = (ROOT / "CHANGELOG.md").read_text()
-    claimed = {
-        name for page in DOCS.rglob("*.md") for name in re.findall(r"generated: kept (\S+) -->", page.read_text())
-    }
-    for name, text in {**kept_figures(), **kept_tables()}.items():
+    found["deployment/containers.md"] = (ROOT / "docker" / "README.md").read_text()
+    written = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    claimed = set(re.findall(r"generated: kept (\S+) -->", written))
+    for name, text in kept().items():
         if name not in claimed:
             found[f"results/{name}.md"] = f"# {name}\n\n{text}\n"
     return found
