@@ -229,17 +229,22 @@ def as_markdown(content: Mapping[str, Any], level: int = 2) -> str:
     for key, value in content.items():
         if key in (*PROVENANCE, "settings", "title"):
             continue
-        heading = f"{'#' * min(level, 6)} {_heading(key, value)}"
         if rows := _rows(value):
             names = list(dict.fromkeys(name for row in rows for name in row))
-            parts.append(f"{heading}\n\n{table(names, [[_text(row.get(name, '')) for name in names] for row in rows])}")
+            body = table(names, [[_text(row.get(name, "")) for name in names] for row in rows])
         elif isinstance(value, Mapping) and value:
-            parts.append(f"{heading}\n\n{as_markdown(value, level + 1)}")
+            body = as_markdown(value, level + 1)
         else:
             single.append(f"- {key}: {_text(value)}")
-    known = [_text(content[key]) for key in PROVENANCE if key in content]
-    origin = [f"Measured: {'; '.join(known)}."] if known else []
-    return "\n\n".join(["\n".join(single), *parts, *origin] if single else [*parts, *origin])
+            continue
+        parts.append((f"{'#' * min(level, 6)} {_heading(key, value)}", body))
+    alone = len(parts) == 1 and level > 2  # the heading above says what it is
+    found = [body if alone else f"{heading}\n\n{body}" for heading, body in parts]
+    if single:
+        found.insert(0, "\n".join(single))
+    if known := [_text(content[key]) for key in PROVENANCE if key in content]:
+        found.append(f"Measured: {'; '.join(known)}.")
+    return "\n\n".join(found)
 
 
 def _heading(key: str, value: Any) -> str:
