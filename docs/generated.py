@@ -344,6 +344,12 @@ def _title(path: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; bars in cells are escaped."""
+    """Return a Markdown table; what would be markup outside code spans is escaped."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(_cell(str(cell)) for cell in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    parts = text.replace("|", "\\|").split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[::2]]  # outside code spans
+    return "`".join(parts)

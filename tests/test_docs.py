@@ -280,7 +280,7 @@ def test_any_object_is_shown_whole() -> None:
     assert re.findall(r"\b\d\d\b", text) == ["11", "12", "21", "22", "23", "24", "31", "32", "41", "42"]
     assert "| a | b.c | d.0.e |" in text
     assert "- flag: yes" in text
-    assert generated.table(["a"], [["x|y"]]).endswith("| x\\|y |")
+    assert generated.table(["a"], [["x|y <b> `<b>*`"]]).endswith("| x\\|y &lt;b> `<b>*` |")
 
 
 def test_api_pages_name_every_public_module() -> None:
