@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -86,12 +87,12 @@ def drawn(found: Mapping[str, tuple[list[float], list[float]]]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _x(percent: float) -> float:
-    return LEFT + (RIGHT - LEFT) * (percent - X[0]) / (X[1] - X[0])
+def _x(percent: float | np.floating[Any]) -> float:
+    return LEFT + (RIGHT - LEFT) * (float(percent) - X[0]) / (X[1] - X[0])
 
 
-def _y(percent: float) -> float:
-    return BOTTOM - (BOTTOM - TOP) * (percent - Y[0]) / (Y[1] - Y[0])
+def _y(percent: float | np.floating[Any]) -> float:
+    return BOTTOM - (BOTTOM - TOP) * (float(percent) - Y[0]) / (Y[1] - Y[0])
 
 
 if __name__ == "__main__":

@@ -310,7 +310,11 @@ def _api_page(package: str) -> str:
         if any(word.startswith("_") for word in name.split(".")) or "_pb2" in name:
             continue  # private, or generated from a .proto file
         level = 2 if name == package else len(name.split("."))
-        options = {"heading_level": level, "show_root_heading": name != package, "show_root_toc_entry": name != package}
+        options: dict[str, Any] = {
+            "heading_level": level,
+            "show_root_heading": name != package,
+            "show_root_toc_entry": name != package,
+        }
         if path.name == "__init__.py":  # what it re-exports stands in its own module's section
             options["members"] = _defined(path)
         lines = "".join(f"\n      {key}: {json.dumps(value)}" for key, value in options.items())
