@@ -89,3 +89,7 @@ $(VENV)/docs: $(VENV)/ready requirements-docs.txt
 
 clean:         ## remove environment, caches and built files; results stay
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site *.fab
+
+.PHONY: gpu
+gpu: $(VENV)/ready  ## speed of what a GPU matters for, where there is one; ARGS="--parts options"
+	$(BIN)/python -m benchmarks speed --gpu $(ARGS)

@@ -1,4 +1,1 @@
-"""Protocols of the papers and speed benchmarks; composes the other rooms, nothing imports it.
-
-`python -m benchmarks --help` lists what there is.
-"""
+"""Benchmarks: tables of the papers and measurements of speed. Nothing else imports this package."""

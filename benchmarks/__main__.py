@@ -1,4 +1,4 @@
-"""`python -m benchmarks <command>`: the papers' protocols over several seeds, and what the methods cost in time."""
+"""`python -m benchmarks <command>`: tables of the papers and measurements of speed."""
 
 from __future__ import annotations
 
@@ -11,49 +11,18 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
-from benchmarks import (
-    agent,
-    atp,
-    bbn,
-    central,
-    collaborate,
-    deployment,
-    fedicon,
-    heads,
-    methods,
-    mixing,
-    overview,
-    rounds,
-    run,
-    seconds,
-    source,
-    wall_clock,
-)
+from benchmarks import methods
 from benchmarks.speed import command as speed
+from benchmarks.tables import engine, index, pages
 from server.errors import RunError
 from settings import SettingsError
 
 COMMANDS = {
-    "run": (run, "a protocol's cells over several seeds, beside the paper's numbers: tables, JSON files, a page"),
-    "page": (overview, "the index and the page with pictures of everything that `run` has kept"),
-    "heads": (heads, "time of head interpolation alone, beside a naive loop over samples"),
-    "rounds": (rounds, "wall time of a simulated round over the local training in it"),
-    "atp": (atp, "ATP's tables for the shallow CNN: global model, rates, every shift's rates on every other"),
-    "fedicon": (fedicon, "FedICON's tables and figures for Digit-5 and Office-10, beside the paper's numbers"),
-    "methods": (methods, "every method: what it trains, adapts and needs; with --cost also its cost at test time"),
-    "seconds": (seconds, "BTFL's Table 3: seconds for 1,000 samples, one at a time, on three networks"),
-    "collaborate": (collaborate, "test-time methods under collaborations on class-imbalanced corruption streams"),
-    "bbn": (bbn, "time of adapting to a batch with BBN over a plain forward and backward pass of it"),
-    "wall-clock": (wall_clock, "accuracy under a constant-speed stream: a method that is too slow misses samples"),
-    "speed": (
-        speed,
-        "ratios side by side: adapters, naive loops, rounds, aggregation, data; JSON and a plot",
-    ),
-    "mixing": (mixing, "time and memory of the server's N x N work for 1,000 clients"),
-    "source": (source, "train a source network on one part of a data set"),
-    "agent": (agent, "latency, predictions a second and memory of the resident agent, and 50 streams at once"),
-    "deployment": (deployment, "seconds of a training round on real nodes, beside an empty Flower app's"),
-    "central": (central, "train a protocol's network on the union of its clients' training splits"),
+    "list": (index, "the protocols with their cells and kept seeds"),
+    "run": (engine, "run the cells of a protocol over several seeds, keep the results, print the tables"),
+    "page": (pages, "write pages and plots of all kept results"),
+    "speed": (speed, "measure ratios of times and memory side by side"),
+    "methods": (methods, "every method: what it trains, adapts, needs and costs at test time"),
 }
 
 

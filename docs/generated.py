@@ -22,8 +22,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("settings", "messages", "models", "data", "tta", "strategies", "client", "server", "simulation")
 #: Section of the navigation → folder of its pages.
 FOLDERS = {"API": "api", "Results": "results"}
-#: Result file → the protocol whose cells it holds in an older form.
-OLD_NAMES = {"collaborate": "pfedbbn"}
 #: Keys of a result file that say when and where it was measured, in the order in which they are shown.
 PROVENANCE = ("time", "commit", "hardware", "load_average", "versions")
 
@@ -150,10 +148,21 @@ def shifts() -> str:
 
 def protocols() -> str:
     """Return the list of the papers' protocols with their descriptions."""
-    from benchmarks.protocol import PROTOCOLS, description
+    from benchmarks.tables.protocol import protocol_names, read_protocol
 
-    names = sorted(path.stem for path in PROTOCOLS.glob("*.toml"))
-    return table(["protocol", "what it is"], [[f"`{name}`", " ".join(description(name).split())] for name in names])
+    rows = [[f"`{name}`", " ".join(read_protocol(name).about.split())] for name in protocol_names()]
+    return table(["protocol", "what it is"], rows)
+
+
+def tuning() -> str:
+    """Return the hyperparameters that were chosen on validation data, with every value tried."""
+    from benchmarks.tables.tuning import choices
+
+    rows = [
+        [one.where, f"`{one.key} = {one.value}`", ", ".join(f"{value}: {p:.1f} %" for value, p in one.percent.items())]
+        for one in choices()
+    ]
+    return table(["protocol", "chosen", "accuracy of each value"], rows)
 
 
 def _class_row(name: str, kind: type) -> list[str]:
@@ -175,49 +184,33 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "datasets": datasets,
     "shifts": shifts,
     "protocols": protocols,
+    "tuning": tuning,
 }
 
 
 # Kept results
 
 
+@cache
 def kept() -> dict[str, str]:
-    """Return protocol or result file → everything that is kept under this name as Markdown."""
-    tables, figures = kept_tables(), kept_figures()
-    names = dict.fromkeys([*tables, *figures])
-    return {name: "\n\n".join(part[name] for part in (tables, figures) if name in part) for name in names}
+    """Return name → everything that is kept under it as Markdown: protocols, speed, and labels of kept networks.
 
-
-@cache
-def kept_tables() -> dict[str, str]:
-    """Return protocol → its tables as Markdown, beside the paper's numbers; headings from the second level.
-
-    The one place that depends on how `benchmarks` keeps cells and draws them.
+    The one place that depends on how `benchmarks` keeps and draws its results.
     """
-    from benchmarks.cells import kept as kept_cells
-    from benchmarks.protocol import read_protocol
-    from benchmarks.protocol_page import markdown_page
+    from benchmarks.speed.command import FILE, read_speed, speed_page
+    from benchmarks.tables.pages import protocol_page
+    from benchmarks.tables.protocol import read_protocol
+    from benchmarks.tables.results import read_results_of
 
-    found = {}
-    for name, contents in kept_cells(RESULTS).items():
-        page = markdown_page(read_protocol(name), contents, f".venv/bin/python -m benchmarks run {name}")
-        found[name] = page.partition("\n")[2].strip()  # without its title
-    return found
-
-
-@cache
-def kept_figures() -> dict[str, str]:
-    """Return name → Markdown of all other result files: one text for a file, or for a folder of them."""
-    found: dict[str, list[str]] = {}
-    for path in sorted([*RESULTS.glob("*.json"), *RESULTS.glob("*/*.json")]):
-        content = json.loads(path.read_text())
-        if {"protocol", "cell", "seed", "rows"} <= content.keys():
-            continue  # a cell: `kept_tables` draws it
-        if path.parent == RESULTS:
-            found[OLD_NAMES.get(path.stem, path.stem)] = [as_markdown(content)]
-        else:
-            found.setdefault(path.parent.name, []).append(f"## {path.stem}\n\n{as_markdown(content, 3)}")
-    return {name: "\n\n".join(parts) for name, parts in found.items()}
+    found = {name: [protocol_page(read_protocol(name), cells)] for name, cells in read_results_of(RESULTS).items()}
+    speed = read_speed(RESULTS / FILE)
+    details = [f"### {name}\n\n{as_markdown(part['details'], 4)}" for name, part in speed.items() if part["details"]]
+    found["speed"] = [speed_page(speed), "## Details", *details]
+    for path in sorted(RESULTS.rglob("*.safetensors.json")):
+        name = path.stem.removesuffix(".safetensors") if path.parent == RESULTS else path.parent.name
+        label = f"## Kept arrays: {path.stem}\n\n{as_markdown(json.loads(path.read_text()), 3)}"
+        found.setdefault(name, [f"# {name}"]).append(label)
+    return {name: "\n\n".join(parts).partition("\n")[2].strip() for name, parts in found.items()}  # without its title
 
 
 def as_markdown(content: Mapping[str, Any], level: int = 2) -> str:

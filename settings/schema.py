@@ -42,9 +42,11 @@ def setting(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    group: str | tuple[str, ...] = (),
 ) -> Any:
-    """Declare a field for `check`: `low <= value <= high`, or `value > above`, or one of `choices`."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
+    """Declare a field for `check`: `low <= value <= high`, or `value > above`, or one of `choices`; and its groups."""
+    groups = (group,) if isinstance(group, str) else group
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "groups": groups}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -59,7 +61,7 @@ class Settings:
     """
 
     # What is run
-    seed: int = setting(1, "one seed, one result", low=0, high=2**31 - 1)
+    seed: int = setting(1, "one seed, one result", low=0, high=2**31 - 1, group="data")
     methods: str = setting(
         "fedavg,personal,fixed_mix,fedthe,fedthe_plus,btfl",
         "rows of the table, or all that fit; e.g. 'fedavg,btfl,fedthe[beta=1;objective=em],tent[base=personalised]'",
@@ -72,30 +74,47 @@ class Settings:
     init: str = setting("", "model file to start from instead of a random network")
 
     # Data
-    dataset: str = setting("digits", "name of the data set")
-    dataset_options: str = setting("", "options of the data set, e.g. 'path=pictures;domain=webcam'")
-    data_dir: str = setting("", "folder of data sets; empty: the environment variable FEDTTA_DATA")
-    download: bool = setting(False, "allow the data set to be downloaded")
-    fraction: float = setting(1.0, "class-balanced part of the data set to use", above=0, high=1)
-    image_size: int = setting(32, "images are resized to this edge", low=8, high=1024)
-    clients: int = setting(10, "number of clients", low=1, high=100_000)
+    dataset: str = setting("digits", "name of the data set", group="data")
+    dataset_options: str = setting("", "options of the data set, e.g. 'path=pictures;domain=webcam'", group="data")
+    data_dir: str = setting("", "folder of data sets; empty: the environment variable FEDTTA_DATA", group="source")
+    download: bool = setting(False, "allow the data set to be downloaded", group="source")
+    fraction: float = setting(1.0, "class-balanced part of the data set to use", above=0, high=1, group="data")
+    image_size: int = setting(32, "images are resized to this edge", low=8, high=1024, group="data")
+    clients: int = setting(10, "number of clients", low=1, high=100_000, group="data")
     partition: str = setting(
-        "equal", "how the data are dealt out", choices=("equal", "dirichlet", "iid", "step", "domain", "domain_step")
+        "equal",
+        "how the data are dealt out",
+        choices=("equal", "dirichlet", "iid", "step", "domain", "domain_step"),
+        group="data",
     )
-    alpha: float = setting(0.1, "Dirichlet concentration", above=0)
-    step_ratio: float = setting(16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1)
+    alpha: float = setting(0.1, "Dirichlet concentration", above=0, group="data")
+    step_ratio: float = setting(
+        16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1, group="data"
+    )
     split: str = setting(
         "once",
         "training, validation and test samples: drawn once, or anew in every round, a leak that published code has",
         choices=("once", "published"),
+        group="data",
     )
-    train_part: float = setting(1.0, "part of each client's training samples that is there", above=0, high=1)
-    test_part: float = setting(1.0, "part of each client's test samples that is there", above=0, high=1)
-    target_fraction: float = setting(0.0, "share of clients that only test, without labels", low=0, high=0.99)
-    target_domain: str = setting("", "clients of this domain only test, all others only train (partition: domain)")
-    unseen_domain: str = setting("", "pictures of this domain are nobody's: the test distribution unseen_domain")
+    train_part: float = setting(
+        1.0, "part of each client's training samples that is there", above=0, high=1, group="data"
+    )
+    test_part: float = setting(1.0, "part of each client's test samples that is there", above=0, high=1, group="data")
+    target_fraction: float = setting(
+        0.0, "share of clients that only test, without labels", low=0, high=0.99, group="data"
+    )
+    target_domain: str = setting(
+        "", "clients of this domain only test, all others only train (partition: domain)", group="data"
+    )
+    unseen_domain: str = setting(
+        "", "pictures of this domain are nobody's: the test distribution unseen_domain", group="data"
+    )
     domains: str = setting(
-        "none", "what sets clients' pictures apart; corruptions: one a client", choices=("none", "corruptions")
+        "none",
+        "what sets clients' pictures apart; corruptions: one a client",
+        choices=("none", "corruptions"),
+        group="data",
     )
 
     # Model
@@ -145,10 +164,15 @@ class Settings:
         "uniform", "how client statistics are averaged", choices=("uniform", "examples")
     )
     leave_one_out: bool = setting(False, "BTFL: take the client's own share out of the global DLE")
-    node_timeout: float = setting(300.0, "seconds to wait for all clients, or for enough of them later", above=0)
-    round_timeout: float = setting(3600.0, "seconds a round may take", above=0)
+    node_timeout: float = setting(
+        300.0, "seconds to wait for all clients, or for enough of them later", above=0, group="availability"
+    )
+    round_timeout: float = setting(3600.0, "seconds a round may take", above=0, group="availability")
     min_replies: int = setting(
-        1, "good replies (of fewer clients asked: all) without which a round is done again, once", low=1
+        1,
+        "good replies (of fewer clients asked: all) without which a round is done again, once",
+        low=1,
+        group="availability",
     )
     update_norm_bound: float = setting(
         0.0, "a model or rates further than this (l2 norm) from what was sent is refused (0: no bound)", low=0
@@ -180,25 +204,30 @@ class Settings:
     stream_rounds: int = setting(0, "test-time rounds (0: to the end of the streams)", low=0)
 
     # Where it runs
-    device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:<index>", group="execution")
     autocast: bool = setting(False, "bfloat16 autocast in local training")
     engine: str = setting(
         "auto",
         "what simulates clients: ray, workers that share arrays; flower, its own simulation; vectorised, in one "
         "process, with many networks trained at once; auto: ray, but vectorised on a GPU for small networks",
         choices=("auto", "ray", "flower", "vectorised"),
+        group="execution",
     )
-    workers: int = setting(2, "ray, flower: simulated clients that run at the same time", low=1)
-    stacked_clients: int = setting(50, "vectorised: clients that train at once, at most", low=1)
-    num_gpus: float = setting(0.0, "share of a GPU for each simulated client", low=0)
+    workers: int = setting(2, "ray, flower: simulated clients that run at the same time", low=1, group="execution")
+    stacked_clients: int = setting(50, "vectorised: clients that train at once, at most", low=1, group="execution")
+    num_gpus: float = setting(0.0, "share of a GPU for each simulated client", low=0, group="execution")
     eval_batch_size: int = setting(256, "batch of statistics and test streams", low=1)
-    state_dir: str = setting("", "folder for clients' private state; empty: Flower's context, which ends with the run")
-    results: str = setting("results", "folder of run folders")
-    run_name: str = setting("", "name of the run folder; empty: data set, seed and time")
-    checkpoint_every: int = setting(1, "rounds of all kinds between two checkpoints (0: none)", low=0)
-    checkpoints_kept: int = setting(2, "the last n checkpoints are kept", low=1)
+    state_dir: str = setting(
+        "", "folder for clients' private state; empty: Flower's context, which ends with the run", group="storage"
+    )
+    results: str = setting("results", "folder of run folders", group="storage")
+    run_name: str = setting("", "name of the run folder; empty: data set, seed and time", group="storage")
+    checkpoint_every: int = setting(1, "rounds of all kinds between two checkpoints (0: none)", low=0, group="storage")
+    checkpoints_kept: int = setting(2, "the last n checkpoints are kept", low=1, group="storage")
     resume: str = setting(
-        "", "run folder, or checkpoint file in it, to go on from, with its other settings; clients need state-dir"
+        "",
+        "run folder, or checkpoint file in it, to go on from, with its other settings; clients need state-dir",
+        group="storage",
     )
 
     def __post_init__(self) -> None:
@@ -234,6 +263,11 @@ class Settings:
     def replace(self, **changes: Any) -> Settings:
         """Return a validated copy with some fields changed (Python names)."""
         return dataclasses.replace(self, **changes)
+
+    def select(self, *groups: str) -> dict[str, Scalar]:
+        """Return key → value of all settings in any of these groups."""
+        fields = [one for one in dataclasses.fields(self) if set(groups) & set(one.metadata["groups"])]
+        return {key_of(field.name): getattr(self, field.name) for field in fields}
 
     def flat(self) -> dict[str, Scalar]:
         """Return key → value with hyphens, as Flower's configs and TOML files carry it."""

@@ -1,1 +1,1 @@
-"""How fast things are, as ratios of what is measured in turns in one run; nothing here is a test."""
+"""Speed: ratios measured side by side, part by part."""

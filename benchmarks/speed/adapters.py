@@ -1,43 +1,238 @@
-"""(a) What each adapter costs as a multiple of the bare forward pass, in batches of 1, 32 and 512."""
+"""Cost of every adapter at test time: processor time and passes through the network, side by side in one run.
+
+Each adapter processes random images on a random network, with everything that training would have provided:
+statistics, pooled label statistics, rates and memorised samples of a synthetic client. Costs depend on shapes, not on
+accuracy; only EATA and ROID, which skip samples, do more or less as the network is more or less confident.
+"""
 
 from __future__ import annotations
 
-from benchmarks.cost import measure, setting_up
-from benchmarks.speed.figure import Figure
+import statistics as averages
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+
+from benchmarks.papers import values
+from benchmarks.speed.measurement import Measured, Ratio
+from client.device import Device
+from client.evaluation import Row, make_adapter
+from client.neighbours import Neighbours, memorise
+from client.state import MemoryState
+from client.summary import POOLED, join_statistics
+from client.task import Task
+from data import Federation, Images
+from models import MODELS, build
+from settings import Settings, SettingsError, assignments
+from tta import Adapter, Statistics
+from tta.atp import zero_rates
 from tta.registry import ADAPTERS
 
-#: Those that go through the network dozens of times for each sample; not measured in batches of 512.
+CLASSES, SIDE = 10, 32
+SAMPLES, BATCH, REPEATS = 200, 20, 3
+HELD = 500  # images of the synthetic client, 60 % of which it trains on and memorises
+RATE = 0.01  # of every module
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Network and stream of a measurement."""
+
+    model: str
+    model_options: str
+    samples: int
+    batch: int
+    image_size: int = SIDE
+    classes: int = CLASSES
+    memorised: int = HELD * 6 // 10
+
+    @property
+    def batchnorm(self) -> bool:
+        """Tell whether methods that adapt BatchNorm fit."""
+        return MODELS[self.model].normalisation_with(assignments(self.model_options, "model-options")) == "batch"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one sample: medians over the turns, and `ratio`, processor time over that of `none` in the same turn.
+
+    `forward` and `backward` are how many images went through the encoder for each image that was predicted.
+    """
+
+    milliseconds: float
+    processor_milliseconds: float
+    ratio: float
+    forward: float
+    backward: float
+
+
+def make_setup(model: str, options: str | None, samples: int, batch: int) -> Setup:
+    """Return the setup; without `options`, a network with a choice of normalization gets BatchNorm."""
+    choice = MODELS[model].normalisation_option
+    return Setup(model, f"{choice}=batch" * bool(choice) if options is None else options, samples, batch)
+
+
+def measure(setup: Setup, repeats: int = REPEATS, only: Collection[str] = ADAPTERS) -> dict[str, Cost]:
+    """Return adapter → cost for all (or `only`) that fit the network, in turns; a first batch of each warms up.
+
+    `none`, which the others are compared with, is always among them.
+
+    Raises
+    ------
+    SettingsError
+        The network's options do not fit.
+    """
+    x = torch.rand(setup.samples, 3, SIDE, SIDE, generator=Generator().manual_seed(1))
+    wanted = {name: info for name, info in ADAPTERS.items() if name in {"none", *only}}
+    fitting = [name for name, info in wanted.items() if setup.batchnorm or "batchnorm" not in info.needs]
+    needs = {need for name in fitting for need in ADAPTERS[name].needs}
+    plain = Client.of(setup, False, needs)
+    turning = Client.of(setup, True, needs) if "rotation_head" in needs else plain
+    clients = {name: turning if "rotation_head" in ADAPTERS[name].needs else plain for name in fitting}
+    passes = {name: count_passes(one, name, x, setup.batch) for name, one in clients.items()}
+    ready = {name: one.adapter(name) for name, one in clients.items()}
+    for adapter in ready.values():
+        adapter.predict(x[: setup.batch])
+    turns = [{name: timed(adapter, x, setup.batch) for name, adapter in ready.items()} for _ in range(repeats)]
+    costs = {}
+    for name in ready:
+        clock, processor = ([1000 * turn[name][which] / len(x) for turn in turns] for which in (0, 1))
+        ratio = averages.median(turn[name][1] / turn["none"][1] for turn in turns)
+        costs[name] = Cost(averages.median(clock), averages.median(processor), ratio, *passes[name])
+    return costs
+
+
+@dataclass(frozen=True)
+class Client:
+    """A synthetic client after training: random images, a random network, and what adapters may need."""
+
+    device: Device
+    statistics: Statistics
+    rates: Mapping[str, Mapping[str, float]]
+    neighbours: Neighbours
+
+    @classmethod
+    def of(cls, setup: Setup, rotation_head: bool, needs: Collection[str] = POOLED) -> Client:
+        """Make one with the pooled statistics that are needed; SettingsError if the network's options do not fit."""
+        draw = np.random.default_rng(0)
+        pixels = draw.integers(256, size=(HELD, 3, SIDE, SIDE), dtype=np.uint8)
+        labels = np.arange(HELD, dtype=np.int64) % CLASSES
+        world = Federation.create(Images("random", pixels, labels, tuple(map(str, range(CLASSES)))), 1, "iid")
+        options: dict[str, Any] = dict(assignments(setup.model_options, "model-options"))
+        options |= {"image_size": SIDE, "rotation_head": rotation_head, "seed": 1}
+        try:
+            model = build(setup.model, CLASSES, **options)
+        except ValueError as error:
+            raise SettingsError(f"model-options = {setup.model_options!r}: {error}") from error
+        settings = Settings(dataset="cifar10", clients=1, adapt_batch_size=setup.batch, device="cpu")
+        device = Device(world, 0, model, MemoryState(), MemoryState(), settings, torch.device("cpu"), "both")
+        arrays = {name: value.numpy().copy() for name, value in model.global_state().items()}
+        means, _ = device.statistics(1, Task("cost"), arrays, [need for need in POOLED if need in needs])
+        private = device.state.load("cost", 1)
+        assert private is not None, "statistics have just been stored"
+        known = join_statistics(private, means, 1, device.device)
+        rates = {"all": dict.fromkeys(zero_rates(model), RATE)}
+        return cls(device, known, rates, memorise(model, world, 0, settings, device.device))
+
+    def adapter(self, name: str) -> Adapter:
+        """Return an adapter with default options."""
+        known = self.statistics, self.rates, self.neighbours
+        return make_adapter(Row(name, name), self.device.model, self.device.settings, *known)
+
+
+def count_passes(client: Client, name: str, x: Tensor, batch: int) -> tuple[float, float]:
+    """Return how many images go through the encoder for each image predicted: forward and backward.
+
+    Adapters copy the network, so the hook is registered before they are made.
+    """
+    seen = [0, 0]
+
+    def note(encoder: nn.Module, inputs: tuple[Tensor, ...], z: Tensor) -> None:
+        seen[0] += len(z)
+        if z.requires_grad:
+            z.register_hook(count_backward)
+
+    def count_backward(gradient: Tensor) -> None:
+        seen[1] += len(gradient)
+
+    hook = client.device.model.encoder.register_forward_hook(note)
+    try:
+        adapter = client.adapter(name)
+        seen[:] = 0, 0
+        timed(adapter, x, batch)
+    finally:
+        hook.remove()
+    return seen[0] / len(x), seen[1] / len(x)
+
+
+def timed(adapter: Adapter, x: Tensor, batch: int) -> tuple[float, float]:
+    """Return the seconds that a stream takes from `reset` on, on the clock and of the processor."""
+    adapter.reset()
+    clock, processor = time.perf_counter(), time.process_time()
+    for part in x.split(batch):
+        adapter.predict(part)
+    return time.perf_counter() - clock, time.process_time() - processor
+
+
+#: Adapters with dozens of passes per sample; not measured in batches of 512.
 SLOW = frozenset({"memo", "ttt", "fedthe_plus"})
-#: (adapter, batch) → most that it may cost, as a multiple.
+#: (adapter, batch) → largest multiple of the bare forward pass.
 TARGETS = {("btfl", 512): 1.15, ("fedthe", 512): 1.5, ("btfl", 1): 2.0, ("fedthe", 1): 4.0}
 #: Batch → samples of the stream.
-SAMPLES = {1: 64, 32: 256, 512: 2048}
+STREAMS = {1: 64, 32: 256, 512: 2048}
+BARE = "the bare forward pass"
 
 
-def adapters(quick: bool) -> list[Figure]:
-    """Measure all adapters that fit the papers' CNN, those without BatchNorm on it as it is.
-
-    The ratio is of processor time; `ours` and `other` are its milliseconds for a sample.
-    """
+def adapters(quick: bool) -> Measured:
+    """Measure every adapter that fits the papers' CNN, in batches of 1, 32 and 512; ratios are of processor time."""
     found = []
-    for batch, samples in SAMPLES.items():
-        for slow in (False, True):
+    for batch, samples in STREAMS.items():
+        for slow in (False, True) if batch <= 32 else (False,):
             names = [name for name in ADAPTERS if (name in SLOW) == slow]
-            if slow and batch > 32:
-                continue
-            length = (batch if quick else samples) if not slow else min(samples, 2 if quick else 32)
-            costs = measure(setting_up("cnn", "", length, batch), 1 if quick else 5, names)
-            bare = costs.pop("none")
-            found += [
-                Figure(
-                    f"{name}, batch {batch}",
-                    cost.ratio,
-                    "ms a sample",
-                    cost.processor_milliseconds,
-                    bare.processor_milliseconds,
-                    "the bare forward pass",
-                    TARGETS.get((name, batch)),
-                )
-                for name, cost in costs.items()
-            ]
-    return found
+            length = min(samples, 2 if quick else 32) if slow else (batch if quick else samples)
+            costs = measure(make_setup("cnn", "", length, batch), 1 if quick else 5, names)
+            bare = costs.pop("none").processor_milliseconds
+            for name, cost in costs.items():
+                ours, target = cost.processor_milliseconds, TARGETS.get((name, batch))
+                found.append(Ratio(f"{name}, batch {batch}", cost.ratio, "ms a sample", ours, bare, BARE, target))
+    return Measured(found)
+
+
+def methods(quick: bool) -> Measured:
+    """Measure all adapters on the papers' CNN with BatchNorm, which all of them fit."""
+    setup, repeats = make_setup("cnn", None, BATCH if quick else SAMPLES, BATCH), 1 if quick else REPEATS
+    costs = measure(setup, repeats, {"btfl"} if quick else ADAPTERS)
+    bare = costs["none"].processor_milliseconds
+    ratios = [
+        Ratio(name, cost.ratio, "ms a sample", cost.processor_milliseconds, bare, BARE) for name, cost in costs.items()
+    ]
+    details = {name: asdict(cost) for name, cost in costs.items()}
+    return Measured(ratios, {**asdict(setup), "repeats": repeats, "adapters": details})
+
+
+#: Adapter → row of BTFL's Table 3; TTT and MEMO start from the fine-tuned network there, at the same cost.
+TABLE_3 = {"ttt": "ttt[base=personalised]", "memo": "memo[base=personalised]", "fedthe": "fedthe", "btfl": "btfl"}
+NETWORKS = ("cnn", "resnet20-gn", "cct-4/3x2")
+
+
+def seconds(quick: bool) -> Measured:
+    """Measure 1,000 samples one at a time on three networks, as multiples of BTFL (BTFL, Table 3).
+
+    The paper measured on a GPU, so only multiples are comparable.
+    """
+    samples, repeats = (1, 1) if quick else (20, 2)
+    ratios, details = [], {}
+    for network in NETWORKS[: 1 if quick else None]:
+        costs = measure(make_setup(network, "", samples, 1), repeats, TABLE_3)
+        ours = {name: costs[name].processor_milliseconds for name in TABLE_3}  # = seconds for 1,000 samples
+        paper = values("btfl", "3", model=network)
+        for name, row in TABLE_3.items():
+            than = f"BTFL; the paper: {paper[row] / paper['btfl']:.1f} times BTFL"
+            what, unit = f"{name}, {network}", "s for 1,000 samples"
+            ratios.append(Ratio(what, ours[name] / ours["btfl"], unit, ours[name], ours["btfl"], than))
+        details[network] = {name: asdict(cost) for name, cost in costs.items()}
+    return Measured(ratios, {"samples": samples, "repeats": repeats, "costs": details})

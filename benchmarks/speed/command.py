@@ -1,109 +1,149 @@
-"""`speed`: ratios of what is measured side by side: adapters, naive loops, simulated rounds, aggregation, data.
+"""`speed`: ratios of times and memory measured side by side, part by part, kept in one file.
 
-Parts that are kept stay until they are measured again. Times on a machine that does other things say little; the load
-is noted beside each part.
+A part keeps its numbers until it is measured again. The load of the machine is recorded with each part: wall-clock
+times on a busy machine mean little.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.heads import one_core
-from benchmarks.record import RESULTS, provenance, write_json
-from benchmarks.speed.adapters import adapters
+from benchmarks.provenance import RESULTS, provenance, write_json
+from benchmarks.speed.adapters import adapters, methods, seconds
+from benchmarks.speed.agent import agent
+from benchmarks.speed.bbn import bbn
+from benchmarks.speed.deployment import deployment
 from benchmarks.speed.federation import engines, memory, rounds, shipping
-from benchmarks.speed.figure import Figure
 from benchmarks.speed.loops import loops
+from benchmarks.speed.measurement import Part, Ratio
+from benchmarks.speed.mixing import mixing
 from benchmarks.speed.options import options
-from benchmarks.speed.picture import picture
 from benchmarks.speed.pieces import aggregation, data_path
-from models import write_atomically
-from server.report.pictures import standalone, to_png
-from server.report.theme import LIGHT
+from benchmarks.speed.timing import one_core
 from settings import SettingsError
 
 QUICK = Path("results/quick")
-#: Part → what it is about, how it is measured, and whether on one core alone.
-PARTS: dict[str, tuple[str, Callable[[bool], list[Figure]], bool]] = {
-    "adapters": ("Processor time over the bare forward pass, papers' CNN", adapters, True),
-    "loops": ("Speed over that of a naive loop", loops, True),
-    "rounds": ("Wall time of a simulated round over its training divided by the workers", rounds, False),
-    "engines": ("Clients a second of the vectorised engine over the Ray path", engines, False),
-    "shipping": ("Seconds of a round of a 45 MB network beyond what clients compute", shipping, False),
-    "memory": ("Growth of a process that simulates 1,000 clients", memory, False),
-    "aggregation": ("The server's average over adding up in numpy", aggregation, True),
-    "options": ("Speed of a training step over the plain one, batch 32", options, True),
-    "data": ("Corruptions over a copy of the images, partitions over a shuffle", data_path, True),
+FILE = "speed.json"
+ON_GPU = "-gpu"  # added to the name of a part that was measured with `--gpu`
+PARTS: dict[str, Part] = {
+    "adapters": Part("Processor time over the bare forward pass, papers' CNN", adapters, one_core=True),
+    "methods": Part("Processor time over the bare forward pass, CNN with BatchNorm", methods, one_core=True),
+    "seconds": Part("1,000 samples one at a time over BTFL's time (BTFL, Table 3)", seconds, one_core=True),
+    "loops": Part("Speed over that of a naive loop", loops, one_core=True, gpu=True),
+    "bbn": Part("BBN over a forward and backward pass of the batch", bbn, one_core=True),
+    "rounds": Part("Wall time of a simulated round over its training divided by the workers", rounds, gpu=True),
+    "engines": Part("Clients a second of the vectorised engine over the Ray path", engines, gpu=True),
+    "shipping": Part("Seconds of a round of a 45 MB network beyond what clients compute", shipping, gpu=True),
+    "memory": Part("Growth of a process that simulates 1,000 clients", memory),
+    "aggregation": Part("The server's average over adding up in numpy", aggregation, one_core=True),
+    "mixing": Part("Peak memory of the server's collaborative round over its inputs", mixing),
+    "options": Part("Speed of a training step over the plain one, batch 32", options, one_core=True, gpu=True),
+    "data": Part("Corruptions over a copy of the images, partitions over a shuffle", data_path, one_core=True),
+    "agent": Part("Seconds of requests to the agent over the bare forward pass", agent),
+    "deployment": Part("Seconds of a deployed training round over an empty Flower app's", deployment),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `speed`."""
-    parser.add_argument("--parts", default=",".join(PARTS), metavar="NAME,NAME", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--quick", action="store_true", help=f"as little as runs everything, in {QUICK}")
-    parser.add_argument("--out", type=Path, help="of speed.json, .svg and .png (default: benchmarks/results)")
+    parser.add_argument("--parts", default="", metavar="NAME,NAME", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--gpu", action="store_true", help="only the parts that a GPU matters for, on a GPU")
+    parser.add_argument("--quick", action="store_true", help=f"the smallest measurement of each part, in {QUICK}")
+    parser.add_argument("--out", type=Path, help=f"of {FILE} (default: benchmarks/results)")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
-    """Measure, print, and write what was measured part by part.
+    """Measure, print and keep the parts, one after another.
 
     Raises
     ------
     SettingsError
-        There is no such part, or what is kept cannot be read.
+        An unknown part, or kept results that cannot be read.
     RunError
-        A simulated run failed.
+        A simulated or deployed run failed.
     """
-    names = [name for name in arguments.parts.split(",") if name]
+    names = [name for name in arguments.parts.split(",") if name] or list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:
         raise SettingsError(f"--parts {','.join(unknown)}: allowed are {', '.join(PARTS)}")
-    out = arguments.out or (QUICK if arguments.quick else RESULTS)
-    content = kept(out / "speed.json")
+    if arguments.gpu:
+        if not torch.cuda.is_available():
+            console.print("There is no GPU here (torch.cuda.is_available() is false): nothing was measured.")
+            return
+        console.print(f"GPU: {torch.cuda.get_device_name()}", highlight=False)
+        names = [name for name in names if PARTS[name].gpu]
+    path = (arguments.out or (QUICK if arguments.quick else RESULTS)) / FILE
+    content = read_speed(path)
     for name in names:
-        title, measure, alone = PARTS[name]
-        if alone:
-            with one_core():
-                figures = measure(arguments.quick)
-        else:
-            figures = measure(arguments.quick)
-        console.print(rendered(title, figures))
-        rows: list[dict[str, Any]] = [asdict(figure) for figure in figures]
-        content = {**content, name: {"title": title, **provenance(), "figures": rows}}
-        write_json(out / "speed.json", {part: content[part] for part in PARTS if part in content})
-    plot = picture({part: content[part] for part in PARTS if part in content})
-    write_atomically(out / "speed.svg", standalone(plot).encode())
-    write_atomically(out / "speed.png", to_png(plot.figure, LIGHT))
-    console.print(f"Written: {out}/speed.json, speed.svg, speed.png", highlight=False)
+        part = PARTS[name]
+        with _threads(part.one_core):
+            measured = part.measure(arguments.quick)
+        console.print(rendered(part.title, measured.ratios))
+        rows = [asdict(ratio) for ratio in measured.ratios]
+        own = {"title": part.title, **provenance(), "ratios": rows, "details": dict(measured.details)}
+        content[f"{name}{ON_GPU}" if arguments.gpu else name] = own
+        order = [f"{name}{suffix}" for name in PARTS for suffix in ("", ON_GPU)]
+        write_json(path, {one: content[one] for one in order if one in content})
+    console.print(f"Written: {path}", highlight=False)
 
 
-def kept(path: Path) -> Mapping[str, Any]:
-    """Return the parts that are kept; SettingsError if the file cannot be read."""
+def read_speed(path: Path = RESULTS / FILE) -> dict[str, Any]:
+    """Return part → what is kept; nothing without a file, SettingsError if it cannot be read."""
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         for part in content.values():
-            [Figure(**row) for row in part["figures"]]
+            [Ratio(**row) for row in part["ratios"]]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SettingsError(f"{path} cannot be read ({error}); remove it, or choose another --out") from error
     return dict(content)
 
 
-def rendered(title: str, figures: list[Figure]) -> Table:
+def speed_page(content: Mapping[str, Any]) -> str:
+    """Return all kept parts as a Markdown page."""
+    lines = ["# Speed", "", "`python -m benchmarks speed`; details are in `benchmarks/results/speed.json`."]
+    for name, part in content.items():
+        lines += [
+            "",
+            f"## {name}: {part['title']}",
+            "",
+            f"{part['hardware']}, load {part['load_average']}, {part['time']}.",
+        ]
+        lines += ["", "| what | ratio | target | ours | beside |", "| --- | --: | --- | --- | --- |"]
+        for one in (Ratio(**row) for row in part["ratios"]):
+            sides = f"{one.ours:.3g} {one.unit} | {one.other:.3g}: {one.than}"
+            lines.append(f"| {one.what} | {one.ratio:.3g} | {one.wanted} {one.mark} | {sides} |")
+    return "\n".join(lines) + "\n"
+
+
+def rendered(title: str, ratios: Sequence[Ratio]) -> Table:
     """Return a part's table for a terminal."""
     grid = Table(title=title)
     for column in ("what", "ratio", "target", "", "ours", "beside"):
         grid.add_column(column, justify="right" if column == "ratio" else "left")
-    for one in figures:
+    for one in ratios:
         ours, other = f"{one.ours:.3g} {one.unit}", f"{one.other:.3g}: {one.than}"
         grid.add_row(Text(one.what), f"{one.ratio:.3g}", one.wanted, one.mark, ours, other)
     return grid
+
+
+@contextlib.contextmanager
+def _threads(one: bool) -> Iterator[None]:
+    """Restrict the process to one core if asked to; keep the number of torch threads for later parts in any case."""
+    threads = torch.get_num_threads()
+    try:
+        with one_core() if one else contextlib.nullcontext():
+            yield
+    finally:
+        torch.set_num_threads(threads)

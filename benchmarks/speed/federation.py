@@ -1,4 +1,4 @@
-"""(c) Simulated rounds: wall time over the training in them, engine by engine, and memory over many of them."""
+"""Simulated rounds: wall time over local training by engine, shipping of a large network, memory over many rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.figure import Figure
+from benchmarks.speed.measurement import Measured, Ratio
 from client.compute import resolve_device
 from client.local_data import validate
 from client.runtime import make_device
@@ -18,14 +18,16 @@ from client.state import MemoryState
 from server.errors import RunError
 from settings import Settings
 
-#: Embedded data, one epoch a round and nothing after it.
+#: Embedded data and one epoch per round.
 BASE: dict[str, Any] = {
     "methods": "fedavg", "shifts": "original", "partition": "iid", "local_epochs": 1, "personal_epochs": 0,
     "workers": 2, "checkpoint_every": 0, "rounds": 4, "device": "auto",
 }  # fmt: skip
+CIFAR: dict[str, Any] = {"dataset": "cifar10", "fraction": 0.2, "partition": "equal", "personal_epochs": 1}
 #: Title → settings and the largest ratio of wall time to training over the workers, where there is a target.
 CASES: dict[str, tuple[dict[str, Any], float | None]] = {
     "20 clients, CNN, Ray": ({"clients": 20, "engine": "ray", "local_epochs": 20}, None),
+    "20 clients, CNN, CIFAR-10, Ray": ({**CIFAR, "clients": 20, "engine": "ray", "local_epochs": 5}, 1.25),
     "100 clients, CNN, Ray": ({"clients": 100, "engine": "ray", "local_epochs": 20}, 1.10),
     "100 clients, CNN, Flower's own": ({"clients": 100, "engine": "flower", "local_epochs": 20}, None),
     "100 clients, CNN, one process": ({"clients": 100, "engine": "vectorised", "local_epochs": 20}, None),
@@ -50,32 +52,32 @@ SETTLED = 10
 
 @dataclass
 class Watched:
-    """What a run's rounds took."""
+    """Events and memory of a run's rounds."""
 
     rounds: list[Mapping[str, Any]] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)  # bytes of this process after each round
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Note a round."""
+        """Record a round."""
         if event["event"] == "round":
             self.rounds.append(event)
             self.memory.append(resident())
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process holds; RunError where the system does not say so."""
+    """Return the resident memory of this process in bytes; RunError where the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError as error:
-        raise RunError(f"this system does not say how much memory a process holds: {error}") from error
+        raise RunError(f"this system does not report the memory of a process: {error}") from error
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
 def simulated(changes: Mapping[str, Any], quick: bool) -> Watched:
-    """Run a simulation in a folder that is thrown away; RunError if a client of a round did not reply."""
+    """Run a simulation in a temporary folder; RunError if a client of a round did not reply."""
     from simulation import simulate
 
-    small = {"clients": 3, "rounds": 2, "local_epochs": 1, "stacked_clients": 2} if quick else {}
+    small = {"clients": 3, "rounds": 2, "local_epochs": 1, "stacked_clients": 2, "dataset": "digits"} if quick else {}
     watched = Watched()
     with tempfile.TemporaryDirectory() as folder:
         simulate(Settings(**{**BASE, **changes, **small}), Path(folder) / "run", [watched])
@@ -85,17 +87,17 @@ def simulated(changes: Mapping[str, Any], quick: bool) -> Watched:
     return watched
 
 
-def rounds(quick: bool) -> list[Figure]:
+def rounds(quick: bool) -> Measured:
     """Measure all rounds but the first, in which workers start."""
     found = []
     for title, (changes, target) in CASES.items():
         workers = 1 if changes["engine"] == "vectorised" else BASE["workers"]
         wall, training = times(simulated(changes, quick), workers)
-        found.append(Figure(title, wall / training, "s a round", wall, training, "training / workers", target))
-    return found
+        found.append(Ratio(title, wall / training, "s a round", wall, training, "training / workers", target))
+    return Measured(found)
 
 
-def engines(quick: bool) -> list[Figure]:
+def engines(quick: bool) -> Measured:
     """Measure how many clients a second the vectorised engine trains over the Ray path, on CIFAR-10."""
     device = resolve_device("auto").type
     changes = {**ENGINES, "dataset": "digits"} if quick else ENGINES
@@ -107,13 +109,14 @@ def engines(quick: bool) -> list[Figure]:
     title = f"{ENGINES['clients']} clients, CNN, {changes['dataset']}, one process over Ray, {device}"
     target = STACKED if device == "cuda" else None
     ratio = speed["vectorised"] / speed["ray"]
-    return [Figure(title, ratio, "clients/s", speed["vectorised"], speed["ray"], "the Ray path", target, least=True)]
+    ours, other = speed["vectorised"], speed["ray"]
+    return Measured([Ratio(title, ratio, "clients/s", ours, other, "the Ray path", target, least=True)])
 
 
-def shipping(quick: bool) -> list[Figure]:
+def shipping(quick: bool) -> Measured:
     """Measure what a round of a large network takes beyond what clients compute in it, in seconds."""
     found = []
-    than = "training and validation / workers; the figure is s"
+    than = "training and validation / workers; the ratio is their difference in s"
     for title, (changes, target) in SHIPPED.items():
         if quick:
             changes = {**changes, "model": "cnn"}
@@ -121,15 +124,17 @@ def shipping(quick: bool) -> list[Figure]:
         watched = simulated(changes, quick)
         wall, training = times(watched, workers)
         clients = len(watched.rounds[-1]["replied"])
-        computed = training + clients * looking(Settings(**{**BASE, **changes, "clients": clients})) / workers
-        found.append(Figure(title, max(wall - computed, 0.0), "s a round", wall, computed, than, target))
-    return found
+        computed = (
+            training + clients * validation_seconds(Settings(**{**BASE, **changes, "clients": clients})) / workers
+        )
+        found.append(Ratio(title, max(wall - computed, 0.0), "s a round", wall, computed, than, target))
+    return Measured(found)
 
 
-def looking(settings: Settings) -> float:
-    """Return the median seconds in which a client measures the network that it got on its validation split.
+def validation_seconds(settings: Settings) -> float:
+    """Return the median seconds in which a client evaluates the received network on its validation split.
 
-    A round's training seconds are without it.
+    The training seconds of a round do not include them.
     """
     known, seconds = MemoryState(), []
     for partition in range(min(settings.clients, 10)):
@@ -147,10 +152,10 @@ def times(watched: Watched, workers: int) -> tuple[float, float]:
     return wall, averages.median(sum(event["train_seconds"]) / workers for event in later)
 
 
-def memory(quick: bool) -> list[Figure]:
+def memory(quick: bool) -> Measured:
     """Measure by how much this process grows a round once it has settled."""
     held = simulated(MEMORY, quick).memory
     after = held[min(SETTLED, len(held) - 1) - 1 :]
     growth = (after[-1] - after[0]) / max(len(after) - 1, 1) / 1e6
     title = f"{len(held)} rounds in one process: MB a round after {len(held) - len(after) + 1}"
-    return [Figure(title, growth, "MB", after[-1] / 1e6, after[0] / 1e6, "before", GROWTH)]
+    return Measured([Ratio(title, growth, "MB", after[-1] / 1e6, after[0] / 1e6, "before", GROWTH)])

@@ -1,8 +1,7 @@
-"""FedTHE, BTFL and tuning on views as one would first write them: a loop over samples, autograd, adaptive quadrature.
+"""FedTHE, BTFL and tuning on views, written naively: a loop over samples, autograd, adaptive quadrature.
 
-What the benchmarks `heads` and `speed` compare with, in time and in result. Each function reads from top to bottom as
-its paper does (FedTHE, Algorithm 2; BTFL, Algorithm 1; MEMO) with the default options, and shares no code with `tta`
-beyond the container of the statistics.
+The part `loops` compares time and results with these. Each function follows its paper line by line (FedTHE, Algorithm
+2; BTFL, Algorithm 1; MEMO) with the default options, and shares no code with `tta` but the container of statistics.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""(f) One step of local training with each of the ways to make it faster, over the plain step."""
+"""Options of a training step (memory format, bfloat16, fused SGD, compilation, CUDA graphs) over the plain step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.sgd import sgd
 
-from benchmarks.speed.figure import Figure
+from benchmarks.speed.measurement import Measured, Ratio
 from client.compute import autocast
 from models import build
 
@@ -30,8 +30,8 @@ RULE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a step is made."""
+class Options:
+    """Options of a step."""
 
     channels_last: bool = False
     half: bool = False
@@ -40,26 +40,26 @@ class Way:
     graph: bool = False  # a CUDA graph of the whole step, replayed
 
 
-PLAIN = Way()
+PLAIN = Options()
 WAYS = {
-    "channels-last": Way(channels_last=True),
-    "bfloat16": Way(half=True),
-    "fused SGD": Way(fused=True),
-    "channels-last, bfloat16": Way(channels_last=True, half=True),
-    "all three": Way(channels_last=True, half=True, fused=True),
-    "torch.compile": Way(compiled=True),
-    "torch.compile, channels-last, bfloat16": Way(channels_last=True, half=True, compiled=True),
+    "channels-last": Options(channels_last=True),
+    "bfloat16": Options(half=True),
+    "fused SGD": Options(fused=True),
+    "channels-last, bfloat16": Options(channels_last=True, half=True),
+    "all three": Options(channels_last=True, half=True, fused=True),
+    "torch.compile": Options(compiled=True),
+    "torch.compile, channels-last, bfloat16": Options(channels_last=True, half=True, compiled=True),
 }
-#: Those that only a GPU has.
+#: Options of a GPU only.
 GPU_WAYS = {
-    "CUDA graph": Way(graph=True),
-    "CUDA graph, channels-last, bfloat16": Way(channels_last=True, half=True, graph=True),
+    "CUDA graph": Options(graph=True),
+    "CUDA graph, channels-last, bfloat16": Options(channels_last=True, half=True, graph=True),
 }
-WARM = 3  # steps before a graph is captured: what is made once is made outside of it
+WARM = 3  # steps before a graph is captured
 
 
-def options(quick: bool) -> list[Figure]:
-    """Time them turn by turn, each beside the plain step; the ratio is of speeds."""
+def options(quick: bool) -> Measured:
+    """Time each option and the plain step in turns; the ratio is of speeds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     repeats, steps = (1, 1) if quick else (7, 10)
     ways = WAYS | (GPU_WAYS if device.type == "cuda" else {})
@@ -73,25 +73,25 @@ def options(quick: bool) -> list[Figure]:
             slow, quicker = (averages.median(turn[side] for turn in turns) for side in (0, 1))
             ratio = averages.median(turn[0] / turn[1] for turn in turns)
             what = f"{network}, {title}, {device.type}"
-            found.append(Figure(what, ratio, "ms a step", quicker, slow, "contiguous, float32", least=True))
-    return found
+            found.append(Ratio(what, ratio, "ms a step", quicker, slow, "contiguous, float32", least=True))
+    return Measured(found)
 
 
 class TrainingStep:
-    """One step after another with a batch that stays; the first has been made.
+    """Training steps on one fixed batch; the first is made on construction.
 
     Parameters
     ----------
     name : str
         Of the network.
-    way : Way
+    way : Options
     device : torch.device
         A CUDA device, if `way.graph`.
     backend : str
         Of `torch.compile`, if `way.compiled`.
     """
 
-    def __init__(self, name: str, way: Way, device: torch.device, backend: str = "inductor") -> None:
+    def __init__(self, name: str, way: Options, device: torch.device, backend: str = "inductor") -> None:
         layout = torch.channels_last if way.channels_last else torch.contiguous_format
         draw = torch.Generator().manual_seed(0)
         self.way, self.device = way, device
@@ -122,7 +122,7 @@ class TrainingStep:
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """Return a step as a CUDA graph that is replayed: the processor hands it over at once instead of call by call."""
+    """Return a step as a CUDA graph that is replayed with one launch."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

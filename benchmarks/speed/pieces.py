@@ -1,8 +1,7 @@
-"""(d), (e) Aggregation of many replies, corruptions and partitions."""
+"""Aggregation of many replies, corruptions and partitions."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,8 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from benchmarks.speed.figure import Figure
+from benchmarks.speed.measurement import Measured, Ratio
+from benchmarks.speed.timing import least_seconds
 from client.app import packed
 from data import CORRUPTIONS, corrupt
 from data.partition import SCHEMES, partition
@@ -24,17 +24,7 @@ IMAGES = 60_000
 CLIENTS = 1000
 
 
-def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
-    """Return the least seconds of a few calls."""
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
-def aggregation(quick: bool) -> list[Figure]:
+def aggregation(quick: bool) -> Measured:
     """Time FedAvg over many replies of the papers' CNN, beside adding up the same numbers in numpy."""
     allow_messages()
     count = 20 if quick else REPLIES
@@ -51,12 +41,12 @@ def aggregation(quick: bool) -> list[Figure]:
             for name, value in network.items():
                 total[name] += value * np.float32(size / sizes.sum())
 
-    base, found = seconds(plain), []
+    base, found = least_seconds(plain), []
     for name, pack in (("by reference", held_record), ("as they are sent", packed)):
         messages = replies(pack)
-        took = seconds(lambda messages=messages: FedAvg().aggregate_train(1, messages))  # type: ignore[misc]
-        found.append(Figure(f"FedAvg of {count} replies, {name}", took / base, "s", took, base, "adding up in numpy"))
-    return found
+        took = least_seconds(lambda messages=messages: FedAvg().aggregate_train(1, messages))  # type: ignore[misc]
+        found.append(Ratio(f"FedAvg of {count} replies, {name}", took / base, "s", took, base, "adding up in numpy"))
+    return Measured(found)
 
 
 def _reply(arrays: ArrayRecord, metrics: MetricRecord) -> Message:
@@ -65,20 +55,20 @@ def _reply(arrays: ArrayRecord, metrics: MetricRecord) -> Message:
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=request)
 
 
-def data_path(quick: bool) -> list[Figure]:
+def data_path(quick: bool) -> Measured:
     """Time corruptions of a batch beside copying it, and partitions beside shuffling the labels."""
     count = 16 if quick else 512
     images = torch.rand(count, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    copied, found = seconds(lambda: images.clone()), []
+    copied, found = least_seconds(lambda: images.clone()), []
     for name in CORRUPTIONS:
-        took = seconds(lambda name=name: corrupt(images, name, 3, 0))  # type: ignore[misc]
+        took = least_seconds(lambda name=name: corrupt(images, name, 3, 0))  # type: ignore[misc]
         what = f"{name}, {count / took:,.0f} images/s"
-        found.append(Figure(what, took / copied, "s", took, copied, f"a copy of {count} images"))
+        found.append(Ratio(what, took / copied, "s", took, copied, f"a copy of {count} images"))
     total, clients = (600, 10) if quick else (IMAGES, CLIENTS)
     labels = np.random.default_rng(0).integers(10, size=total)
-    shuffled = seconds(lambda: np.random.default_rng(0).permutation(labels))
+    shuffled = least_seconds(lambda: np.random.default_rng(0).permutation(labels))
     for scheme in SCHEMES:
-        took = seconds(lambda scheme=scheme: partition(labels, clients, scheme, alpha=1.0), 1)  # type: ignore[misc]
+        took = least_seconds(lambda scheme=scheme: partition(labels, clients, scheme, alpha=1.0), 1)  # type: ignore[misc]
         what = f"{scheme}: {total:,} images to {clients:,} clients"
-        found.append(Figure(what, took / shuffled, "s", took, shuffled, "a shuffle"))
-    return found
+        found.append(Ratio(what, took / shuffled, "s", took, shuffled, "a shuffle"))
+    return Measured(found)

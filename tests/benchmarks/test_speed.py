@@ -1,4 +1,4 @@
-"""`speed`: each part in its smallest form, what is kept, and that two sides that differ are not timed."""
+"""`speed`: each part in its smallest form, and what is kept."""
 
 from __future__ import annotations
 
@@ -7,81 +7,173 @@ import statistics as averages
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.speed import adapters, command, federation, loops, options, pieces
-from benchmarks.speed.figure import Figure
+from benchmarks.speed import adapters, bbn, command, federation, mixing, options, pieces
+from benchmarks.speed.measurement import Measured, Part, Ratio
 from data import CORRUPTIONS
 from models import build
 from server.errors import RunError
-from settings import Settings
+from settings import Settings, SettingsError
+from tta.registry import ADAPTERS
 
 CPU = torch.device("cpu")
 
 
-def figure(what: str, ratio: float, target: float | None = None, least: bool = False) -> Figure:
-    return Figure(what, ratio, "s", ratio, 1.0, "the other", target, least)
+def ratio(what: str, value: float, target: float | None = None, least: bool = False) -> Ratio:
+    return Ratio(what, value, "s", value, 1.0, "the other", target, least)
 
 
 def test_a_target_is_reached_from_above_or_from_below() -> None:
-    assert [figure("a", ratio, 2.0).mark for ratio in (1.9, 2.0, 2.1)] == ["✓", "✓", "✗"]
-    assert [figure("a", ratio, 2.0, least=True).mark for ratio in (1.9, 2.0, 2.1)] == ["✗", "✓", "✓"]
-    assert (figure("a", 1.0).mark, figure("a", 1.0).wanted) == ("", "")
-    assert (figure("a", 1.0, 2.0).wanted, figure("a", 1.0, 2.0, least=True).wanted) == ("≤ 2", "≥ 2")
+    assert [ratio("a", value, 2.0).mark for value in (1.9, 2.0, 2.1)] == ["✓", "✓", "✗"]
+    assert [ratio("a", value, 2.0, least=True).mark for value in (1.9, 2.0, 2.1)] == ["✗", "✓", "✓"]
+    assert (ratio("a", 1.0).mark, ratio("a", 1.0).wanted) == ("", "")
+    assert (ratio("a", 1.0, 2.0).wanted, ratio("a", 1.0, 2.0, least=True).wanted) == ("≤ 2", "≥ 2")
 
 
-def test_parts_are_measured_kept_and_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Parts that were measured, and whether with --quick; there are two."""
+    found: list[tuple[str, bool]] = []
+
+    def part(name: str, value: float, **more: bool) -> Part:
+        def measure(quick: bool) -> Measured:
+            found.append((name, quick))
+            return Measured([ratio(name, value, 2.0)], {"extra": [1, 2]})
+
+        return Part(f"title of {name}", measure, **more)
+
+    monkeypatch.setattr(command, "PARTS", {"one": part("one", 1.0), "two": part("two", 3.0, gpu=True)})
+    return found
+
+
+def test_parts_are_measured_and_kept_in_one_file(
+    asked: list, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[str, bool]] = []
-
-    def part(name: str, ratio: float) -> Any:
-        return f"title of {name}", lambda quick: asked.append((name, quick)) or [figure(name, ratio, 2.0)], False
-
-    monkeypatch.setattr(command, "PARTS", {"one": part("one", 1.0), "two": part("two", 3.0)})
     assert main(["speed", "--parts", "two", "--out", str(tmp_path)]) == 0
     assert main(["speed", "--parts", "one", "--quick", "--out", str(tmp_path)]) == 0
     assert asked == [("two", False), ("one", True)]
     content = json.loads((tmp_path / "speed.json").read_text())
     assert list(content) == ["one", "two"]
-    assert content["two"]["figures"][0]["ratio"] == 3.0
-    assert "load_average" in content["two"]
-    assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
-    assert "two: 3 (≤ 2)" in (tmp_path / "speed.svg").read_text()
+    assert (content["two"]["ratios"][0]["ratio"], content["two"]["details"]) == (3.0, {"extra": [1, 2]})
+    assert content["two"]["hardware"]
+    assert "| two | 3 | ≤ 2 ✗ | 3 s | 1: the other |" in command.speed_page(content)
     assert "title of two" in capsys.readouterr().out
     assert main(["speed", "--parts", "one,three", "--out", str(tmp_path)]) == 2
     assert "--parts three: allowed are one, two" in capsys.readouterr().err
-    (tmp_path / "speed.json").write_text('{"one": {"figures": [{"what": 1}]}}')
+    (tmp_path / "speed.json").write_text('{"one": {"ratios": [{"what": 1}]}}')
     assert main(["speed", "--parts", "one", "--out", str(tmp_path)]) == 2
     assert "speed.json cannot be read" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
+
+
+def test_parts_of_a_gpu_need_one(
+    asked: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["speed", "--gpu", "--out", str(tmp_path)]) == 0
+    assert "There is no GPU here" in capsys.readouterr().out
+    assert (asked, list(tmp_path.iterdir())) == ([], [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert main(["speed", "--gpu", "--out", str(tmp_path)]) == 0
+    assert list(command.read_speed(tmp_path / "speed.json")) == ["two-gpu"]
+
+
+def test_a_part_that_fails_is_not_kept(asked: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(quick: bool) -> Measured:
+        raise RunError("1 lost")
+
+    monkeypatch.setitem(command.PARTS, "two", Part("", measure))
+    assert main(["speed", "--out", str(tmp_path)]) == 1
+    assert list(command.read_speed(tmp_path / "speed.json")) == ["one"]
+
+
+def test_committed_measurements_are_those_of_the_parts() -> None:
+    content = command.read_speed()
+    assert list(content) == list(command.PARTS)
+    assert content["deployment"]["details"]["medians"]["over_floor"] == 1.1270554914749733
+    assert content["mixing"]["details"]["costs"][0]["seconds"] == 1.4419200880001881
+    assert content["agent"]["details"]["cases"][0]["latencies"][0]["p50_ms"] == 1.9425799982855096
+    assert content["rounds"]["details"]["20 clients, CNN, CIFAR-10, Ray"]["ratio_median"] == 1.0430043702426022
+    assert [one["ratio"] for one in content["bbn"]["ratios"]] == [2.184805886600271, 2.1763548145303884]
+    assert len(content["adapters"]["ratios"]) == 48
 
 
 def test_adapters_beside_the_bare_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "ADAPTERS", ("none", "btfl", "memo"))
-    monkeypatch.setattr(adapters, "SAMPLES", {1: 2, 64: 64})
-    found = adapters.adapters(quick=True)
-    assert [one.what for one in found] == ["btfl, batch 1", "memo, batch 1", "btfl, batch 64"]
+    few = {name: ADAPTERS[name] for name in ("none", "btfl", "memo", "tent")}
+    monkeypatch.setattr(adapters, "ADAPTERS", few)
+    monkeypatch.setattr(adapters, "STREAMS", {1: 2, 64: 64})
+    found = adapters.adapters(quick=True).ratios
+    assert [one.what for one in found] == ["btfl, batch 1", "memo, batch 1", "btfl, batch 64"]  # Tent does not fit
     assert all(one.ratio > 0 and one.ours > 0 for one in found)
     assert found[0].target == 2.0
+    measured = adapters.methods(quick=True)
+    assert set(measured.details["adapters"]) == {"none", "btfl"}
+    assert (measured.details["model_options"], measured.ratios[0].ratio) == ("norm=batch", 1.0)
+    with pytest.raises(SettingsError, match=r"model-options = 'depth=8': .*depth"):
+        adapters.measure(adapters.make_setup("cnn", "depth=8", 2, 1), 1, ["btfl"])
 
 
-@pytest.mark.parametrize("weights", [[1.0, 1.0], [0.2, 0.7]], ids=["MEMO", "FedTHE+"])
-def test_the_naive_loop_tunes_as_the_adapters_do(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("cnn", 10, seed=3)
-    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    loops.check("both", model, images, torch.tensor(weights))
-    monkeypatch.setattr(loops, "ours", lambda *one: lambda: loops.loop(*one)() + 1e-3)
-    with pytest.raises(RuntimeError, match="both: ours and the naive loop differ by"):
-        loops.check("both", model, images, torch.tensor(weights))
+def test_seconds_are_multiples_of_btfl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(setup: Any, repeats: int, only: Any) -> dict[str, adapters.Cost]:
+        return {name: adapters.Cost(0.0, value, 1.0, 1.0, 0.0) for name, value in times.items()}
+
+    times = {"none": 1.0, "ttt": 6.0, "memo": 20.0, "fedthe": 1.0, "btfl": 2.0}
+    monkeypatch.setattr(adapters, "measure", measure)
+    found = {one.what: one for one in adapters.seconds(quick=True).ratios}
+    assert (found["memo, cnn"].ratio, found["memo, cnn"].ours) == (10.0, 20.0)
+    assert found["memo, cnn"].than == "BTFL; the paper: 9.3 times BTFL"  # 160.99 / 17.30
+    assert found["fedthe, cnn"].ratio == 0.5
 
 
-def test_loops_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "VIEWS", 2)
-    found = loops.tuning(1, 1, CPU)
-    assert [one.what for one in found] == ["MEMO, 2 views, 3 steps, cpu", "FedTHE+, 2 views, 3 steps, cpu"]
-    assert all(one.ratio > 0 and one.least for one in found)
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("none", 1, 0),
+        ("fedthe", 1, 0),  # its gradient is analytic
+        ("btfl", 1, 0),
+        ("em", 1, 0),
+        ("tent", 1, 1),
+        ("bbn", 4, 2),  # teacher twice, student, source; gradients of student and teacher
+        ("fedicon", 3, 2),  # two views, then the image
+        ("memo", 3 * 32 + 1, 3 * 32),  # three steps on 32 views, then the image
+        ("ttt", 32 + 1, 32),
+    ],
+)
+def test_images_through_the_network_per_predicted_image(name: str, forward: int, backward: int) -> None:
+    client = adapters.Client.of(adapters.make_setup("cnn", None, 4, 2), ADAPTERS[name].needs >= {"rotation_head"})
+    x = torch.rand(4, 3, adapters.SIDE, adapters.SIDE, generator=torch.Generator().manual_seed(2))
+    assert adapters.count_passes(client, name, x, 2) == (forward, backward)
+    assert not client.device.model.encoder._forward_hooks
+
+
+def test_bbn_beside_a_plain_pass() -> None:
+    measured = bbn.bbn(quick=True)
+    assert [one.target for one in measured.ratios] == [3.5, None]
+    assert all(one.ratio > 0 for one in measured.ratios)
+    assert measured.details["timings"][0]["ratio"] == 1
+    model = build("shallow-cnn", 10, seed=0).eval()
+    gradients = bbn.plain_pass(model, torch.rand(4, 3, 32, 32), torch.arange(4))
+    missing = [name for (name, _), g in zip(model.named_parameters(), gradients, strict=True) if g is None]
+    assert missing == ["personal_head.weight"]
+
+
+def test_mixing_is_checked_and_its_memory_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = mixing.mixing(quick=True)
+    steps = ["W of FedAMP", "W of pFedGraph", "D of pFedBBN", "W of pFedBBN", "mixtures"]
+    assert [one["step"] for one in measured.details["costs"]] == steps
+    assert measured.ratios[-1].ratio >= 1, "the mixtures themselves are counted"
+    assert measured.details["channels"] == 64 + 128 + 256 + 512
+    held = np.ones(1 << 20)
+    result, cost = mixing.cost_of("sum", lambda: held[: 1 << 16] + 1)
+    assert result.nbytes <= cost.peak_bytes < 2 * result.nbytes
+    monkeypatch.setattr(mixing, "fedamp_weights", lambda shared: np.eye(len(shared)))
+    with pytest.raises(RuntimeError, match="W of FedAMP: differs from the formula"):
+        mixing.measure(mixing.make_inputs(10, 400, 2))
 
 
 def event(wall: float, seconds: list[float], replied: int) -> dict[str, Any]:
@@ -99,16 +191,17 @@ def test_rounds_are_wall_time_over_training(monkeypatch: pytest.MonkeyPatch) -> 
             listeners[0](event(wall, [1.0, 2.0, 1.0], 2 if lost else 3))
 
     monkeypatch.setattr("simulation.simulate", simulate)
-    found = {one.what: one for one in federation.rounds(quick=False)}
+    found = {one.what: one for one in federation.rounds(quick=False).ratios}
     assert found["100 clients, CNN, Ray"].ratio == pytest.approx(3.5 / 2)
     assert found["100 clients, CNN, one process"].ratio == pytest.approx(3.5 / 4)
     assert found["100 clients, CNN, Ray"].target == 1.10
+    assert found["20 clients, CNN, CIFAR-10, Ray"].target == 1.25
     assert {one.engine for one in asked} == {"ray", "flower", "vectorised"}
-    monkeypatch.setattr(federation, "looking", lambda settings: settings.clients / 30)  # 0.1 s
-    flower, ray, own = federation.shipping(quick=False)
+    monkeypatch.setattr(federation, "validation_seconds", lambda settings: settings.clients / 30)  # 0.1 s
+    flower, ray, own = federation.shipping(quick=False).ratios
     assert (flower.ratio, ray.ratio, own.ratio) == (pytest.approx(1.35), pytest.approx(1.35), 0.0)
     assert asked[-1].model == "resnet18"
-    (one,) = federation.engines(quick=True)
+    (one,) = federation.engines(quick=True).ratios
     assert one.what.startswith("100 clients, CNN, digits, one process over Ray")
     assert (one.ratio, one.ours) == (1.0, pytest.approx(averages.median([3 / 3, 3 / 4])))
     lost = True
@@ -116,18 +209,18 @@ def test_rounds_are_wall_time_over_training(monkeypatch: pytest.MonkeyPatch) -> 
         federation.rounds(quick=True)
 
 
-def test_looking_at_validation_pictures_takes_time() -> None:
-    assert 0 < federation.looking(Settings(clients=2, device="cpu")) < 60
+def test_validation_takes_time() -> None:
+    assert 0 < federation.validation_seconds(Settings(clients=2, device="cpu")) < 60
 
 
 def test_memory_of_a_small_run() -> None:
-    (found,) = federation.memory(quick=True)
+    (found,) = federation.memory(quick=True).ratios
     assert found.what == "2 rounds in one process: MB a round after 1"
     assert found.ours > 50
 
 
 def test_options_are_timed_beside_the_plain_step() -> None:
-    found = options.options(quick=True)
+    found = options.options(quick=True).ratios
     ways = [*options.WAYS, *(options.GPU_WAYS if device() == "cuda" else [])]
     assert [one.what.split(", ", 1)[1] for one in found] == [f"{title}, {device()}" for title in ways]
     assert all(one.ratio > 0 for one in found)
@@ -157,11 +250,11 @@ def test_a_cuda_graph_makes_the_same_steps() -> None:
 
 
 def test_pieces() -> None:
-    referred, sent = pieces.aggregation(quick=True)
+    referred, sent = pieces.aggregation(quick=True).ratios
     assert (referred.what, sent.what) == (
         "FedAvg of 20 replies, by reference",
         "FedAvg of 20 replies, as they are sent",
     )
-    found = pieces.data_path(quick=True)
+    found = pieces.data_path(quick=True).ratios
     assert len(found) == len(CORRUPTIONS) + 4
     assert all(one.ratio > 0 for one in (referred, sent, *found))

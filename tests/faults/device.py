@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.served import PARTITION, SETTINGS, fabricate
+from benchmarks.speed.served import PARTITION, SETTINGS, fabricate
 from client.agent import agent_pb2 as pb
 from client.agent import agent_pb2_grpc
 from client.agent.store import Store

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.served import pictures
-from benchmarks.streams import batches, requests
+from benchmarks.speed.served import test_images
+from benchmarks.speed.streams import batches, requests
 from client.agent import agent_pb2 as pb
 from tests.faults.device import Device, device
 from tests.faults.stage import PATIENCE, wait_until
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
 @pytest.fixture(scope="module")
 def stream() -> list[pb.PredictRequest]:
     """Requests of a sample each."""
-    return requests(batches(pictures(400), 1))
+    return requests(batches(test_images(400), 1))
 
 
 def probabilities(replies: list[pb.PredictReply]) -> NDArray[np.float32]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.served import pictures
-from benchmarks.streams import batches, requests
+from benchmarks.speed.served import test_images
+from benchmarks.speed.streams import batches, requests
 from settings import Settings
 from simulation.certificates import make_keys
 from simulation.superlink import free_ports
@@ -59,7 +59,7 @@ def test_a_program_finds_its_agent_again(tmp_path: Path) -> None:
     credentials = grpc.ssl_channel_credentials(
         *((keys / name).read_bytes() for name in ("agents-ca.crt", "program.key", "program.crt"))
     )
-    asked = requests(batches(pictures(20), 1))
+    asked = requests(batches(test_images(20), 1))
     with proxy(own["listen"], DELAY, RATE) as line:
         channel = grpc.secure_channel(line.address, credentials, OPTIONS)
         with device(channel, **own) as made:

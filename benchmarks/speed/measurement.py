@@ -1,0 +1,78 @@
+"""Ratios of two measurements made side by side, and what a part of `speed` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio and its two sides.
+
+    Parameters
+    ----------
+    what : str
+        Such as "btfl, batch 512".
+    ratio : float
+    unit : str
+        Of `ours` and `other`.
+    ours, other : float
+    than : str
+        What `other` measures.
+    target : float or None
+        Bound of the ratio.
+    least : bool
+        Whether the bound is a lower one.
+    """
+
+    what: str
+    ratio: float
+    unit: str
+    ours: float
+    other: float
+    than: str
+    target: float | None = None
+    least: bool = False
+
+    @property
+    def mark(self) -> str:
+        """Return a check mark or a cross; nothing without a target."""
+        if self.target is None:
+            return ""
+        return "✓" if (self.ratio >= self.target if self.least else self.ratio <= self.target) else "✗"
+
+    @property
+    def wanted(self) -> str:
+        """Return the target as it is printed."""
+        return "" if self.target is None else f"{'≥' if self.least else '≤'} {self.target:g}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The ratios of a part, and further numbers as JSON values."""
+
+    ratios: list[Ratio]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the `speed` command.
+
+    Parameters
+    ----------
+    title : str
+    measure : callable
+        Takes whether to measure as little as possible (`--quick`).
+    one_core : bool
+        Whether it runs on one core with one torch thread.
+    gpu : bool
+        Whether it says something about a GPU.
+    """
+
+    title: str
+    measure: Callable[[bool], Measured]
+    one_core: bool = False
+    gpu: bool = False

@@ -1,0 +1,134 @@
+"""A model to serve that needs no training, and an agent that starts with it.
+
+The papers' CNN with random features; its heads are fitted by least squares on a thousand samples of the embedded
+digits, accurate enough for the agent's guard to accept the stream.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from client.agent.serving import Served, serve, usual
+from client.agent.store import Store
+from client.evaluation import Row
+from client.runtime import federation_of
+from client.spec import network_spec
+from data import Federation
+from models import TwoHead, build
+from settings import Settings
+from simulation import agents
+from simulation.deployment import logs
+from simulation.superlink import FlowerError
+from tta import Statistics
+from tta.statistics import discretise
+
+#: One client of some; the network takes 32x32x3 and has 10 classes.
+SETTINGS = Settings(dataset="digits", image_size=32, clients=4, model="cnn", device="cpu")
+PARTITION = 0
+CPU = torch.device("cpu")
+RIDGE = 1e-2  # of the features' mean square
+SHARPNESS = 12.0  # times the fitted 0 and 1, so that logits spread as a trained head's do
+STOPPING = 60.0  # seconds that an agent may take to save and end
+
+
+def test_images(count: int) -> NDArray[np.uint8]:
+    """Return test images of all clients, repeated up to uint8 [count, 3, 32, 32]."""
+    federation = federation_of(SETTINGS)
+    test = np.concatenate([split.test for split in federation.splits])
+    order = np.random.default_rng(0).permutation(test)
+    return federation.images.pixels[order[np.arange(count) % len(order)]]
+
+
+@torch.no_grad()
+def fabricate() -> Served:
+    """Return a served model with all statistics that FedTHE and BTFL need."""
+    federation, size = federation_of(SETTINGS), SETTINGS.image_size
+    spec = network_spec(federation.images, SETTINGS.model, SETTINGS.model_options, SETTINGS.dataset, size)
+    network = build(**spec, seed=0).eval().to(memory_format=torch.channels_last)
+    known = fit(network, federation)
+    ordinary = usual(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
+    row = Row("none", "none")
+    return serve(row, network, spec, SETTINGS, federation.images.classes, ordinary, known, None, None)
+
+
+def fit(network: TwoHead, federation: Federation) -> Statistics:
+    """Fit the global head to all training samples, the personal one to the client's; return the statistics."""
+    images = federation.images
+    indices = [split.train for split in federation.splits]
+    features = [network.features(images.batch(index, CPU)).double() for index in indices]
+    labels = [torch.from_numpy(images.labels[index]) for index in indices]
+    ones = torch.ones(sum(map(len, indices)), 1, dtype=torch.float64)
+    weight = _least_squares(torch.cat([torch.cat(features), ones], 1), torch.cat(labels), len(images.classes))
+    network.head.weight.copy_(weight[:, :-1])
+    network.head.bias.copy_(weight[:, -1])
+    mine = features[PARTITION]
+    network.personal_head.weight.copy_(_least_squares(mine, labels[PARTITION], len(images.classes)))
+    zeros = [(discretise(z) == 0).double().mean(0) for z in features]
+    return Statistics(
+        descriptor_local=mine.mean(0),
+        descriptor_global=torch.stack([z.mean(0) for z in features]).mean(0),
+        dle_local=zeros[PARTITION],
+        dle_global=torch.stack(zeros).mean(0),
+        entropy_local=_mean_entropy(network.personal_head(mine.float())),
+        entropy_global=_mean_entropy(network.head(mine.float())),
+    )
+
+
+def _least_squares(features: Tensor, labels: Tensor, classes: int) -> Tensor:
+    """Return W [K, d] with W z close to `SHARPNESS` times the one-hot label."""
+    wanted = SHARPNESS * torch.nn.functional.one_hot(labels, classes).double()
+    square = features.T @ features
+    ridge = RIDGE * square.diagonal().mean() * torch.eye(len(square), dtype=square.dtype)
+    return torch.linalg.solve(square + ridge, features.T @ wanted).T
+
+
+def _mean_entropy(logits: Tensor) -> float:
+    logs = logits.double().log_softmax(1)
+    return float(-(logs.exp() * logs).sum(1).mean())
+
+
+@contextmanager
+def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Run an agent (`python -m client.agent`) that has a model; yield its address and process id.
+
+    Parameters
+    ----------
+    folder : Path
+        Absolute and short, for the sockets are in it, too; made here.
+    keys : mapping
+        Of the agent's config, besides those that place it.
+
+    Raises
+    ------
+    FlowerError
+        It does not start or stop as it should; the message has the end of its log.
+    """
+    folder.mkdir()
+    config = agents.agent_config(folder, folder, PARTITION, SETTINGS.clients, {"device": SETTINGS.device, **keys})
+    store = Store(folder / f"agent-{PARTITION}", 1, print)
+    store.save_model(served)
+    store.close()
+    address = f"unix:{folder}/a{PARTITION}"
+    process = agents.start_agent(folder / "home", config)
+    try:
+        try:
+            agents.wait_for({address: process})
+            yield address, process.pid
+            process.terminate()
+            status = process.wait(STOPPING)
+        finally:
+            process.kill()
+            process.wait()
+        if status:
+            raise FlowerError(f"the agent ended with status {status}")
+    except (FlowerError, subprocess.TimeoutExpired) as error:
+        raise FlowerError(f"{error}\n{logs(folder, f'*/{agents.LOG}')}") from error

@@ -1,0 +1,1 @@
+"""Tables of the papers: protocols (TOML), cells, runs, kept results, pages."""

@@ -1,0 +1,171 @@
+"""Networks that cells start from: kept ones are found and checked, missing ones are trained and labelled."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.provenance import RESULTS, differing, provenance, provenance_of_run
+from benchmarks.tables.pretrained import check_pretrained, label_path, read_label, write_label
+from benchmarks.tables.protocol import Cell, Network, Protocol
+from benchmarks.tables.results import FREE, UNRECORDED, cell_path, read_cell
+from benchmarks.tables.runs import RUN, trained
+from benchmarks.tables.training import source_parts, train_centrally, train_source
+from client.runtime import federation_of
+from data import Federation
+from models import save_model, write_atomically
+from server.branch import TESTS
+from server.methods import plan
+from server.rates import save_rates
+from server.report import METRICS_FILE, read_results
+from settings import Settings, SettingsError
+
+NETWORK_FILE = "model.safetensors"
+
+
+def of_seed(settings: Settings, seed: int) -> Settings:
+    """Return the settings of one seed; {seed} in `init` stands for it."""
+    return settings.replace(seed=seed, init=settings.init.replace("{seed}", str(seed)))
+
+
+def network_path(network: Network, seed: int, out: Path) -> Path:
+    """Return the file of a network in `out`, or a fitting one among the committed results, or a new one in `out`.
+
+    Raises
+    ------
+    SettingsError
+        The file in `out` was trained with other settings.
+    """
+    name, settings = network.file.format(seed=seed), _network_settings(network, seed)
+    for place in dict.fromkeys((out, RESULTS)):
+        if (place / name).exists():
+            other = _other_training(place / name, network, settings)
+            if not other:
+                return place / name
+            if place == out:
+                raise SettingsError(f"{place / name} was trained with other settings ({', '.join(other)})")
+    return out / name
+
+
+def initial_settings(
+    protocol: Protocol, cell: Cell, seed: int, out: Path, folder: Path, console: Console
+) -> tuple[Settings, dict[str, Any]]:
+    """Return a cell's settings with the network and the rates that it starts from, and what its results say of them.
+
+    A missing network is trained. The network must not have been trained on test samples of the cell.
+
+    Raises
+    ------
+    SettingsError, RunError
+        As `check_pretrained` and `trained`, or the cell whose rates are used has not been run.
+    """
+    settings, start = of_seed(cell.settings, seed), cell.start
+    if start.network:
+        network = protocol.networks[start.network]
+        path = network_path(network, seed, out)
+        if not path.exists():
+            console.print(f"network {network.name}, seed {seed}", highlight=False)
+            train_network(network, seed, path, folder, console)
+        settings = settings.replace(init=str(path))
+    if not settings.init:
+        if settings.rounds == 0:
+            raise SettingsError("rounds = 0: no network would be trained; allowed is a cell with `from`, or init=PATH")
+        return settings, {}
+    path = Path(settings.init)
+    federation = None if settings.collaborations else load_federation(settings)
+    label = check_pretrained(path, settings, federation)
+    content = {"kind": label["kind"], "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    content |= {key: label[key] for key in ("validation_accuracy", "accuracy", "recipe") if key in label}
+    if start.network:
+        content["network"] = start.network
+    if start.rates:
+        content["rates"] = start.rates
+        settings = settings.replace(rates_init=str(_rates_file(protocol, start.rates, seed, out, folder)))
+    return settings, content
+
+
+def check_start(protocol: Protocol, cell: Cell, seed: int, out: Path) -> None:
+    """Check before any run that an existing network fits; SettingsError as `initial_settings`."""
+    settings = of_seed(cell.settings, seed)
+    if cell.start.network:
+        path = network_path(protocol.networks[cell.start.network], seed, out)
+    elif settings.init:
+        path = Path(settings.init)
+    elif settings.rounds == 0:
+        raise SettingsError("rounds = 0: no network would be trained; allowed is a cell with `from`, or init=PATH")
+    else:
+        return
+    if path.exists() or not cell.start.network:
+        check_pretrained(path, settings)
+
+
+def train_network(network: Network, seed: int, path: Path, folder: Path, console: Console) -> None:
+    """Train a network and write it with its label.
+
+    Raises
+    ------
+    SettingsError, RunError, FloatingPointError
+        A setting does not fit, data cannot be read, the run failed, or training diverged.
+    """
+    settings = _network_settings(network, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    label_path(path).unlink(missing_ok=True)  # never an old label beside a new network
+    if network.train == "federated":
+        (training,) = plan(settings)
+        run = trained(settings, training, folder / "trainings") / RUN
+        federation = load_federation(settings)
+        content = provenance_of_run(read_results(run / METRICS_FILE))
+        trained_on = federation.images, federation.trained_on(settings.rounds)
+        write_atomically(path, (run / NETWORK_FILE).read_bytes())
+        write_label(path, network.train, settings, content, trained_on)
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(network.threads)
+    try:
+        if network.train == "central":
+            done = train_centrally(settings, load_federation(settings), network.epochs, console)
+        else:
+            done = train_source(settings, source_parts(settings), network.epochs, console)
+    finally:
+        torch.set_num_threads(threads)
+    save_model(path, done.model, done.spec)
+    write_label(path, network.train, settings, {**done.content, **provenance()}, done.trained_on)
+
+
+def load_federation(settings: Settings) -> Federation:
+    """Return the data split of a run; SettingsError if the data cannot be read or do not fit."""
+    try:
+        return federation_of(settings)
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"dataset = {settings.dataset!r}: {error}") from error
+
+
+def _network_settings(network: Network, seed: int) -> Settings:
+    return of_seed(network.settings, seed) if "{seed}" in network.file else network.settings
+
+
+def _other_training(path: Path, network: Network, settings: Settings) -> list[str]:
+    """Return in what the training of a kept network differs from what the protocol says."""
+    label = read_label(path)
+    other = differing(label["settings"], settings, {*settings.select(*FREE), *UNRECORDED, *TESTS})
+    if network.train != "federated" and label.get("recipe", {}).get("epochs") != network.epochs:
+        other.append("epochs")
+    return other
+
+
+def _rates_file(protocol: Protocol, cell: str, seed: int, out: Path, folder: Path) -> Path:
+    """Write the rates that another cell learned for all modules to a file, and return its path."""
+    path = cell_path(out, protocol.name, cell, seed)
+    trainings = read_cell(path)["trainings"] if path.exists() else {}
+    found = [(name, one["rates"]["all"]) for name, one in trainings.items() if "all" in one.get("rates", {})]
+    if not found:
+        raise SettingsError(f"{path} has no learned rates: run cell {cell} first")
+    training, rates = found[0]
+    file = folder / "rates" / f"{protocol.name}-{cell}-{seed}.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_rates(file, rates, training, "all")
+    return file

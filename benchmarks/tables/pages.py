@@ -1,0 +1,236 @@
+"""`page`: Markdown pages, plots and one HTML page of all kept results."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+from rich.console import Console
+
+from benchmarks.methods import entries, kept_costs, methods_page
+from benchmarks.provenance import RESULTS
+from benchmarks.speed.command import FILE, read_speed, speed_page
+from benchmarks.tables import plots
+from benchmarks.tables.comparison import Comparison, beyond, compare, place_text, recovered, spread
+from benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
+from benchmarks.tables.results import Content, read_results_of
+from benchmarks.tables.tuning import choices
+from models import write_atomically
+from settings import Settings
+
+PAGES = Path("results/tables")
+MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table")
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: auto; padding: 1rem; }
+table { border-collapse: collapse; } td, th { padding: .2rem .6rem; border-bottom: 1px solid #8884; }
+.scroll, pre { overflow-x: auto; } img { max-width: 100%; background: white; }
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `page`."""
+    parser.add_argument("--out", type=Path, default=RESULTS, help="of kept results (default: benchmarks/results)")
+    parser.add_argument("--to", type=Path, default=PAGES, help=f"where pages are written (default: {PAGES})")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> None:
+    """Write all pages."""
+    for path in write_pages(arguments.out, arguments.to):
+        console.print(f"Written: {path}", highlight=False)
+
+
+def write_pages(out: Path, to: Path) -> list[Path]:
+    """Write `index.md`, a page per protocol with its plots, speed, methods and `index.html` with all; return the paths.
+
+    Parameters
+    ----------
+    out : Path
+        Of kept results.
+    to : Path
+        Of the pages.
+    """
+    kept = read_results_of(out)
+    written, pages = [], {}
+    for name in (name for name in protocol_names() if name in kept):
+        protocol = read_protocol(name)
+        drawn = protocol_plots(protocol, kept[name])
+        pages[name] = protocol_page(protocol, kept[name], list(drawn))
+        for plot, svg in drawn.items():
+            written.append(write_atomically(to / plot, svg.encode()))
+    index = index_page([read_protocol(name) for name in pages], kept)
+    pages["methods"] = methods_page(entries(), kept_costs(out))
+    if speed := read_speed(out / FILE):
+        pages["speed"] = speed_page(speed)
+    for name, page in {"index": index, **pages}.items():
+        written.append(write_atomically(to / f"{name}.md", page.encode()))
+    written.append(write_atomically(to / "index.html", html_page([index, *pages.values()]).encode()))
+    return written
+
+
+def index_page(protocols: Sequence[Protocol], kept: Mapping[str, Mapping[str, Mapping[int, Content]]]) -> str:
+    """Return the index: the kept tables of every protocol with their rows and seeds, and the chosen hyperparameters."""
+    lines = ["# Results", "", "Our numbers beside the papers'. Clients' splits are drawn once, unless a title says so."]
+    for protocol in protocols:
+        cells = kept[protocol.name]
+        lines += ["", f"## [{protocol.name}]({protocol.name}.md)", "", protocol.about, ""]
+        lines += ["| table | rows | seeds |", "| --- | --- | --- |"]
+        for table in _kept_tables(protocol, cells):
+            found = compare(table, cells)
+            rows = ", ".join(f"`{row}`" for row in found.values)
+            lines.append(f"| {table.title} | {rows} | {', '.join(map(str, found.seeds))} |")
+    lines += ["", "## Hyperparameters chosen on validation data", ""]
+    lines += ["| protocol | chosen | accuracy of each value | measured with |", "| --- | --- | --- | --- |"]
+    for one in choices():
+        tried = ", ".join(f"{value}: {percent:.1f} %" for value, percent in one.percent.items())
+        lines.append(f"| {one.where} | `{one.key} = {one.value}` | {tried} | {one.of} |")
+    return "\n".join(lines) + "\n"
+
+
+def protocol_page(protocol: Protocol, cells: Mapping[str, Mapping[int, Content]], plotted: Sequence[str] = ()) -> str:
+    """Return the page of a protocol: every kept table, its provenance and its settings.
+
+    Parameters
+    ----------
+    cells : mapping
+        Cell → seed → kept content.
+    plotted : sequence of str
+        File names of plots, each shown below its table.
+    """
+    parts = [f"# {protocol.name}", protocol.about]
+    for table in _kept_tables(protocol, cells):
+        parts.append(table_section(protocol, table, cells))
+        parts += [f"![{name}]({name})" for name in plotted if name.startswith(f"{protocol.name}-{table.name}.")]
+    if absent := [cell.name for cell in protocol.cells if cell.name not in cells]:
+        parts.append(f"Not yet run: {', '.join(absent)}.")
+    parts.append(f"```sh\npython -m benchmarks run {protocol.name}\n```")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def table_section(protocol: Protocol, table: Table, cells: Mapping[str, Mapping[int, Content]]) -> str:
+    """Return a table with the paper's numbers, where it was computed, and its settings."""
+    found = compare(table, cells)
+    contents = {(cell.name, seed): one for cell in table.cells for seed, one in cells.get(cell.name, {}).items()}
+    over = ", ".join(map(str, found.seeds))
+    seeds = f"seed {over}" if len(found.seeds) == 1 else f"mean ± standard deviation (divided by n) over seeds {over}"
+    gain = f"; in brackets the gain over `{table.baseline}`" if table.baseline else ""
+    references = dict.fromkeys((one.paper, one.table) for cell in table.cells for one in cell.references)
+    behind = ", ".join(f"{paper}, Table {number}" for paper, number in references)
+    beside = f"; behind the bar the paper's ({behind})" if found.paper else ""
+    parts = [
+        "" if table.title == protocol.name else f"## {table.title}",
+        f"In %, mean over {table.cells[0].weighting}; {seeds}{gain}{beside}.",
+        markdown_table(found),
+    ]
+    if table.measure:
+        return "\n\n".join(part for part in parts if part)
+    why = next((one.why for cell in table.cells for one in cell.references), "")
+    far, known = beyond(found)
+    parts.append(f"{far} of {known} means differ from the paper's by more than both spreads: {why}." if far else "")
+    parts.append("\n".join(f"- {line}" for line in recovered_lines(found)))
+    parts += [realtime_costs(one["realtime"]) for one in contents.values() if "realtime" in one][:1]
+    parts.append("\n".join(f"- {name}, seed {seed}: {run_words(one)}." for (name, seed), one in contents.items()))
+    notes = dict.fromkeys(note for one in contents.values() for note in one["notes"])
+    parts.append("\n".join(f"- {note}" for note in notes))
+    default = Settings().flat()
+    first = next(iter(contents.values()))
+    own = {key: value for key, value in first["settings"].items() if key != "seed" and value != default.get(key)}
+    text = ", ".join(f"`{key} = {value!r}`" for key, value in own.items())
+    parts.append(f"Settings of `{first['cell']}` that differ from the defaults: {text}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def markdown_table(found: Comparison) -> str:
+    """Return the table in Markdown; the best mean of a column is bold."""
+    lines = [f"| row | {' | '.join(found.columns)} |", "| --- |" + " --: |" * len(found.columns)]
+    for label in found.values:
+        texts = []
+        for column in found.columns:
+            text, best = place_text(found, label, column)
+            ours, bar, theirs = text.partition(" | ")
+            texts.append((f"**{ours}**" if best else ours) + (f" \\| {theirs}" if bar else ""))
+        lines.append(f"| `{label}` | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def recovered_lines(found: Comparison) -> list[str]:
+    """Return one line per method: the share of the gap personal → FedAvg that it recovers on other clients' samples."""
+    texts = {method: spread(values) for method, values in recovered(found).items()}
+    words = "of the gap personal → FedAvg recovered on out_of_client"
+    return [f"{method}: {text} % {words}" if text != "–" else f"{method}: no gap" for method, text in texts.items()]
+
+
+def run_words(content: Content) -> str:
+    """Return where one seed was computed, from which network, for how long, and its leak check."""
+    runs: Sequence[Mapping[str, Any]] = content["runs"]
+    words = []
+    if start := content.get("start"):
+        accuracy = start.get("validation_accuracy", start.get("accuracy"))
+        words.append(f"starts from a {start['kind']} network" + (f" ({100 * accuracy:.2f} %)" if accuracy else ""))
+    if checked := sum(one.get("test_samples_checked", 0) for one in runs):
+        leaked = sum(one["test_samples_trained_on"] for one in runs if "test_samples_trained_on" in one)
+        words.append(f"{checked} test samples, {leaked or 'none'} of them trained on")
+    if seconds := sum(one.get("wall_seconds", 0) for one in runs):
+        words.append(f"{seconds:.0f} s")
+    versions = runs[0]["versions"]
+    words += [runs[0]["hardware"], f"torch {versions.get('torch', '?')}, flwr {versions.get('flwr', '?')}"]
+    return "; ".join([*words, f"commit {', '.join(dict.fromkeys(str(one['commit']) for one in runs))}"])
+
+
+def realtime_costs(content: Mapping[str, Any]) -> str:
+    """Return the table of processor times behind a real-time evaluation."""
+    sizes = sorted({int(size) for cost in content["costs"].values() for size in cost["milliseconds"]})
+    lines = [f"| row | {' | '.join(map(str, sizes))} | batches taken | keeps up to |"]
+    lines.append("| --- |" + " --: |" * (len(sizes) + 2))
+    for label, cost in content["costs"].items():
+        known = {int(size): one / int(size) for size, one in cost["milliseconds"].items()}
+        texts = [f"{known[size]:.3g}" if size in known else "" for size in sizes]
+        taken = str(cost["most"]) if cost["least"] == cost["most"] else f"{cost['least']} to {cost['most']}"
+        lines.append(f"| `{label}` | {' | '.join(texts)} | {taken} | {cost['keeps_up_to']:.3g}× |")
+    words = (
+        f"Speed 1: a sample every {content['interval_milliseconds']:.3g} ms, the time of `{content['reference']}` for "
+        f"one sample; the newest {content['queue']} samples wait. Milliseconds per sample by batch size (processor "
+        f"time, one thread, median of {content['repeats']} turns):"
+    )
+    return f"{words}\n\n" + "\n".join(lines)
+
+
+def protocol_plots(protocol: Protocol, cells: Mapping[str, Mapping[int, Content]]) -> dict[str, str]:
+    """Return file name → SVG of all plots of a protocol."""
+    found = {}
+    for table in _kept_tables(protocol, cells):
+        if table.measure:
+            continue
+        name = f"{protocol.name}-{table.name}"
+        found[f"{name}.svg"] = plots.accuracy_bars(compare(table, cells))
+        own = [one for cell in table.cells for one in cells.get(cell.name, {}).values()]
+        for kind, svg in (
+            ("rounds", plots.curves(own)),
+            ("weights", plots.weight_histograms(own)),
+            ("rates", plots.learned_rates({one["cell"]: one for one in own})),
+            ("mixing", plots.mixing(own)),
+        ):
+            if svg:
+                found[f"{name}.{kind}.svg"] = svg
+    return found
+
+
+def html_page(pages: Sequence[str]) -> str:
+    """Return Markdown pages as one HTML page, which stands beside the plots; tables scroll on narrow screens."""
+    body = "\n<hr>\n".join(MARKDOWN.render(page) for page in pages)
+    body = re.sub(r'href="([\w.-]+)\.md"', r'href="#\1"', body)
+    body = re.sub(r"<h1>([\w.-]+)</h1>", lambda match: f'<h1 id="{escape(match[1])}">{match[1]}</h1>', body)
+    body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<meta name="color-scheme" content="light dark">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>FedTTA results</title>\n<style>{STYLE}</style>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _kept_tables(protocol: Protocol, cells: Mapping[str, Any]) -> list[Table]:
+    return [table for table in protocol.tables if any(cell.name in cells for cell in table.cells)]

@@ -1,0 +1,390 @@
+"""Protocols: one TOML file holds the settings, networks, cells and tables of a paper's experiments.
+
+dataset = "cifar10"                      # settings of all cells
+[paper]                                  # whose numbers are compared with ours ...
+name = "fedthe"
+why = "fewer rounds"                     # ... and why they may differ
+[networks.central]                       # a trained network that cells start from
+train = "central"                        # federated (default), central or source; see `benchmarks.tables.training`
+epochs = 15
+[cells."dir-{alpha}"]                    # a cell: changed settings; with `each` one cell per combination of values
+each = { alpha = [0.1, 1.0] }
+title = "Dirichlet({alpha})"
+alpha = "{alpha}"
+from = "central"                         # the network, and optionally the cell whose learned rates it starts from:
+#                                          from = { network = "central", rates = "other-cell" }
+paper = { table = "1", alpha = "{alpha}" }
+table = "both"                           # cells of one table share its rows, ...
+column = "{alpha}"                       # ... and a cell with a single test distribution is one column
+[tables.both]
+title = "Both degrees of heterogeneity"
+baseline = "fedavg"                      # gains over this row are shown
+[quick]                                  # --quick: which cells, and what all of them change
+cells = ["dir-0.1"]
+rounds = 1
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers import papers
+from benchmarks.tables.reference import Reference, read_reference
+from settings import Settings, SettingsError, from_config
+from settings.parse import convert
+
+PROTOCOLS = Path(__file__).parent.parent / "protocols"
+SECTIONS = ("cells", "networks", "tables", "paper", "quick")
+MAIN = "main"  # the only cell of a protocol that names none
+WEIGHTINGS = ("clients", "samples")
+TRAININGS = ("federated", "central", "source")
+#: Settings of a source model unless its section changes them: the usual recipe of CIFAR networks.
+SOURCE: dict[str, Any] = {
+    "batch-size": 128, "learning-rate": 0.1, "momentum": 0.9, "weight-decay": 5e-4, "autocast": True,
+}  # fmt: skip
+#: Keys of a section that are not settings.
+CELL_KEYS = (
+    "title", "paper", "weighting", "from", "table", "column", "columns", "suffix", "realtime", "each"
+)  # fmt: skip
+NETWORK_KEYS = ("train", "epochs", "threads", "file", "each")
+TABLE_KEYS = ("title", "baseline", "measure", "cells-of")
+
+
+@dataclass(frozen=True)
+class Network:
+    """A trained network that cells start from.
+
+    Parameters
+    ----------
+    train : {"federated", "central", "source"}
+        By the rounds of a federated run; in one place on the union of the clients' training splits; in one place on
+        one part of the data set.
+    epochs : int
+        Of training in one place.
+    file : str
+        Where it is kept below the folder of results. `{seed}` stands for the seed; without it one network, trained
+        with its own seed, serves the cells of every seed.
+    threads : int
+        Processor threads; with 1, equal seeds give equal bits.
+    """
+
+    name: str
+    train: str
+    epochs: int
+    file: str
+    settings: Settings
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a cell starts from: a network, by name, and the cell whose learned rates it uses; empty for neither."""
+
+    network: str = ""
+    rates: str = ""
+
+
+@dataclass(frozen=True)
+class Realtime:
+    """Evaluation under streams with a constant sampling rate, see `benchmarks.tables.realtime`.
+
+    Parameters
+    ----------
+    speeds : tuple of float
+        Multiples of the base rate.
+    reference : str
+        Row whose seconds per single sample define the base rate.
+    queue : int
+        Samples that can wait.
+    repeats : int
+        Turns of the timing.
+    """
+
+    speeds: tuple[float, ...] = (1.0, 2.0, 5.0)
+    reference: str = "fedthe"
+    queue: int = 32
+    repeats: int = 15
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One experiment: settings with all rows in `methods`, and where its numbers belong.
+
+    Parameters
+    ----------
+    weighting : {"clients", "samples"}
+        A mean weighs every client (FedTHE, BTFL) or every sample (ATP) the same.
+    columns : tuple of str
+        The column that each client counts for; empty: one column per test distribution.
+    column : str
+        Name in its table of the only test distribution.
+    suffix : str
+        Distinguishes its rows from those of the other cells of the table.
+    """
+
+    name: str
+    title: str
+    settings: Settings
+    references: tuple[Reference, ...] = ()
+    weighting: str = "clients"
+    start: Start = Start()
+    table: str = ""
+    column: str = ""
+    columns: tuple[str, ...] = ()
+    suffix: str = ""
+    realtime: Realtime | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells whose rows are shown together; `measure` is a kept number other than the accuracy."""
+
+    name: str
+    title: str
+    cells: tuple[Cell, ...]
+    baseline: str = ""
+    measure: str = ""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol: its name, the comment at the top of its file, and its networks, cells and tables in file order."""
+
+    name: str
+    about: str
+    networks: Mapping[str, Network]
+    cells: tuple[Cell, ...]
+    tables: tuple[Table, ...]
+
+    def cell(self, name: str) -> Cell:
+        """Return a cell by name."""
+        return next(cell for cell in self.cells if cell.name == name)
+
+
+def protocol_names() -> list[str]:
+    """Return the names of all protocols."""
+    return sorted(path.stem for path in PROTOCOLS.glob("*.toml"))
+
+
+def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -> Protocol:
+    """Read a protocol.
+
+    Parameters
+    ----------
+    changes : sequence of str
+        "key=value", which win over the file in every cell and network.
+    quick : bool
+        The small version that the file defines for a trial run.
+
+    Raises
+    ------
+    SettingsError
+        An unknown protocol, section, key, value or table of a paper; file and section are named.
+    """
+    path = PROTOCOLS / f"{name}.toml"
+    if not path.exists():
+        raise SettingsError(f"unknown protocol {name!r}; there are: {', '.join(protocol_names())}")
+    try:
+        content = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path}: {error}") from error
+    sections = {key: value for key, value in content.items() if isinstance(value, dict)}
+    if wrong := [key for key in sections if key not in SECTIONS]:
+        raise SettingsError(f"{path}: section [{wrong[0]}]; allowed are {', '.join(SECTIONS)}")
+    flat = {key: value for key, value in content.items() if key not in sections}
+    small = dict(sections.get("quick", {})) if quick else {}
+    wanted = small.pop("cells", None)
+    described = dict(_expanded(name, sections.get("cells", {MAIN: {}})))
+    networks = {
+        own: _network(name, own, flat, about, small, changes)
+        for own, about in _expanded(name, sections.get("networks", {}))
+    }
+    if wanted and (unknown := set(wanted) - set(described)):
+        raise SettingsError(f"{name}: [quick] names unknown cells {', '.join(sorted(unknown))}")
+    cells = tuple(
+        _cell(name, own, flat, sections.get("paper", {}), about, small, changes)
+        for own, about in described.items()
+        if not wanted or own in wanted
+    )
+    for cell in cells:
+        if cell.start.network and cell.start.network not in networks:
+            raise SettingsError(
+                f"{name}, cell {cell.name}: from = {cell.start.network!r}; networks: {', '.join(networks)}"
+            )
+        if cell.start.rates and cell.start.rates not in described:
+            raise SettingsError(f"{name}, cell {cell.name}: from = {cell.start.rates!r} is no cell")
+    tables = _tables(name, cells, sections.get("tables", {}), {cell.get("table") for cell in described.values()})
+    return Protocol(name, _description(path), networks, cells, tables)
+
+
+def select_cells(protocol: Protocol, names: Sequence[str]) -> list[Cell]:
+    """Return the named cells, or all; SettingsError lists the known ones."""
+    known = {cell.name: cell for cell in protocol.cells}
+    if unknown := [name for name in names if name not in known]:
+        raise SettingsError(f"{protocol.name}: cell {unknown[0]!r}; there are: {', '.join(known)}")
+    return [known[name] for name in names] if names else list(protocol.cells)
+
+
+def changed(config: Mapping[str, Any], changes: Sequence[str]) -> Settings:
+    """Return settings from a flat mapping with changes of the form key=value applied; the last one wins.
+
+    Raises
+    ------
+    SettingsError
+        A change has another form, or a key or value is not allowed.
+    """
+    found = dict(config)
+    for change in changes:
+        key, equals, word = change.partition("=")
+        if not equals:
+            raise SettingsError(f"--set {change!r}: allowed is key=value")
+        found[key] = convert(key, word)
+    return from_config(found)
+
+
+def _expanded(protocol: str, sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield name → section, one for each combination of the values in `each`.
+
+    Combinations in which two variables have the same value are left out (a domain is not held out from itself).
+    """
+    for name, section in sections.items():
+        each: Mapping[str, Sequence[Any]] = section.get("each", {})
+        for values in itertools.product(*each.values()):
+            if len(set(values)) < len(values):
+                continue
+            places = dict(zip(each, values, strict=True))
+            own = str(_filled(name, places))
+            if not re.fullmatch(r"[a-z0-9.-]+", own):
+                raise SettingsError(f"{protocol}: name {own!r}; allowed are lower-case letters, digits, dots, hyphens")
+            yield own, {key: _filled(value, places) for key, value in section.items() if key != "each"}
+
+
+def _filled(value: Any, places: Mapping[str, Any]) -> Any:
+    """Replace {variable} in a string, list or table; a string that is nothing else becomes the variable's value."""
+    if isinstance(value, Mapping):
+        return {key: _filled(one, places) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, places) for one in value]
+    if not isinstance(value, str):
+        return value
+    for name, one in places.items():
+        if value == f"{{{name}}}":
+            return one
+        value = value.replace(f"{{{name}}}", str(one))
+    return value
+
+
+def _settings(where: str, parts: Sequence[Mapping[str, Any]], other: Sequence[str], changes: Sequence[str]) -> Settings:
+    """Return the settings that several sections add up to; the later win, `other` keys are left out."""
+    merged = {key: value for part in parts for key, value in part.items() if key not in other}
+    try:
+        return changed(merged, changes)
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error}") from error
+
+
+def _network(
+    protocol: str,
+    name: str,
+    flat: Mapping[str, Any],
+    about: Mapping[str, Any],
+    small: Mapping[str, Any],
+    changes: Sequence[str],
+) -> Network:
+    """Return a network; a source model depends on its own section alone, and --quick and the user do not change it."""
+    where = f"{protocol}, network {name}"
+    train = str(about.get("train", "federated"))
+    if train not in TRAININGS:
+        raise SettingsError(f"{where}: train = {train!r}; allowed are {', '.join(TRAININGS)}")
+    source = train == "source"
+    parts, more = ([SOURCE, about], ()) if source else ([flat, about, small], changes)
+    settings = _settings(where, parts, NETWORK_KEYS, more).replace(init="", collaborations="")
+    if train == "federated":
+        settings = settings.replace(methods="fedavg")
+    epochs = int(about.get("epochs", 20))
+    if epochs < 1:
+        raise SettingsError(f"{where}: epochs = {epochs}; allowed is 1 or more")
+    file = str(about.get("file", f"{protocol}/{name}-{{seed}}.safetensors"))
+    return Network(name, train, 1 if small and not source else epochs, file, settings, int(about.get("threads", 1)))
+
+
+def _cell(
+    protocol: str,
+    name: str,
+    flat: Mapping[str, Any],
+    paper: Mapping[str, Any],
+    about: Mapping[str, Any],
+    small: Mapping[str, Any],
+    changes: Sequence[str],
+) -> Cell:
+    """Return a cell: the file's settings, then the cell's, then those of --quick, then the user's."""
+    where = f"{protocol}, cell {name}"
+    settings = _settings(where, [flat, about, small], CELL_KEYS, changes)
+    weighting = str(about.get("weighting", "clients"))
+    if weighting not in WEIGHTINGS:
+        raise SettingsError(f"{where}: weighting = {weighting!r}; allowed are {', '.join(WEIGHTINGS)}")
+    start = about.get("from", "")
+    start = Start(start) if isinstance(start, str) else Start(**start)
+    if start.network:
+        settings = settings.replace(rounds=0)
+    if start.rates:
+        settings = settings.replace(rates_rounds=0)
+    own = about.get("paper", {})
+    places = [{**paper, **one} for one in (own if isinstance(own, list) else [own])]
+    if wrong := [place["name"] for place in places if "table" in place and place.get("name") not in papers()]:
+        raise SettingsError(f"{where}: paper {wrong[0]!r}; there are: {', '.join(papers())}")
+    realtime = about.get("realtime")
+    if realtime is not None:
+        speeds = tuple(float(speed) for speed in realtime.get("speeds", Realtime.speeds))
+        realtime = Realtime(**{**realtime, "speeds": speeds, **({"repeats": 3} if small else {})})
+    return Cell(
+        name,
+        str(about.get("title", protocol if name == MAIN else name)),
+        settings,
+        tuple(read_reference(place) for place in places if "table" in place),
+        weighting,
+        start,
+        table=str(about.get("table", "")),
+        column=str(about.get("column", "")),
+        columns=tuple(about.get("columns", ())),
+        suffix=str(about.get("suffix", "")),
+        realtime=realtime,
+    )
+
+
+def _tables(
+    protocol: str, cells: Sequence[Cell], sections: Mapping[str, Mapping[str, Any]], known: set[str | None]
+) -> tuple[Table, ...]:
+    """Return the tables in the order of their first cells; a cell that names no table has its own."""
+    grouped: dict[str, list[Cell]] = {}
+    for cell in cells:
+        grouped.setdefault(cell.table or cell.name, []).append(cell)
+    found = []
+    for name, about in sections.items():
+        where = f"{protocol}: [tables.{name}]"
+        if wrong := [key for key in about if key not in TABLE_KEYS]:
+            raise SettingsError(f"{where}: key {wrong[0]!r}; allowed are {', '.join(TABLE_KEYS)}")
+        if about.get("cells-of", name) not in {*known, *grouped}:
+            raise SettingsError(f"{where}: no cell belongs to it")
+    for name, own in grouped.items():
+        about = sections.get(name, {})
+        title = str(about.get("title", own[0].title))
+        found.append(Table(name, title, tuple(own), str(about.get("baseline", ""))))
+        found += [
+            Table(other, str(more.get("title", other)), tuple(own), measure=str(more.get("measure", "")))
+            for other, more in sections.items()
+            if more.get("cells-of") == name
+        ]
+    return tuple(found)
+
+
+def _description(path: Path) -> str:
+    """Return the comment at the top of a protocol's file."""
+    match = re.match(r"(?:#.*\n)+", path.read_text())
+    return re.sub(r"^# ?", "", match[0], flags=re.MULTILINE).strip() if match else ""

@@ -1,0 +1,281 @@
+"""Kept results: one small JSON file for each cell and seed, which grows by rows.
+
+{"protocol", "cell", "seed", "settings", "start", "rows": {label: {"training", "shifts": {column: numbers}}},
+ "trainings": {name: learning curves, learned rates}, "runs": [provenance], "notes"}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.provenance import differing, provenance_of_run
+from benchmarks.tables.protocol import Cell
+from benchmarks.tables.reference import WITH
+from server.collaboration import cells as collaborating
+from server.collaboration import parse_collaborations
+from server.errors import RunError
+from server.methods import Training, parse_rows, plan
+from server.report import Adapted, AdaptRound, Evaluation, Results
+from settings import Settings, SettingsError
+
+#: Groups of settings in which the runs of one file may differ: where and how fast a run is computed.
+FREE = ("source", "availability", "execution", "storage")
+#: Keys that name files of one machine, and the rows.
+UNRECORDED = ("methods", "init", "rates-init", "collaborations")
+CONSTANT = "most frequent class of each client"  # a row that knows a stream's labels and nothing of its images
+
+Content = dict[str, Any]
+
+
+def cell_path(out: Path, protocol: str, cell: str, seed: int) -> Path:
+    """Return the file of a cell and seed."""
+    return out / protocol / f"{cell}-{seed}.json"
+
+
+def read_cell(path: Path) -> Content:
+    """Return what a file holds; SettingsError names a file that cannot be read."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path} cannot be read: {error}") from error
+
+
+def read_results_of(out: Path, protocol: str | None = None) -> dict[str, dict[str, dict[int, Content]]]:
+    """Return protocol → cell → seed → content of all kept results in a folder, or of one protocol."""
+    found: dict[str, dict[str, dict[int, Content]]] = {}
+    for path in sorted(out.glob(f"{protocol or '*'}/*.json")):
+        content = read_cell(path)
+        if {"protocol", "cell", "seed", "rows"} <= content.keys():
+            found.setdefault(content["protocol"], {}).setdefault(content["cell"], {})[content["seed"]] = content
+    return found
+
+
+def check_kept(path: Path, settings: Settings, start: Mapping[str, Any] | None = None) -> None:
+    """Raise SettingsError if a file was made with other settings or from another network than these."""
+    if not path.exists():
+        return
+    content = read_cell(path)
+    if other := differing(content["settings"], settings, {*settings.select(*FREE), *UNRECORDED}):
+        raise SettingsError(f"{path} was made with other settings ({', '.join(other)}); choose another --out")
+    known = content.get("start", {}).get("sha256")
+    if start and known and start.get("sha256") not in (known, None):
+        raise SettingsError(f"{path} was made from another network; choose another --out")
+
+
+def wanted_rows(settings: Settings) -> list[str]:
+    """Return the labels of all rows of a cell; `all` stands for every row that fits.
+
+    Raises
+    ------
+    SettingsError
+        A row is unknown or does not fit.
+    """
+    trainings = plan(settings)
+    if not settings.collaborations:
+        known = {row.label for training in trainings for row in training.rows}
+        return [row.label for row in parse_rows(settings.methods) if row.label in known]
+    how = parse_collaborations(settings.collaborations, settings.share)
+    return [row_label(row.label, one.label) for training in trainings for row, one in collaborating(training, how)]
+
+
+def row_label(method: str, collaboration: str) -> str:
+    """Return the label of a method under a collaboration; without one, that of the method."""
+    return method if collaboration == "none" else f"{method}{WITH}{collaboration}"
+
+
+def missing(path: Path, settings: Settings) -> list[tuple[Training, Settings]]:
+    """Return (training, settings with its rows) of all runs that a file still needs.
+
+    Raises
+    ------
+    SettingsError
+        As `wanted_rows`.
+    """
+    kept = read_cell(path)["rows"] if path.exists() else {}
+    labels = [label for label in wanted_rows(settings) if label not in kept]
+    by_collaboration: dict[str, list[str]] = {}
+    for label in labels:
+        method, _, collaboration = label.partition(WITH)
+        by_collaboration.setdefault(collaboration or "none", []).append(method)
+    found = []
+    for collaboration, methods in by_collaboration.items():
+        own = settings.replace(methods=",".join(methods))
+        if settings.collaborations:
+            own = own.replace(collaborations=collaboration)
+        for training in plan(own):
+            found.append((training, own.replace(methods=",".join(row.label for row in training.rows))))
+    return found
+
+
+def empty(protocol: str, cell: Cell, settings: Settings) -> Content:
+    """Return the content of a cell's file before its first run."""
+    free = {*settings.select(*FREE), *UNRECORDED}
+    recorded = {key: value for key, value in settings.flat().items() if key not in free}
+    place = {"protocol": protocol, "cell": cell.name, "seed": settings.seed, "settings": recorded}
+    return {**place, "rows": {}, "trainings": {}, "runs": [], "notes": []}
+
+
+def add_run(
+    content: Content, results: Results, cell: Cell, settings: Settings, training: str, start: Mapping[str, Any]
+) -> None:
+    """Add the rows of a run, its learning curves and its provenance to a cell's content.
+
+    Raises
+    ------
+    RunError
+        A row has no accuracy, or not one for each client where clients are columns.
+    """
+    if settings.collaborations:
+        rows = collaboration_rows(results.adapted, results.adapt_rounds, training)
+    else:
+        labels = [row.label for row in parse_rows(settings.methods)]
+        rows = {label: row_content(results.evaluations, label, training, cell.columns) for label in labels}
+    content["rows"].update(rows)
+    if start:
+        content["start"] = dict(start)
+    content["trainings"].setdefault(training, {}).update(training_content(results))
+    content["runs"].append({"training": training, "methods": list(rows), **run_content(results)})
+    notes = [note for note in results.notes if not note.startswith("resumed after")]  # how it ran, not what it is
+    content["notes"] = list(dict.fromkeys([*content["notes"], *notes]))
+
+
+def row_content(evaluations: Sequence[Evaluation], label: str, training: str, columns: Sequence[str] = ()) -> Content:
+    """Return a row's numbers by test distribution, or by the column that each client counts for.
+
+    Raises
+    ------
+    RunError
+        There are none, or a client that counts for a column has none.
+    """
+    found = [one for one in evaluations if one.method == label and one.training == training and one.total]
+    by_column: dict[str, list[Evaluation]] = {}
+    for one in sorted(found, key=lambda one: one.partition) if columns else found:
+        by_column.setdefault(columns[one.partition] if columns else one.shift, []).append(one)
+    if not by_column:
+        raise RunError(f"{label}: the run has no accuracy of it")
+    if absent := sorted(set(range(len(columns))) - {one.partition for one in found}):
+        raise RunError(f"{label}: clients {absent} have no accuracy")
+    return {"training": training, "shifts": {column: numbers(entries) for column, entries in by_column.items()}}
+
+
+def numbers(entries: Sequence[Evaluation]) -> Content:
+    """Return accuracy in percent (mean over clients, over samples, of each client), samples, speed, mixing weights."""
+    total, seconds = sum(one.total for one in entries), sum(one.seconds or 0.0 for one in entries)
+    accuracies = [100 * one.correct / one.total for one in entries]
+    return {
+        "accuracy_percent": round(float(np.mean(accuracies)), 4),
+        "by_samples_percent": round(100 * sum(one.correct for one in entries) / total, 4),
+        "per_client_percent": " ".join(f"{value:.4g}" for value in accuracies),
+        "samples": total,
+        "samples_per_second": round(total / seconds, 1) if seconds else None,
+        **_weights(entries),
+    }
+
+
+def _weights(entries: Sequence[Evaluation]) -> Content:
+    """Return the histogram over all clients of the global head's weight e, and its mean over samples."""
+    known = [
+        (one.total, one.weight_mean, one.weight_histogram)
+        for one in entries
+        if one.weight_mean is not None and one.weight_histogram is not None
+    ]
+    if not known:
+        return {}
+    mean = sum(total * mean for total, mean, _ in known) / sum(total for total, _, _ in known)
+    histogram = np.sum([histogram for _, _, histogram in known], axis=0).tolist()
+    return {"weight_mean": round(mean, 4), "weight_histogram": " ".join(map(str, histogram))}
+
+
+def collaboration_rows(adapted: Iterable[Adapted], mixed: Sequence[AdaptRound], training: str) -> dict[str, Content]:
+    """Return label → numbers of every method under every collaboration, over all test-time rounds.
+
+    `global` is the accuracy over all samples; beside it are the mean over the classes that occur and each client's.
+    """
+    groups: dict[tuple[str, str], list[Adapted]] = {}
+    for one in adapted:
+        groups.setdefault((one.method, one.collaboration), []).append(one)
+    found = {}
+    for (method, collaboration), entries in groups.items():
+        clients = 1 + max(one.partition for one in entries)
+        correct = np.zeros((clients, len(entries[0].total)), np.int64)  # (N, K)
+        total = np.zeros_like(correct)
+        for one in entries:
+            correct[one.partition] += one.correct
+            total[one.partition] += one.total
+        occurs = total.sum(0) > 0
+        accuracy = 100 * correct.sum() / total.sum()
+        shift: Content = {
+            "accuracy_percent": round(float(accuracy), 2),
+            "by_samples_percent": round(float(accuracy), 2),
+            "mean_over_classes_percent": round(float(np.mean(100 * correct.sum(0)[occurs] / total.sum(0)[occurs])), 2),
+            "per_client_percent": " ".join(f"{value:.4g}" for value in 100 * correct.sum(1) / total.sum(1)),
+            "samples": int(total.sum()),
+            "rounds": len({one.round for one in entries}),
+        }
+        own = [one for one in mixed if (one.method, one.collaboration) == (method, collaboration) and one.weights]
+        if weights := mixing_weights(own):
+            shift["weights"] = weights
+        found[row_label(method, collaboration)] = {"training": training, "shifts": {"global": shift}}
+    return found
+
+
+def mixing_weights(rounds: Sequence[AdaptRound]) -> dict[str, str]:
+    """Return round → W as text, of the first, middle and last round; nothing if W is constant or the identity."""
+    if not rounds:
+        return {}
+    matrices = [np.array(one.weights) for one in rounds]
+    if all(np.ptp(one) < 1e-6 or np.allclose(one, np.eye(len(one)), atol=1e-6) for one in matrices):
+        return {}
+    ordered = sorted(rounds, key=lambda one: one.round)
+    middle = min(ordered, key=lambda one: abs(one.round - 0.53 * ordered[-1].round))
+    chosen = {one.round: one.weights for one in (ordered[0], middle, ordered[-1])}
+    return {
+        str(number): "; ".join(" ".join(f"{value:.3f}" for value in row) for row in rows)
+        for number, rows in chosen.items()
+    }
+
+
+def constant_row(counts: np.ndarray) -> Content:
+    """Return the accuracy of always predicting each client's most frequent class; `counts` is int64 [N, K]."""
+    accuracies = 100 * counts.max(axis=1) / counts.sum(axis=1)
+    value = round(float(accuracies.mean()), 2)
+    return {"training": "", "shifts": {"global": {"accuracy_percent": value, "by_samples_percent": value}}}
+
+
+def training_content(results: Results) -> Content:
+    """Return a training's curves over its rounds as text (losses; validation accuracy in percent), and its rates."""
+    rounds = results.rounds
+
+    def line(values: Sequence[float | None], scale: float) -> str:
+        return " ".join("-" if value is None else f"{scale * value:.4g}" for value in values)
+
+    content: Content = {}
+    if rounds:
+        content["train_loss"] = line([one.train_loss for one in rounds], 1)
+        content["validation_percent"] = line([one.validation_accuracy for one in rounds], 100)
+    if results.rates:
+        content["rates"] = {one.variant: one.rates for one in results.rates}
+    if learning := results.rates_rounds:
+        content["traffic"] = {
+            "modules": len(results.rates[0].rates) if results.rates else 0,
+            "bytes_up_a_client_and_round": learning[-1].bytes_up / len(learning[-1].replied),
+            "bytes_down_a_client_last_round": learning[-1].bytes_down / len(learning[-1].sampled),
+            "bytes_down_all_rounds": sum(one.bytes_down for one in learning),
+            "context_bytes_all_rounds": sum(one.context_bytes for one in learning),
+        }
+    return content
+
+
+def run_content(results: Results) -> Content:
+    """Return a run's provenance and the result of its leak check."""
+    return {
+        **provenance_of_run(results),
+        "training_seconds": round(sum(one.wall_seconds for one in results.rounds), 1),
+        "test_samples_checked": sum(one.checked for one in results.leak_checks),
+        "test_samples_trained_on": sum(one.leaked for one in results.leak_checks),
+    }

@@ -1,0 +1,312 @@
+"""Supervised training of one network in one place: central training and source models.
+
+- central: on the union of the clients' training splits, which gives adapters a well-trained network within minutes.
+  The splits are those of the federated run with the same seed, so no validation or test sample is trained on.
+- source: on one part of a data set, for methods that start from a source model (pFedBBN). Data sets that come in parts
+  (CIFAR) are trained on part "train" and measured on part "test"; of others, a tenth of each class is held out.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.nn import functional
+
+from client.compute import autocast, resolve_device
+from client.randomness import generator
+from client.spec import network_spec
+from client.training import TrainingSet, epoch, has_batchnorm
+from data import DATASETS, Federation, Images, crop_flip, load
+from models import TwoHead, build
+from settings import Settings, SettingsError, assignments
+
+#: Of one epoch: loss, validation_accuracy (None without validation samples), images_per_second.
+Epoch = dict[str, float | None]
+HELD_OUT = 0.1  # of each class, for data sets without parts
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """SGD with momentum; the learning rate follows a half cosine from `learning_rate` to 0 over all steps."""
+
+    epochs: int
+    batch_size: int
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the recipe as JSON values."""
+        return asdict(self)
+
+
+#: Central training, whatever the protocol's local training.
+CENTRAL = Recipe(epochs=20, batch_size=128, learning_rate=0.05, momentum=0.9, weight_decay=5e-4)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained network on the CPU in evaluation mode, the arguments that build it, and what its label says."""
+
+    model: TwoHead
+    spec: dict[str, Any]
+    content: dict[str, Any]
+    trained_on: tuple[Images, NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Samples that are trained on and samples that accuracy is measured on; the two are disjoint."""
+
+    training: Images
+    validation: Images
+    measured_on: str
+
+
+def train_centrally(
+    settings: Settings, federation: Federation, epochs: int, console: Console, recipe: Recipe = CENTRAL
+) -> Trained:
+    """Train encoder and global head on the union of the clients' training splits; the personal head is untouched.
+
+    Raises
+    ------
+    SettingsError
+        The network cannot be built.
+    FloatingPointError
+        The loss is not finite.
+    """
+    start, images = time.perf_counter(), federation.images
+    index = np.sort(np.concatenate([one.train for one in federation.splits]))
+    validation = np.concatenate([one.validation for one in federation.splits])
+    recipe = Recipe(**{**asdict(recipe), "epochs": epochs})
+    draws = partial(generator, settings.seed, "central")
+    model, spec, history = _train(settings, images, index, (images, validation), recipe, draws, console)
+    content = {
+        "recipe": recipe.as_json(),
+        "training_samples": len(index),
+        "validation_accuracy": history[-1]["validation_accuracy"],
+        "seconds": round(time.perf_counter() - start, 1),
+        "epochs": history,
+    }
+    return Trained(model, spec, content, (images, index))
+
+
+def train_source(settings: Settings, parts: Parts, epochs: int, console: Console) -> Trained:
+    """Train a source model on `parts.training` with the batch size and the SGD of the settings.
+
+    Raises
+    ------
+    SettingsError
+        The network cannot be built, or trained with these batches, or the optimizer is not SGD.
+    FloatingPointError
+        The loss is not finite.
+    """
+    if settings.optimizer != "sgd":
+        raise SettingsError(f"optimizer = {settings.optimizer!r}: allowed is sgd")
+    start, images, validation = time.perf_counter(), parts.training, parts.validation
+    index = np.arange(len(images))
+    sgd = settings.batch_size, settings.learning_rate, settings.momentum, settings.weight_decay
+    recipe = Recipe(epochs, *sgd, nesterov=settings.momentum > 0)
+    draws = partial(generator, settings.seed, "source")
+    on = validation, np.arange(len(validation))
+    model, spec, history = _train(settings, images, index, on, recipe, draws, console)
+    content = {
+        "recipe": recipe.as_json(),
+        "training_samples": len(images),
+        "validation_samples": len(validation),
+        "accuracy": history[-1]["validation_accuracy"],
+        "measured_on": parts.measured_on,
+        "threads": torch.get_num_threads(),
+        "seconds": round(time.perf_counter() - start, 1),
+        "epochs": history,
+    }
+    return Trained(model, spec, content, (images, index))
+
+
+def source_parts(settings: Settings) -> Parts:
+    """Load the data set's parts if dataset-options names part=train, or else hold out a tenth of each class.
+
+    Raises
+    ------
+    SettingsError
+        The data cannot be read.
+    """
+    options: dict[str, Any] = {**assignments(settings.dataset_options, "dataset-options")}
+    try:
+        training = _load(settings, options)
+        if "part" in options:
+            return Parts(training, _load(settings, {**options, "part": "test"}), "part=test")
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"dataset = {settings.dataset!r}: {error}") from error
+    held_out = hold_out(training.labels, settings.seed)
+    rest = np.setdiff1d(np.arange(len(training)), held_out)
+    return Parts(training.subset(rest), training.subset(held_out), f"{HELD_OUT:.0%} of each class, held out")
+
+
+def _load(settings: Settings, options: dict[str, Any]) -> Images:
+    root, size, download = settings.data_dir or None, settings.image_size, settings.download
+    fraction, seed = settings.fraction, settings.seed
+    return load(settings.dataset, root, size, download=download, fraction=fraction, seed=seed, **options)
+
+
+def hold_out(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
+    """Return the sorted positions of round(n_k / 10) samples of each class k, drawn from the seed."""
+    draw = generator(seed, "source hold-out")
+    chosen = [np.empty(0, np.int64)]
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        order = torch.randperm(len(members), generator=draw).numpy()
+        chosen.append(members[order[: round(HELD_OUT * len(members))]])
+    return np.sort(np.concatenate(chosen))
+
+
+def _train(
+    settings: Settings,
+    images: Images,
+    index: NDArray[np.int64],
+    validation: tuple[Images, NDArray[np.int64]],
+    recipe: Recipe,
+    draws: Callable[[int], torch.Generator],
+    console: Console,
+) -> tuple[TwoHead, dict[str, Any], list[Epoch]]:
+    """Build the network of the settings and train it on `images` at `index`."""
+    device = resolve_device(settings.device)
+    try:
+        spec = network_spec(images, settings.model, settings.model_options, settings.dataset, settings.image_size)
+        model = build(**{"seed": settings.seed, **spec})
+    except ValueError as error:
+        raise SettingsError(f"model = {settings.model!r}: {error}") from error
+    if recipe.batch_size == 1 and has_batchnorm(model):
+        raise SettingsError(f"batch-size = 1: model {settings.model!r} has BatchNorm and needs at least 2")
+    model = model.to(device).to(memory_format=torch.channels_last)
+    data = training_set(settings, images, index, device)
+
+    def validate() -> float | None:
+        return accuracy(model, *validation, device, settings.eval_batch_size)
+
+    history = fit(model, data, recipe, draws, validate, console, settings.autocast)
+    return model.cpu().eval(), spec, history
+
+
+def training_set(settings: Settings, images: Images, index: NDArray[np.int64], device: torch.device) -> TrainingSet:
+    """Return the images at `index` with the training augmentation of the data set."""
+    labels = torch.from_numpy(images.labels[index])
+    augment = partial(crop_flip, flip=DATASETS[settings.dataset].flip) if settings.augment else None
+    counts = torch.bincount(labels, minlength=images.num_classes).to(device)
+    return TrainingSet(index, torch.from_numpy(images.pixels[index]).to(device), labels.to(device), counts, augment)
+
+
+def fit(
+    model: TwoHead,
+    data: TrainingSet,
+    recipe: Recipe,
+    draws: Callable[[int], torch.Generator],
+    validate: Callable[[], float | None],
+    console: Console,
+    bfloat16: bool = False,
+) -> list[Epoch]:
+    """Train encoder and global head with plain cross-entropy; the personal head is left as it is.
+
+    Parameters
+    ----------
+    model : TwoHead
+        On the device of `data`, convolutions in channels-last format; changed in place.
+    data : TrainingSet
+    recipe : Recipe
+        No early stop and no choice of an epoch: the network after the last one is the result.
+    draws : callable
+        Epoch 1, 2, ... → CPU generator of its order and augmentation.
+    validate : callable
+        Returns the accuracy after an epoch; only printed and kept, nothing depends on it.
+    console : Console
+        Gets a progress bar (images/s, time left) and a line an epoch.
+    bfloat16 : bool
+        Autocast the forward pass.
+
+    Raises
+    ------
+    FloatingPointError
+        The loss is not finite.
+    """
+    optimizer = torch.optim.SGD(
+        [*model.encoder.parameters(), *model.head.parameters()],
+        lr=recipe.learning_rate,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        nesterov=recipe.nesterov,
+    )
+    steps = math.ceil(len(data) / recipe.batch_size)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=recipe.epochs * steps)
+    history: list[Epoch] = []
+    speed = TextColumn("{task.fields[speed]:,.0f} images/s")
+    columns = TextColumn("batches"), MofNCompleteColumn(), BarColumn(), speed, TimeElapsedColumn(), TextColumn("left")
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        bar = progress.add_task("batches", total=recipe.epochs * steps, speed=0.0)
+
+        def advance(speed: float) -> None:
+            progress.update(bar, advance=1, speed=speed)
+
+        for number in range(1, recipe.epochs + 1):
+            start = time.perf_counter()
+            loss, rate = _epoch(model, data, recipe, optimizer, schedule, draws(number), bfloat16, advance)
+            accuracy = validate()
+            history.append({"loss": loss, "validation_accuracy": accuracy, "images_per_second": round(rate, 1)})
+            text = "no validation samples" if accuracy is None else f"validation {100 * accuracy:.2f} %"
+            left = (recipe.epochs - number) * (time.perf_counter() - start)
+            line = f"epoch {number}: loss {loss:.4f}, {text}, {rate:,.0f} images/s, {left:,.0f} s left"
+            progress.console.print(line, highlight=False)
+    return history
+
+
+def _epoch(
+    model: TwoHead,
+    data: TrainingSet,
+    recipe: Recipe,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    draw: torch.Generator,
+    bfloat16: bool,
+    advance: Callable[[float], None],
+) -> tuple[float, float]:
+    """Train for one epoch and return its mean loss and images per second; `advance` gets the speed so far."""
+    model.train()
+    total, seen, start = torch.zeros((), device=data.labels.device), 0, time.perf_counter()
+    for x, labels in epoch(data, recipe.batch_size, draw, smallest=2 if has_batchnorm(model) else 1):
+        with autocast(x.device, bfloat16):
+            loss = functional.cross_entropy(model(x), labels)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        total += loss.detach() * len(labels)
+        seen += len(labels)
+        advance(seen / (time.perf_counter() - start))
+    mean = float(total) / max(seen, 1)  # waits for the device, so the time below is that of the whole epoch
+    if not math.isfinite(mean):
+        raise FloatingPointError(f"training diverged: mean loss {mean}")
+    return mean, seen / (time.perf_counter() - start)
+
+
+@torch.no_grad()
+def accuracy(
+    model: TwoHead, images: Images, index: NDArray[np.int64], device: torch.device, batch_size: int
+) -> float | None:
+    """Return the accuracy of the global head on `images` at `index`, None if there are none; in evaluation mode."""
+    model.eval()
+    correct = 0
+    for begin in range(0, len(index), batch_size):
+        chosen = index[begin : begin + batch_size]
+        x = images.batch(chosen, device).contiguous(memory_format=torch.channels_last)
+        correct += int((model(x).argmax(1).cpu() == torch.from_numpy(images.labels[chosen])).sum())
+    return correct / len(index) if len(index) else None

@@ -1,0 +1,213 @@
+"""Kept results: numbers computed by hand, the committed files, and what does not belong beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.provenance import RESULTS
+from benchmarks.tables.comparison import compare
+from benchmarks.tables.networks import network_path, of_seed
+from benchmarks.tables.pretrained import check_pretrained
+from benchmarks.tables.protocol import Cell, read_protocol
+from benchmarks.tables.results import (
+    CONSTANT,
+    Content,
+    add_run,
+    cell_path,
+    check_kept,
+    collaboration_rows,
+    constant_row,
+    empty,
+    missing,
+    mixing_weights,
+    read_results_of,
+    row_content,
+    wanted_rows,
+)
+from models import load_model
+from server.errors import RunError
+from server.report import Adapted, AdaptRound, Evaluation
+from settings import Settings, SettingsError
+from tests.benchmarks.fabricated import results
+
+KEPT = read_results_of(RESULTS)
+FILES = [(name, cell, seed) for name, cells in KEPT.items() for cell, seeds in cells.items() for seed in seeds]
+#: protocol, cell, seed, row, column → accuracy in percent, from the files of 2026-11-22.
+KNOWN = {
+    ("brfl", "cnn-dir-0.1", 1, "fedavg", "original"): 42.1333,
+    ("brfl", "cnn-dir-0.1", 1, "fedavg", "out_of_client"): 42.45,
+    ("fedicon", "office10-equal-domain-dslr", 1, "fedavg", "dslr"): 44.586,
+    ("fedicon", "office10-equal-domain-dslr", 1, "fedicon[mode=offline;epochs=10;base=global]", "dslr"): 77.4947,
+    ("atp", "label", 1, "atp[mode=online]", "original"): 69.825,
+    ("atp", "label", 1, "fedavg", "original"): 61.18333333333334,
+    ("pfedbbn", "dirichlet-0.01", 1, "bbn @ pfedbbn[share=statistics]", "global"): 86.0,
+    ("pfedbbn", "iid", 1, "bbn", "global"): 53.64,
+    ("pfedbbn", "dirichlet-0.005", 1, CONSTANT, "global"): 97.37,
+}
+
+
+@pytest.mark.parametrize(("protocol", "cell", "seed"), FILES)
+def test_a_committed_file_belongs_to_its_cell(protocol: str, cell: str, seed: int) -> None:
+    known = read_protocol(protocol).cell(cell)
+    settings, path = of_seed(known.settings, seed), cell_path(RESULTS, protocol, cell, seed)
+    check_kept(path, settings)
+    content = KEPT[protocol][cell][seed]
+    assert settings.seed == content["settings"]["seed"] == seed
+    assert set(wanted_rows(settings)) & set(content["rows"])
+    assert all(run["commit"] for run in content["runs"])
+    if known.start.network:
+        assert content["start"]["network"] == known.start.network
+    if known.columns:
+        assert {column for row in content["rows"].values() for column in row["shifts"]} == set(known.columns)
+
+
+def test_committed_numbers_have_not_changed() -> None:
+    assert len(FILES) == 49
+    for (protocol, cell, seed, row, column), value in KNOWN.items():
+        shift = KEPT[protocol][cell][seed]["rows"][row]["shifts"][column]
+        assert shift["accuracy_percent"] == value
+    own = KEPT["fedicon"]["office10-equal-domain-dslr"][1]["rows"]["fedavg_ft"]["shifts"]["dslr"]
+    assert own["per_client_percent"] == "25.4777 41.4013 52.2293"
+    bbn = KEPT["pfedbbn"]["iid"][1]["rows"]["bbn @ pfedbbn[share=statistics]"]["shifts"]["global"]
+    assert bbn["weights"]["75"].startswith("0.209 0.082 0.064")
+    assert (bbn["mean_over_classes_percent"], bbn["rounds"]) == (45.78, 75)
+    rates = KEPT["atp"]["label"][1]["trainings"]["cross_entropy"]["rates"]["all"]
+    assert (rates["head.bias"], len(rates)) == (0.05321099326232042, 23)
+
+
+def test_the_kept_tables_of_two_papers() -> None:
+    (table,) = read_protocol("atp").tables
+    found = compare(table, KEPT["atp"])
+    assert found.columns == ["feature", "label", "hybrid", "average"]
+    gains = [found.gains("atp", column)[0] for column in found.columns[:3]]
+    assert [round(gain, 2) for gain in gains] == [1.57, 7.28, 8.37]
+    streams, classes = read_protocol("pfedbbn").tables
+    assert compare(streams, KEPT["pfedbbn"]).values["bbn"]["0.01"] == {1: 47.34}
+    assert compare(classes, KEPT["pfedbbn"]).values["bbn"]["0.01"] == {1: 46.14}
+
+
+@pytest.mark.parametrize("name", ["atp", "pfedbbn"])
+def test_committed_networks_are_those_of_the_protocol(name: str, tmp_path: Path) -> None:
+    protocol = read_protocol(name)
+    for network in protocol.networks.values():
+        path = network_path(network, 1, tmp_path)
+        assert path.is_relative_to(RESULTS)
+        assert load_model(path)[1]["name"] == network.settings.model
+        for cell in protocol.cells:
+            if cell.start.network == network.name:
+                check_pretrained(path, of_seed(cell.settings, 1))
+
+
+def test_only_data_and_networks_are_committed() -> None:
+    files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert max(path.stat().st_size for path in files) < 500_000
+
+
+def evaluation(partition: int, correct: int, total: int, **more: Any) -> Evaluation:
+    return Evaluation("t", "fedavg", "original", partition, correct, total, **more)
+
+
+def test_a_row_by_hand() -> None:
+    # 3 of 4 and 1 of 1: mean over clients 87.5, over samples 80.
+    entries = [evaluation(0, 3, 4), evaluation(1, 1, 1), evaluation(2, 0, 0)]
+    shift = row_content(entries, "fedavg", "t")["shifts"]["original"]
+    assert (shift["accuracy_percent"], shift["by_samples_percent"], shift["samples"]) == (87.5, 80.0, 5)
+    assert shift["per_client_percent"] == "75 100"
+    with pytest.raises(RunError, match="btfl: the run has no accuracy"):
+        row_content(entries, "btfl", "t")
+
+
+def test_clients_that_count_for_a_column() -> None:
+    entries = [evaluation(2, 1, 4), evaluation(0, 3, 4), evaluation(1, 1, 1)]
+    shifts = row_content(entries, "fedavg", "t", ["a", "a", "b"])["shifts"]
+    assert {name: one["accuracy_percent"] for name, one in shifts.items()} == {"a": 87.5, "b": 25.0}
+    with pytest.raises(RunError, match=r"clients \[2\] have no accuracy"):
+        row_content(entries[1:], "fedavg", "t", ["a", "a", "b"])
+
+
+def test_mixing_weights_e_are_summed_over_clients() -> None:
+    more = [{"weight_mean": mean, "weight_histogram": counts} for mean, counts in ((0.5, [1, 2]), (0.2, [0, 1]))]
+    entries = [evaluation(0, 1, 3, **more[0]), evaluation(1, 1, 1, **more[1])]
+    shift = row_content(entries, "fedavg", "t")["shifts"]["original"]
+    assert (shift["weight_mean"], shift["weight_histogram"]) == (0.425, "1 3")
+
+
+def adapted(partition: int, correct: list[int], total: list[int], collaboration: str = "none") -> Adapted:
+    return Adapted("bbn", collaboration, 1, partition, "snow", correct, total, 0.0)
+
+
+def test_collaborations_by_hand() -> None:
+    entries = [
+        adapted(0, [1, 0, 0], [2, 1, 0]),
+        adapted(1, [3, 0, 0], [3, 0, 0]),
+        adapted(0, [2, 1, 0], [2, 1, 0], "fedavg"),
+    ]
+    rounds = [AdaptRound("bbn", "fedavg", 1, [0, 1], [[0.75, 0.25], [0.12345, 0.87655]], 1.0, 1, 1, 0)]
+    found = collaboration_rows(entries, rounds, "t")
+    assert list(found) == ["bbn", "bbn @ fedavg"]
+    shift = found["bbn"]["shifts"]["global"]
+    assert (shift["accuracy_percent"], shift["per_client_percent"]) == (66.67, "33.33 100")  # 4 of 6; 1 of 3, 3 of 3
+    assert shift["mean_over_classes_percent"] == 40.0  # 4 of 5 and 0 of 1; class 2 does not occur
+    assert "weights" not in shift
+    assert found["bbn @ fedavg"]["shifts"]["global"]["weights"] == {"1": "0.750 0.250; 0.123 0.877"}
+    alone = [AdaptRound("bbn", "none", 1, [0, 1], [[1.0, 0.0], [0.0, 1.0]], 1.0, 1, 1, 0)]
+    assert mixing_weights(alone) == {}
+
+
+def test_constant_predictions_by_hand() -> None:
+    row = constant_row(np.array([[3, 1], [2, 2]]))  # 75 % and 50 %
+    assert row["shifts"]["global"]["accuracy_percent"] == 62.5
+
+
+def test_rows_that_are_missing_are_grouped_by_training_and_by_collaboration(tmp_path: Path) -> None:
+    settings = Settings(methods="fedavg,btfl,fedrep,fedthe", rounds=1)
+    path = tmp_path / "a.json"
+    found = missing(path, settings)
+    assert [(training.name, own.methods) for training, own in found] == [
+        ("cross_entropy", "fedavg,btfl"), ("fedrep", "fedrep"), ("balanced_softmax", "fedthe")
+    ]  # fmt: skip
+    path.write_text(json.dumps({"rows": {"fedavg": {}, "fedrep": {}}}))
+    assert [own.methods for _, own in missing(path, settings)] == ["btfl", "fedthe"]
+    together = Settings(
+        model_options="norm=batch", methods="fedavg,tent", collaborations="none,fedavg,pfedbbn[share=all]", rounds=0
+    )
+    path.write_text(json.dumps({"rows": {"tent @ fedavg": {}}}))
+    assert [(own.methods, own.collaborations) for _, own in missing(path, together)] == [
+        ("fedavg,tent", "none"), ("tent", "pfedbbn[share=all]")
+    ]  # fmt: skip
+
+
+def test_what_was_made_otherwise_is_refused(tmp_path: Path) -> None:
+    settings = Settings(init="here", workers=1, methods="fedavg")
+    content: Content = empty("p", Cell("c", "C", settings), settings)
+    content["start"] = {"sha256": "a"}
+    path = tmp_path / "c-1.json"
+    path.write_text(json.dumps(content))
+    check_kept(path, settings.replace(init="there", workers=2, methods="btfl", data_dir="x"), {"sha256": "a"})
+    with pytest.raises(SettingsError, match=r"other settings \(learning-rate\)"):
+        check_kept(path, settings.replace(learning_rate=1.0))
+    with pytest.raises(SettingsError, match="from another network"):
+        check_kept(path, settings, {"sha256": "b"})
+    path.write_text("{")
+    with pytest.raises(SettingsError, match=r"c-1\.json cannot be read"):
+        check_kept(path, settings)
+
+
+def test_a_run_is_added_with_its_provenance() -> None:
+    settings = Settings(methods="fedavg,btfl", rounds=1)
+    cell = Cell("c", "C", settings)
+    content = empty("p", cell, settings)
+    add_run(content, results(1, settings), cell, settings, "t", {"kind": "federated"})
+    add_run(content, results(1, settings), cell, settings.replace(methods="personal"), "t", {})
+    assert list(content["rows"]) == ["fedavg", "btfl", "personal"]
+    assert content["rows"]["btfl"]["shifts"]["original"]["accuracy_percent"] == 75.0
+    first, second = content["runs"]
+    assert (first["methods"], second["methods"], first["commit"]) == (["fedavg", "btfl"], ["personal"], "abc")
+    assert (first["test_samples_checked"], first["test_samples_trained_on"]) == (16, 0)
+    assert (content["notes"], content["start"]) == (["made up"], {"kind": "federated"})
