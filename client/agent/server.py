@@ -45,7 +45,7 @@ class _Socket:
 class Running:
     """A running agent's sockets.
 
-    Attributes
+    Parameters
     ----------
     listen, relay : str
         Where they listen, with the port that was chosen for port 0.
