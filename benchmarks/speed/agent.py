@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.speed.measurement import Measured, Ratio
-from benchmarks.speed.served import SETTINGS, fabricate, running, test_images
+from benchmarks.speed.served import SETTINGS, fabricate, running, sample_images
 from benchmarks.speed.streams import Load, batches, many_streams, one_stream, requests, unary
 from client.agent import agent_pb2 as pb
 from client.agent import agent_pb2_grpc
@@ -81,7 +81,7 @@ def agent(quick: bool) -> Measured:
     """
     samples, repeats = (max(STREAMS, *BATCHES), 1) if quick else (SAMPLES, REPEATS)
     torch.set_num_threads(1)  # the command restores the number
-    served, pixels = fabricate(), test_images(samples)
+    served, pixels = fabricate(), sample_images(samples)
     with sockets_folder() as folder:
         cases = [
             measure(folder / str(number), served, *case, pixels, repeats)
@@ -123,8 +123,8 @@ def measure(folder: Path, served: Served, adapter: str, guard: bool, pixels: NDA
                 load = loaded(stub, address, pixels)
             return Case(adapter, guard, before, resident(pid), latencies, load)
     except (grpc.RpcError, RunError) as error:
-        told = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else error
-        raise RunError(f"{adapter}, guard {_on(guard)}: {told}") from error
+        problem = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.RpcError) else error
+        raise RunError(f"{adapter}, guard {_on(guard)}: {problem}") from error
 
 
 def latency(
@@ -168,8 +168,8 @@ def loaded(stub: agent_pb2_grpc.PredictorStub, address: str, pixels: NDArray[np.
     load = many_streams(address, pixels, STREAMS)
     seen = stub.Status(pb.StatusRequest()).samples - before
     if load.trouble or seen != len(pixels):
-        told = load.trouble or "nothing lost or reordered"
-        raise RunError(f"{STREAMS} streams: {told}; the agent has seen {seen} of {len(pixels)} samples")
+        problem = load.trouble or "nothing lost or reordered"
+        raise RunError(f"{STREAMS} streams: {problem}; the agent has seen {seen} of {len(pixels)} samples")
     return load
 
 

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.speed.measurement import Measured, Ratio
-from benchmarks.speed.timing import clock_and_processor
+from benchmarks.speed.measurement import Measured, Ratio, clock_and_processor
 from models import build
 from tta.bbn import BBN
 

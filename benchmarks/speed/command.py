@@ -26,11 +26,10 @@ from benchmarks.speed.bbn import bbn
 from benchmarks.speed.deployment import deployment
 from benchmarks.speed.federation import engines, memory, rounds, shipping
 from benchmarks.speed.loops import loops
-from benchmarks.speed.measurement import Part, Ratio
+from benchmarks.speed.measurement import Part, Ratio, one_core
 from benchmarks.speed.mixing import mixing
 from benchmarks.speed.options import options
 from benchmarks.speed.pieces import aggregation, data_path
-from benchmarks.speed.timing import one_core
 from settings import SettingsError
 
 QUICK = Path("results/quick")

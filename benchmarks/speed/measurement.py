@@ -1,10 +1,15 @@
-"""Ratios of two measurements made side by side, and what a part of `speed` returns."""
+"""Ratios of two measurements made side by side, parts of `speed`, and timing helpers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -76,3 +81,36 @@ class Part:
     measure: Callable[[bool], Measured]
     one_core: bool = False
     gpu: bool = False
+
+
+def least_seconds(work: Callable[[], Any], repeats: int = 3) -> float:
+    """Return the least seconds of a few calls."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def clock_and_processor(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of a call, on the clock and of the processor."""
+    clock, processor = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - clock, time.process_time() - processor
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Restrict this process to one core, and torch to one thread."""
+    threads = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    torch.set_num_threads(1)
+    if cores:
+        os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if cores:
+            os.sched_setaffinity(0, cores)

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from benchmarks.speed.measurement import Measured, Ratio
-from benchmarks.speed.timing import least_seconds
+from benchmarks.speed.measurement import Measured, Ratio, least_seconds
 from client.app import packed
 from data import CORRUPTIONS, corrupt
 from data.partition import SCHEMES, partition

@@ -40,7 +40,7 @@ SHARPNESS = 12.0  # times the fitted 0 and 1, so that logits spread as a trained
 STOPPING = 60.0  # seconds that an agent may take to save and end
 
 
-def test_images(count: int) -> NDArray[np.uint8]:
+def sample_images(count: int) -> NDArray[np.uint8]:
     """Return test images of all clients, repeated up to uint8 [count, 3, 32, 32]."""
     federation = federation_of(SETTINGS)
     test = np.concatenate([split.test for split in federation.splits])

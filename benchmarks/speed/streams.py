@@ -92,10 +92,10 @@ def many_streams(address: str, pixels: NDArray[np.uint8], streams: int) -> Load:
 
 
 async def _many_streams(address: str, pixels: NDArray[np.uint8], streams: int) -> Load:
-    dealt = [requests(batches(pixels[number::streams], 1)) for number in range(streams)]
+    shares = [requests(batches(pixels[number::streams], 1)) for number in range(streams)]
     start = time.perf_counter()
-    replies = await asyncio.gather(*(_stream(address, asked) for asked in dealt))
-    return judged(replies, [len(asked) for asked in dealt], time.perf_counter() - start)
+    replies = await asyncio.gather(*(_stream(address, asked) for asked in shares))
+    return judged(replies, [len(asked) for asked in shares], time.perf_counter() - start)
 
 
 async def _stream(address: str, asked: Sequence[pb.PredictRequest]) -> list[pb.PredictReply]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.papers import Printed
+from benchmarks.papers import AVERAGE, Printed
 from benchmarks.tables.protocol import Cell, Table
-from benchmarks.tables.reference import AVERAGE
 from benchmarks.tables.results import CONSTANT, Content
 
 #: row → column → seed → value in percent.

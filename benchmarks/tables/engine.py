@@ -215,7 +215,7 @@ def fill_curves(job: Job, settings: Settings, every: int, place: Path, folder: P
 def rendered(table: Comparison, weighting: str = "clients") -> Grid:
     """Return the table for a terminal; the best mean of a column is bold, the paper's number is behind the bar."""
     over = f"mean ± sd (divided by n) over seeds {', '.join(map(str, table.seeds))}; behind the bar the paper's"
-    grid = Grid(title=f"{table.title}: accuracy in %, mean over {weighting}", caption=over)
+    grid = Grid(title=f"{table.title}: in %, mean over {weighting}", caption=over)
     grid.add_column("row", overflow="fold")
     for column in table.columns:
         grid.add_column(Text(column), justify="right")

@@ -64,18 +64,13 @@ def initial_settings(
         As `check_pretrained` and `trained`, or the cell whose rates are used has not been run.
     """
     settings, start = of_seed(cell.settings, seed), cell.start
-    if start.network:
-        network = protocol.networks[start.network]
-        path = network_path(network, seed, out)
-        if not path.exists():
-            console.print(f"network {network.name}, seed {seed}", highlight=False)
-            train_network(network, seed, path, folder, console)
-        settings = settings.replace(init=str(path))
-    if not settings.init:
-        if settings.rounds == 0:
-            raise SettingsError("rounds = 0: no network would be trained; allowed is a cell with `from`, or init=PATH")
+    path = _initial_network(protocol, cell, settings, out)
+    if path is None:
         return settings, {}
-    path = Path(settings.init)
+    if start.network and not path.exists():
+        console.print(f"network {start.network}, seed {seed}", highlight=False)
+        train_network(protocol.networks[start.network], seed, path, folder, console)
+    settings = settings.replace(init=str(path))
     federation = None if settings.collaborations else load_federation(settings)
     label = check_pretrained(path, settings, federation)
     content = {"kind": label["kind"], "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -91,15 +86,8 @@ def initial_settings(
 def check_start(protocol: Protocol, cell: Cell, seed: int, out: Path) -> None:
     """Check before any run that an existing network fits; SettingsError as `initial_settings`."""
     settings = of_seed(cell.settings, seed)
-    if cell.start.network:
-        path = network_path(protocol.networks[cell.start.network], seed, out)
-    elif settings.init:
-        path = Path(settings.init)
-    elif settings.rounds == 0:
-        raise SettingsError("rounds = 0: no network would be trained; allowed is a cell with `from`, or init=PATH")
-    else:
-        return
-    if path.exists() or not cell.start.network:
+    path = _initial_network(protocol, cell, settings, out)
+    if path is not None and (path.exists() or not cell.start.network):
         check_pretrained(path, settings)
 
 
@@ -142,6 +130,17 @@ def load_federation(settings: Settings) -> Federation:
         return federation_of(settings)
     except (ValueError, OSError) as error:
         raise SettingsError(f"dataset = {settings.dataset!r}: {error}") from error
+
+
+def _initial_network(protocol: Protocol, cell: Cell, settings: Settings, out: Path) -> Path | None:
+    """Return the file that a cell starts from, by `from` or `init`; None for a random network that is trained."""
+    if cell.start.network:
+        return network_path(protocol.networks[cell.start.network], settings.seed, out)
+    if settings.init:
+        return Path(settings.init)
+    if settings.rounds == 0:
+        raise SettingsError("rounds = 0: no network would be trained; allowed is a cell with `from`, or init=PATH")
+    return None
 
 
 def _network_settings(network: Network, seed: int) -> Settings:

@@ -24,7 +24,7 @@ from models import write_atomically
 from settings import Settings
 
 PAGES = Path("results/tables")
-MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table")
+MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: auto; padding: 1rem; }
 table { border-collapse: collapse; } td, th { padding: .2rem .6rem; border-bottom: 1px solid #8884; }

@@ -34,8 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers import papers
-from benchmarks.tables.reference import Reference, read_reference
+from benchmarks.papers import Reference, papers, read_reference
 from settings import Settings, SettingsError, from_config
 from settings.parse import convert
 
@@ -44,7 +43,7 @@ SECTIONS = ("cells", "networks", "tables", "paper", "quick")
 MAIN = "main"  # the only cell of a protocol that names none
 WEIGHTINGS = ("clients", "samples")
 TRAININGS = ("federated", "central", "source")
-#: Settings of a source model unless its section changes them: the usual recipe of CIFAR networks.
+#: Settings of a source model unless its section changes them: the common recipe for CIFAR.
 SOURCE: dict[str, Any] = {
     "batch-size": 128, "learning-rate": 0.1, "momentum": 0.9, "weight-decay": 5e-4, "autocast": True,
 }  # fmt: skip

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.papers import WITH
 from benchmarks.provenance import differing, provenance_of_run
 from benchmarks.tables.protocol import Cell
-from benchmarks.tables.reference import WITH
 from server.collaboration import cells as collaborating
 from server.collaboration import parse_collaborations
 from server.errors import RunError

@@ -87,7 +87,7 @@ def test_an_agent_that_has_not_seen_all_samples_fails_the_load() -> None:
 
 
 def test_the_fabricated_model_is_like_a_trained_one() -> None:
-    made, pixels = served.fabricate(), served.test_images(200)
+    made, pixels = served.fabricate(), served.sample_images(200)
     assert made.shape == (3, 32, 32)
     assert made.digest() == served.fabricate().digest()
     known = made.statistics
@@ -105,7 +105,7 @@ def test_the_fabricated_model_is_like_a_trained_one() -> None:
 
 
 def test_the_forward_pass_is_timed_batch_by_batch() -> None:
-    seconds = agent.forward(served.fabricate(), streams.batches(served.test_images(6), 2))
+    seconds = agent.forward(served.fabricate(), streams.batches(served.sample_images(6), 2))
     assert len(seconds) == 3
     assert min(seconds) > 0
 
@@ -146,7 +146,7 @@ def test_a_real_agent_is_measured_and_stopped(monkeypatch: pytest.MonkeyPatch) -
     resident = agent.resident
     monkeypatch.setattr(agent, "resident", lambda pid: pids.append(pid) or resident(pid))
     with sockets_folder() as folder:
-        found = agent.measure(folder / "0", served.fabricate(), "btfl", True, served.test_images(64), 1)
+        found = agent.measure(folder / "0", served.fabricate(), "btfl", True, served.sample_images(64), 1)
         assert [one.requests for one in found.latencies] == [64, 2]
         assert all(0 < one.p50_ms <= one.p99_ms and one.over_forward > 0 for one in found.latencies)
         assert (found.load.streams, found.load.requests, found.load.trouble) == (8, 64, "")

@@ -114,7 +114,7 @@ def test_order_sizes_and_waiting(device: tuple[int, int, list[int], int, int, in
 
 @given(st.integers(0, 60), st.floats(0.001, 10), st.floats(0.01, 0.99), st.integers(1, 5), st.integers(0, 3))
 def test_who_is_fast_enough_misses_nothing(samples: int, interval: float, share: float, batch: int, spare: int) -> None:
-    # One by one a sample's interval is enough, in batches that of the batch; then nobody waits for more than a batch.
+    # One by one a sample's interval is enough, in batches that of the batch; no sample waits for more than a batch.
     seconds = share * batch * interval
     batches = schedule(samples, interval, lambda size: seconds, queue=batch + spare, least=batch, most=batch)
     assert [place for one in batches for place in range(one.first, one.stop)] == list(range(samples))

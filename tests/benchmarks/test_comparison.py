@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from benchmarks.papers import Printed
+from benchmarks.papers import Printed, Reference
 from benchmarks.tables.comparison import Comparison, beyond, compare, place_text, recovered, spread
 from benchmarks.tables.pages import markdown_table, recovered_lines
 from benchmarks.tables.protocol import Cell, Table
-from benchmarks.tables.reference import Reference
 from benchmarks.tables.results import CONSTANT, row_content
 from settings import Settings
 from tests.benchmarks.fabricated import results

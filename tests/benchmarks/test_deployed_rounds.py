@@ -89,10 +89,10 @@ def test_a_round_is_over_when_the_last_node_has_answered() -> None:
 
 def test_nodes_that_fail_stay_silent_or_are_missing_end_the_empty_app() -> None:
     def broken(message: Message) -> RecordDict:
-        raise ValueError("no room")
+        raise ValueError("no memory")
 
     arrays = empty_app.arrays_of(SHAPES)
-    with pytest.raises(RuntimeError, match="a node failed: 2: no room"):
+    with pytest.raises(RuntimeError, match="a node failed: 2: no memory"):
         empty_app.timed_round(LocalGrid({7: answer, 8: broken}), [7, 8], arrays, 60.0)
     with pytest.raises(TimeoutError, match="1 of 2 nodes have not answered"):
         empty_app.timed_round(LocalGrid({7: answer, 8: lambda _: None}), [7, 8], arrays, 0.1)
@@ -112,8 +112,8 @@ def test_the_empty_app_looks_for_replies_as_ours_does() -> None:
 def test_the_empty_app_has_the_networks_arrays(tmp_path: Path) -> None:
     settings = Settings(clients=3, rounds=4, image_size=20, model="cnn")
     app = deployment.write_empty_app(tmp_path, settings, 30.0)
-    told = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    config = told["config"]
+    known = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    config = known["config"]
     assert (config["nodes"], config["rounds"], config["timeout"]) == (3, 4, 30.0)
     expected = [list(value.shape) for value in build("cnn", 10, image_size=20, in_channels=3).global_state().values()]
     assert json.loads(config["shapes"]) == expected
@@ -132,8 +132,10 @@ def test_flower_bundles_the_empty_app_and_it_needs_nothing_of_ours(tmp_path: Pat
     with zipfile.ZipFile(bundle) as file:
         assert set(file.namelist()) == {"empty_app.py", "pyproject.toml", ".info/CONTENT"}
         file.extractall(unpacked)
-    rooms = ["benchmarks", "client", "models", "server", "settings", "simulation", "torch"]
-    code = f"import sys, empty_app; print(sorted(set({rooms}) & set(sys.modules)), empty_app.server, empty_app.client)"
+    packages = ["benchmarks", "client", "models", "server", "settings", "simulation", "torch"]
+    code = (
+        f"import sys, empty_app; print(sorted(set({packages}) & set(sys.modules)), empty_app.server, empty_app.client)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=unpacked, capture_output=True, text=True, timeout=300, check=True,
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},

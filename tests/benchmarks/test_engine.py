@@ -85,6 +85,8 @@ def test_a_protocol_with_networks_and_rates_from_end_to_end(
     (tmp_path / "tiny.toml").write_text(TINY)
     out = tmp_path / "out"
     words = ["run", "tiny", "--seeds", "2-2", "--folder", str(tmp_path / "runs"), "--out", str(out)]
+    assert main([*words, "--cells", "crossed"]) == 2
+    assert "own-2.json has no learned rates: run cell own first" in capsys.readouterr().err
     assert main([*words, "--cells", "own,crossed,central"]) == 0, capsys.readouterr().err
     kept = {name: json.loads((out / f"tiny/{name}-2.json").read_text()) for name in ("own", "crossed", "central")}
     rows = kept["own"]["rows"]
@@ -102,7 +104,8 @@ def test_a_protocol_with_networks_and_rates_from_end_to_end(
     assert load_model(out / "tiny/federated-2.safetensors")[1]["name"] == "shallow-cnn"
     assert kept["central"]["start"]["recipe"]["epochs"] == 1
     printed = capsys.readouterr().out
-    assert "network federated, seed 2" in printed
+    assert "network central, seed 2" in printed
+    assert "network federated" not in printed  # it was trained by the first call
     assert "atp (again)" in printed
     # kept results are not run again, and a network that was trained on test samples is refused
     monkeypatch.setattr("simulation.simulate", None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.speed import loops, naive
-from benchmarks.speed.timing import one_core
+from benchmarks.speed.measurement import one_core
 from models import TwoHead, build
 from tta.btfl import BTFL
 from tta.fedthe import FedTHE

@@ -1,20 +1,20 @@
-"""The index and the page with pictures, from made-up cells."""
+"""Pages and plots from made-up kept results, and from the committed ones."""
 
 from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.overview import as_results, cost_plot, html_table, milliseconds, table_rows
-from benchmarks.protocol import Cell, read_protocol
-from benchmarks.record import write_json
-from benchmarks.summary import summarise
-from settings import Settings
+from benchmarks.provenance import RESULTS, write_json
+from benchmarks.tables import plots
+from benchmarks.tables.comparison import compare
+from benchmarks.tables.pages import write_pages
+from benchmarks.tables.protocol import read_protocol
 
 RUN = {
     "training": "cross_entropy", "methods": ["fedavg"], "time": "2030-01-01T00:00:00+00:00", "commit": "abc",
@@ -31,18 +31,14 @@ def content(seed: int, cell: str = "cnn-dir-1", weights: bool = True) -> dict:
         label: {
             "training": "cross_entropy",
             "shifts": {
-                shift: {
-                    "accuracy_percent": start + seed,
-                    "samples_per_second": 100.0 * seed if label == "fedthe" else None,
-                    **(more if label == "fedthe" else {}),
-                }
+                shift: {"accuracy_percent": start + seed, **(more if label == "fedthe" else {})}
                 for shift in ("original", "out_of_client")
             },
         }
         for label, start in (("fedavg", 50.0), ("fedthe", 60.0))
     }
-    curves = {"train_loss": "2.1 nan 1.5", "validation_percent": "- 20 30", "rates": {}}
-    about = {"protocol": "brfl", "cell": cell, "seed": seed, "settings": {"rounds": 3, "seed": seed}}
+    curves = {"train_loss": "2.1 nan 1.5", "validation_percent": "- 20 30"}
+    about = {"protocol": "brfl", "cell": cell, "seed": seed, "settings": {"rounds": 3, "seed": seed, "alpha": 0.5}}
     return {**about, "rows": rows, "trainings": {"cross_entropy": curves}, "runs": [RUN], "notes": ["made <up>"]}
 
 
@@ -51,87 +47,75 @@ def out(tmp_path: Path) -> Path:
     for seed in (1, 3):
         write_json(tmp_path / "brfl" / f"cnn-dir-1-{seed}.json", content(seed))
     write_json(tmp_path / "brfl" / "cnn-dir-0.1-1.json", content(1, "cnn-dir-0.1", weights=False))
-    write_json(tmp_path / "heads.json", {"none": "of these"})
-    (tmp_path / "atp").mkdir()
-    (tmp_path / "atp" / "atp.md").write_text("# ATP\n")
+    write_json(tmp_path / "atp" / "label-1.safetensors.json", {"none": "of these"})
     return tmp_path
 
 
 class Checker(HTMLParser):
-    """Collects ids, references to them, and tags that are not closed."""
+    """Collects ids and images, and fails on tags that are not closed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ids: list[str] = []
-        self.references: list[str] = []
+        self.images: list[str] = []
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        for name, value in attributes:
-            if name == "id":
-                self.ids.append(str(value))
-            if name in ("href", "xlink:href") and str(value).startswith("#"):
-                self.references.append(str(value)[1:])
-        if tag not in ("meta", "br"):
+        self.ids += [str(value) for name, value in attributes if name == "id"]
+        self.images += [str(value) for name, value in attributes if name == "src"]
+        if tag not in ("meta", "hr", "img", "br"):
             self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attributes)
-        if tag not in ("meta", "br"):
-            self.open.pop()
 
-
-def test_both_pages_from_what_is_kept(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["page", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.count("Written:") == 2
-    index = (out / "README.md").read_text()
+def test_pages_of_made_up_results(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = out / "pages"
+    assert main(["page", "--out", str(out), "--to", str(to)]) == 0
+    assert "index.html" in capsys.readouterr().out
+    index, page = (to / "index.md").read_text(), (to / "brfl.md").read_text()
     assert "| CNN, Dirichlet(1.0) | `fedavg`, `fedthe` | 1, 3 |" in index
     assert index.index("CNN, Dirichlet(0.1)") < index.index("CNN, Dirichlet(1.0)")  # as in the protocol's file
-    assert "- [atp/atp.md](atp/atp.md)" in index
-    assert "- [heads.json](heads.json)" in index
-    page = (out / "report.html").read_text()
+    assert "| fedicon office10 | `learning-rate = 0.05` | 0.01: 54.9 %, 0.05: 62.7 % |" in index
+    theirs = read_protocol("brfl").cell("cnn-dir-1").references[0].number("fedavg", "original")
+    assert theirs is not None
+    assert f"| `fedavg` | 52.00 ± 1.00 \\| {theirs.mean:.2f} |" in page
+    assert "| `fedthe` | **62.00 ± 1.00** \\| " in page
+    assert "cnn-dir-1, seed 3: 8 test samples, none of them trained on; 60 s; abacus; torch 9, flwr 1" in page
+    assert "Settings of `cnn-dir-1` that differ from the defaults: `rounds = 3`, `alpha = 0.5`" in page
+    assert "Not yet run: full, published" in page
+    html = (to / "index.html").read_text()
     checker = Checker()
-    checker.feed(page)
-    assert checker.open == []
-    assert len(checker.ids) == len(set(checker.ids))
-    assert set(checker.references) <= set(checker.ids)
-    assert not re.search(r"<script|https?://(?!www\.w3\.org)", page)
-    assert "made &lt;up&gt;" in page
-    assert page.count("Weight e of the global head") == 1  # of the cell that has weights
-    assert "Seed 3: 8 test samples, by index none of them trained on; 60 s on abacus" in page
+    checker.feed(html)
+    assert (checker.open, len(checker.ids)) == ([], len(set(checker.ids)))
+    assert all((to / image).exists() for image in checker.images)
+    assert "brfl-cnn-dir-1.weights.svg" in checker.images
+    assert "brfl-cnn-dir-0.1.weights.svg" not in checker.images  # that cell has no weights
+    assert not re.search(r"<script|https?://", html)
+    assert "made &lt;up&gt;" in html
+    first = {path.name: path.read_bytes() for path in to.iterdir()}
+    write_pages(out, to)
+    assert first == {path.name: path.read_bytes() for path in to.iterdir()}  # equal data, equal files
 
 
-def test_ours_the_papers_and_the_difference(out: Path) -> None:
-    (cell,) = read_protocol("brfl", only=["cnn-dir-1"]).cells
-    assert cell.reference is not None
-    theirs = cell.reference.column("original")["fedavg"].mean
-    summary = summarise(cell, {1: content(1), 3: content(3)})
-    table = html_table(summary, cell)
-    assert f'52.0 <span class="sd">± 1.0</span><div class="sd">{theirs:.1f} ({52 - theirs:+.1f})</div>' in table
-    assert "mean ± standard deviation (divided by n) over the seeds 1, 3" in table
-    row = table_rows(summary)[1]
-    assert (row.label, row.average) == ("fedthe", pytest.approx(0.62))
-    assert row.cells["original"] is not None
-    assert (row.cells["original"].mean, row.cells["original"].sd) == (pytest.approx(0.62), pytest.approx(0.01))
+def test_all_committed_results_can_be_shown(tmp_path: Path) -> None:
+    written = {path.name for path in write_pages(RESULTS, tmp_path)}
+    assert {"atp.md", "atp-shifts.rates.svg", "pfedbbn-streams.mixing.svg", "methods.md", "speed.md"} <= written
+    for path in tmp_path.glob("*.svg"):
+        ElementTree.parse(path)
 
 
-def test_time_of_a_sample() -> None:
+def test_plots_show_the_data() -> None:
     contents = {1: content(1), 3: content(3)}
-    assert milliseconds(contents, "fedthe") == pytest.approx((10 + 10 / 3) / 2)
-    assert milliseconds(contents, "fedavg") is None
-    plot = cost_plot(contents, summarise(Cell("c", "C", Settings()), contents))
-    assert plot is not None
-    assert plot.alt == "Average accuracy against time a sample. fedthe: 6.67 ms, 62.0 %"
-
-
-def test_weights_of_all_seeds_and_curves_of_the_first() -> None:
-    results = as_results({3: content(3), 1: content(1)})
-    assert {(one.method, one.shift, one.partition) for one in results.evaluations} == {
-        ("fedthe", shift, seed) for shift in ("original", "out_of_client") for seed in (1, 3)
-    }
-    losses = [one.train_loss for one in results.rounds]
-    assert np.array_equal(losses, [2.1, np.nan, 1.5], equal_nan=True)
-    assert [one.validation_accuracy for one in results.rounds] == [None, 0.2, 0.3]
+    (table,) = (one for one in read_protocol("brfl").tables if one.name == "cnn-dir-1")
+    svg = plots.accuracy_bars(compare(table, {"cnn-dir-1": contents}))
+    assert all(text in svg for text in ("fedavg", "fedthe", "out_of_client", "average"))
+    assert plots.mean_curve([{1: 1.0, 2: 3.0}, {1: 3.0, 2: 5.0}, {1: 9.0}]) == ([1, 2], [2.0, 4.0])
+    assert plots.curves([{**content(1), "trainings": {}}]) == ""
+    assert plots.weight_histograms([content(1, weights=False)]) == ""
+    assert plots.learned_rates({"c": content(1)}) == plots.mixing([content(1)]) == ""
+    assert "cross_entropy" in plots.curves(list(contents.values()))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import benchmarks.tables.protocol as module
+from benchmarks.papers import Reference
 from benchmarks.tables.protocol import Realtime, Start, protocol_names, read_protocol, select_cells
-from benchmarks.tables.reference import Reference
 from benchmarks.tables.results import wanted_rows
 from server.methods import plan
 from settings import SettingsError
@@ -123,7 +123,7 @@ def test_networks_and_realtime() -> None:
     quick = read_protocol("realtime", ["seed=4", "clients=3"], quick=True)
     assert (quick.networks["central"].epochs, quick.networks["central"].settings.clients) == (1, 3)
     assert quick.networks["central"].settings.dataset == quick.cells[0].settings.dataset == "digits"
-    source = read_protocol("pfedbbn", ["clients=3"], quick=True).networks["source"]  # nobody changes a source model
+    source = read_protocol("pfedbbn", ["clients=3"], quick=True).networks["source"]  # fixed
     assert (source.epochs, source.settings.clients, source.settings.dataset_options) == (15, 10, "part=train")
 
 

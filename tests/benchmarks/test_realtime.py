@@ -1,10 +1,7 @@
-"""`wall-clock` with costs that are given: what adapters are shown, what is counted, and from words to files."""
+"""Real-time evaluation with given costs: what adapters see, what is counted, and the content of a cell's file."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,43 +10,43 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks import central, paced, wall_clock
-from benchmarks.arrivals import Taken
-from benchmarks.batch_cost import Cost
-from benchmarks.paced import Client, Score, Scores
-from benchmarks.wall_clock_tables import share
+from benchmarks.tables import realtime
+from benchmarks.tables.clock import Batch, Cost
+from benchmarks.tables.networks import load_federation, train_network
+from benchmarks.tables.pages import realtime_costs
+from benchmarks.tables.protocol import Network, Realtime
+from benchmarks.tables.realtime import Client, Score, Scores
 from client.evaluation import Row
 from data import Stream
+from models import load_model
 from server.errors import Leak
-from settings import SettingsError
+from settings import Settings, SettingsError
 from tta import Adapter
 
 QUIET = Console(quiet=True, width=200)
-SMALL = ("dataset=digits", "fraction=0.4", "image-size=18", "clients=2", "personal-epochs=1", "adapt-batch-size=4")
 METHODS = "fedavg,personal,fedthe[training=cross_entropy],btfl,tent"
-WORDS = ("--epochs", "1", "--set", *SMALL, f"methods={METHODS}", "shifts=corrupted,mixture")
-
-
-def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    wall_clock.add_arguments(parser)
-    return parser.parse_args(words)
+SETTINGS = Settings(
+    dataset="digits", fraction=0.4, image_size=18, clients=2, personal_epochs=1, adapt_batch_size=4, batch_size=32,
+    model="cnn", model_options="norm=batch", rounds=0, device="cpu", methods=METHODS, shifts="corrupted,mixture",
+)  # fmt: skip
+REALTIME = Realtime((1.0, 2.0, 5.0), "fedthe", 32, 1)
 
 
 @pytest.mark.parametrize("per", ["sample", "batch"])
-def test_an_adapter_is_shown_what_was_taken_and_nothing_else(per: str) -> None:
-    taken = [Taken(0, 1, 0, 1), Taken(3, 5, 4, 6), Taken(6, 9, 8, 9)]
-    batches = [batch.tolist() for batch in paced.batches_of(taken, per, 4)]
-    assert batches == ([[0, 3, 4, 6], [7, 8]] if per == "sample" else [[0], [3, 4], [6, 7, 8]])
-    assert paced.batches_of([], per, 4) == []
+def test_an_adapter_gets_the_scheduled_samples_and_no_others(per: str) -> None:
+    batches = [Batch(0, 1, 0, 1), Batch(3, 5, 4, 6), Batch(6, 9, 8, 9)]
+    places = [one.tolist() for one in realtime.batches_of(batches, per, 4)]
+    assert places == ([[0, 3, 4, 6], [7, 8]] if per == "sample" else [[0], [3, 4], [6, 7, 8]])
+    assert realtime.batches_of([], per, 4) == []
 
 
 def test_score_by_hand() -> None:
-    # Samples 1, 2 and 5 are missed, of which the fallback gets 1 and 5 right; 3 and 4 are answered 2.5 s after 3 came.
+    # Samples 1, 2 and 5 are missed; the fallback predicts 1 and 5; 3 and 4 are answered 2.5 s after 3 arrived.
     fallback = np.array([True, True, False, True, True, True])
-    found = paced.score([Taken(0, 1, 0, 1), Taken(3, 5, 2, 4)], 0.5, 2, fallback)
-    assert found == Score(total=6, answered=3, right=2, fallback_right=2, delay=2.5)
-    assert (found.accuracy, found.accuracy_missed_wrong) == (4 / 6, 2 / 6)
+    found = realtime.score([Batch(0, 1, 0, 1), Batch(3, 5, 2, 4)], 0.5, 2, fallback)
+    assert found == Score(total=6, answered=3, correct=2, fallback_correct=2, delay=2.5)
+    percent = found.percent()
+    assert (percent["accuracy_percent"], percent["missed_wrong_percent"]) == (400 / 6, 200 / 6)
 
 
 def test_means_by_hand() -> None:
@@ -57,17 +54,17 @@ def test_means_by_hand() -> None:
     a = [Score(4, 4, 3, 0, 0.1), Score(2, 1, 0, 1, 0.3)]
     b = [Score(4, 2, 2, 2, 0.2)]
     scores: Scores = {("tent", 2.0): {"corrupted": a, "mixture": b}}
-    (entry,) = wall_clock.results(scores)
-    assert entry.pop("by_shift") == {
-        "corrupted": {"answered": 75, "accuracy": 62.5, "accuracy_missed_wrong": 37.5},
-        "mixture": {"answered": 50, "accuracy": 100, "accuracy_missed_wrong": 50},
+    shift = realtime.score_rows(scores)["tent"]["shifts"]["2×"]
+    assert shift.pop("by_shift") == {
+        "corrupted": {"answered_percent": 75, "accuracy_percent": 62.5, "missed_wrong_percent": 37.5},
+        "mixture": {"answered_percent": 50, "accuracy_percent": 100, "missed_wrong_percent": 50},
     }
-    means = {"answered": 62.5, "accuracy": 81.25, "accuracy_missed_wrong": 43.75}
-    assert entry == {"method": "tent", "speed": 2.0, **means, "longest_delay_milliseconds": 300}
+    means = {"answered_percent": 62.5, "accuracy_percent": 81.25, "missed_wrong_percent": 43.75}
+    assert shift == {**means, "longest_delay_milliseconds": 300}
 
 
 class Recorder(Adapter):
-    """Says class 0, or class 1 from the third sample on that it is shown; keeps all that it is shown."""
+    """Predicts class 0 for the first two samples, then class 1; records all samples."""
 
     def __init__(self, per: Any) -> None:
         super().__init__(nn.Identity())
@@ -99,182 +96,100 @@ def test_a_stream_played_by_hand() -> None:
     fallback = np.array([False, False, True, False, False, True])
     client = Client([stream], [fallback], {"row": adapter})
     cost = Cost((1,), (0.5,), 1, 1)
-    scores = paced.play([client], {"row": cost}, 1.0, (1.0, 2.0, 4.0), 1, 256, QUIET)
+    scores = realtime.play([client], {"row": cost}, 1.0, Realtime((1.0, 2.0, 4.0), queue=1), 256, QUIET)
     assert adapter.runs == [[[0, 1, 2, 3, 4, 5]], [[0, 1, 3, 5]]]
     everything = Score(6, 6, 4, 0, 0.5)  # 0, 2, 3 and 5 are right
     assert scores["row", 1.0] == scores["row", 2.0] == {"made-up": [everything]}
-    assert scores["row", 4.0] == {"made-up": [Score(6, 4, 3, 1, 0.75)]}  # 0, 3, 5; of 2 and 4 the fallback knows 2
+    assert scores["row", 4.0] == {"made-up": [Score(6, 4, 3, 1, 0.75)]}  # 0, 3, 5; the fallback predicts 2 of 2 and 4
     by_batch: Any = Recorder("batch")
     client = Client([stream], [fallback], {"row": by_batch})
-    paced.play([client], {"row": Cost((2,), (3.0,), 2, 2)}, 1.0, (1.0,), 2, 256, QUIET)
+    realtime.play([client], {"row": Cost((2,), (3.0,), 2, 2)}, 1.0, Realtime((1.0,), queue=2), 256, QUIET)
     assert by_batch.runs == [[[0, 1], [2, 3], [5]]]  # at 1, at 4 and, 4 overwritten at 6, at 7
 
 
 @pytest.fixture(scope="module")
-def costs() -> dict[str, Cost]:
-    """One interval is 2 ms: all methods keep pace with it but Tent, whose four samples take five intervals."""
-    fast = Cost.of_samples((1, 4), (0.002, 0.003))
-    return dict.fromkeys(METHODS.split(",")[:-1], fast) | {"tent": Cost.of_batches((1, 4), (0.005, 0.010))}
+def init(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A network that was trained centrally for one epoch."""
+    folder = tmp_path_factory.mktemp("realtime")
+    path = folder / "central.safetensors"
+    train_network(Network("central", "central", 1, "central", SETTINGS), 1, path, folder, QUIET)
+    return str(path)
 
 
-def given_costs(monkeypatch: pytest.MonkeyPatch, costs: dict[str, Cost]) -> None:
-    monkeypatch.setattr(wall_clock, "measure", lambda *ignored: costs)
-
-
-def test_without_haste_it_is_the_evaluation_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = parsed(*WORDS)
-    settings, federation, _ = wall_clock.settings_of(arguments)
-    rows = wall_clock.rows_of(settings)
-    model, _ = wall_clock.network_of(settings, federation, arguments, QUIET)
-    devices: list[Any] = []
-    made = paced.make_device
-    monkeypatch.setattr(paced, "make_device", lambda *words: devices.append(made(*words)) or devices[-1])
-    means: list[Any] = []
-    joined = paced._mean_statistics
-    monkeypatch.setattr(paced, "_mean_statistics", lambda *words: means.append(joined(*words)) or means[-1])
-    clients, _ = paced.prepare(settings, federation, model, rows, QUIET)
+def test_on_a_slow_stream_it_is_the_evaluation_of_a_run(monkeypatch: pytest.MonkeyPatch, init: str) -> None:
+    settings, model = SETTINGS.replace(init=init), load_model(init)[0]
+    rows, devices, means = realtime.shared_rows(settings), [], []
+    made, joined = realtime.make_device, realtime._mean_statistics
+    monkeypatch.setattr(realtime, "make_device", lambda *words: devices.append(made(*words)) or devices[-1])
+    monkeypatch.setattr(realtime, "_mean_statistics", lambda *words: means.append(joined(*words)) or means[-1])
+    clients, _ = realtime.prepare(settings, load_federation(settings), model, rows, QUIET)
     slow = {row.label: Cost.of_samples((1,), (1e-9,)) for row in rows}
     slow["tent"] = Cost.of_batches((4,), (1e-9,))
-    scores = paced.play(clients, slow, 1.0, (1.0,), 32, settings.eval_batch_size, QUIET)
+    scores = realtime.play(clients, slow, 1.0, Realtime((1.0,)), settings.eval_batch_size, QUIET)
     arrays = {name: value.numpy() for name, value in model.global_state().items()}
     for number, device in enumerate(devices):
         asked = [Row(row.label, row.method.adapter, row.options, row.base) for row in rows]
-        leak, found = device.evaluate(1, paced.TASK, arrays, means[0], asked, ("corrupted", "mixture"))
+        leak, found = device.evaluate(1, realtime.TASK, arrays, means[0], asked, ("corrupted", "mixture"))
         assert leak["leaked"] == 0
         for one in found:
             mine = scores[one["method"], 1.0][one["shift"]][number]
-            assert (mine.right, mine.answered, mine.total) == (one["correct"], one["total"], one["total"])
+            assert (mine.correct, mine.answered, mine.total) == (one["correct"], one["total"], one["total"])
             assert one["total"] > 8
 
 
-def test_from_words_to_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, costs: dict[str, Cost]) -> None:
-    given_costs(monkeypatch, costs)
-    threads = torch.get_num_threads()
-    wall_clock.run(parsed(*WORDS, "--out", str(tmp_path / "a")), QUIET)
-    wall_clock.run(parsed(*WORDS, "--out", str(tmp_path / "b")), QUIET)
+def test_a_cell_with_given_costs(monkeypatch: pytest.MonkeyPatch, init: str) -> None:
+    # One interval is 2 ms: all methods keep up but Tent, whose four samples take five intervals.
+    fast = Cost.of_samples((1, 4), (0.002, 0.003))
+    costs = dict.fromkeys(METHODS.split(",")[:-1], fast) | {"tent": Cost.of_batches((1, 4), (0.005, 0.010))}
+    monkeypatch.setattr(realtime, "measure_costs", lambda *ignored: costs)
+    threads, settings = torch.get_num_threads(), SETTINGS.replace(init=init)
+    content, again = (realtime.measure_cell(settings, REALTIME, QUIET) for _ in range(2))
     assert torch.get_num_threads() == threads
-    content, again = (json.loads((tmp_path / name / "wall-clock.json").read_text()) for name in "ab")
-    assert content["results"] == again["results"]  # nothing but the costs depends on the machine
-    assert content["interval_milliseconds"] == 2
-    assert content["reference"] == "fedthe[training=cross_entropy]"
-    assert content["costs"]["tent"] == {
+    assert content["rows"] == again["rows"]  # nothing but the costs depends on the machine
+    own = content["realtime"]
+    assert (own["interval_milliseconds"], own["reference"]) == (2, "fedthe[training=cross_entropy]")
+    assert own["costs"]["tent"] == {
         "milliseconds": {"1": 5, "4": 10}, "least": 4, "most": 4, "keeps_up_to": pytest.approx(0.8),
     }  # fmt: skip
-    assert {"hardware", "versions", "commit", "time", "load_average"} <= set(content)
-    assert content["settings"]["clients"] == 2
-    found = {(one["method"], one["speed"]): one for one in content["results"]}
-    assert len(found) == 5 * 3
-    plain = {found["fedavg", speed]["accuracy"] for speed in (1, 2, 5)}
-    assert len(plain) == 1  # missed or not, it is the same network
-    assert found["btfl", 2]["answered"] == 100  # 1.33 samples an interval, four at a time
-    assert found["btfl", 5]["answered"] < 100
-    assert found["tent", 1]["answered"] > found["tent", 2]["answered"] > found["tent", 5]["answered"] > 0
-    for one in found.values():
-        assert one["accuracy_missed_wrong"] <= one["accuracy"]
-        assert (one["accuracy_missed_wrong"] == one["accuracy"]) == (one["answered"] == 100)
-    page = (tmp_path / "a" / "wall-clock.md").read_text()
-    text = f"{found['tent', 5]['accuracy']:.1f}"
-    (line,) = [line for line in page.splitlines() if line.startswith("| tent | 0.8× |")]
-    assert line.split("|")[5].replace("*", "") == f" {text} ({share(found['tent', 5]['answered'])}) "
-    assert "| tent | 5 | 2.5 | 4 |" in page
-    assert page.count("| fedavg |") == 3
-    assert "--epochs 1 --set dataset=digits" in page
+    found = {label: row["shifts"] for label, row in content["rows"].items()}
+    assert {len(shifts) for shifts in found.values()} == {3}
+    assert len({shift["accuracy_percent"] for shift in found["fedavg"].values()}) == 1  # missed or not
+    assert found["btfl"]["2×"]["answered_percent"] == 100  # 1.33 samples per interval, four at a time
+    assert found["btfl"]["5×"]["answered_percent"] < 100
+    answered = [found["tent"][speed]["answered_percent"] for speed in ("1×", "2×", "5×")]
+    assert answered[0] > answered[1] > answered[2] > 0
+    for one in (shift for shifts in found.values() for shift in shifts.values()):
+        assert one["missed_wrong_percent"] <= one["accuracy_percent"]
+        assert (one["missed_wrong_percent"] == one["accuracy_percent"]) == (one["answered_percent"] == 100)
+    assert "| `tent` | 5 | 2.5 | 4 | 0.8× |" in realtime_costs(own)
 
 
-def test_it_starts_from_a_network_of_central(tmp_path: Path) -> None:
-    path = tmp_path / "start.safetensors"
-    parser = argparse.ArgumentParser()
-    central.add_arguments(parser)
-    words = ["--protocol", "wall-clock", "--seed", "2", "--epochs", "1", "--out", str(path), "--set", *SMALL]
-    central.run(parser.parse_args(words), QUIET)
-    arguments = parsed("--init", str(path), "--seed", "2", "--set", *SMALL)
-    settings, federation, _ = wall_clock.settings_of(arguments)
-    model, told = wall_clock.network_of(settings, federation, arguments, QUIET)
-    again, _ = wall_clock.network_of(settings.replace(init=""), federation, parsed("--epochs", "1"), QUIET)
-    state = again.global_state()
-    assert all(torch.allclose(value, state[name], atol=1e-4) for name, value in model.global_state().items())
-    assert told["recipe"]["epochs"] == 1
-    assert not model.training
-    other = parsed("--init", str(path), "--seed", "3", "--set", *SMALL)
-    settings, federation, _ = wall_clock.settings_of(other)
-    with pytest.raises(SettingsError, match="seed = 2, the run has 3"):
-        wall_clock.network_of(settings, federation, other, QUIET)
-
-
-def test_a_sample_that_was_trained_on_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = parsed(*WORDS)
-    settings, federation, _ = wall_clock.settings_of(arguments)
-    model, _ = wall_clock.network_of(settings, federation, arguments, QUIET)
-    monkeypatch.setattr(paced, "check_no_leak", lambda samples, federation: 1)
+def test_a_sample_that_was_trained_on_ends_it(monkeypatch: pytest.MonkeyPatch, init: str) -> None:
+    monkeypatch.setattr(realtime, "check_no_leak", lambda samples, federation: 1)
     with pytest.raises(Leak, match="4 test samples"):
-        paced.prepare(settings, federation, model, wall_clock.rows_of(settings), QUIET)
-
-
-def test_without_cifar10_it_is_digits_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDTTA_DATA", str(tmp_path))
-    settings, federation, notes = wall_clock.settings_of(parsed("--set", "clients=3"))
-    assert (settings.dataset, settings.clients, federation.num_clients) == ("digits", 3, 3)
-    assert notes == ["cifar10 was not at hand: these are the embedded digits"]
-    with pytest.raises(SettingsError, match="dataset = 'cifar10'"):
-        wall_clock.settings_of(parsed("--set", "dataset=cifar10", "clients=3"))
-
-
-def test_quick_is_digits_and_set_wins() -> None:
-    settings, _, notes = wall_clock.settings_of(parsed("--quick", "--seed", "4", "--set", "clients=3"))
-    assert (settings.dataset, settings.clients, settings.seed, notes) == ("digits", 3, 4, [])
+        realtime.measure_cell(SETTINGS.replace(init=init), REALTIME, QUIET)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("changes", "message"),
     [
-        (("--queue", "3"), "--queue 3: allowed is adapt-batch-size, 4, or more"),
-        (("--set", "shifts=sideways"), "unknown shift 'sideways'"),
-        (("--set", "device=auto"), "device = 'auto': allowed is cpu"),
-        (("--set", "target-fraction=0.5"), "target-fraction"),
-        (("--set", "split=published"), "split = 'published': allowed is once"),
-        (("--set", "partition=domain"), "dataset = 'digits'"),
+        ({"adapt_batch_size": 33}, "queue = 32; allowed is adapt-batch-size, 33, or more"),
+        ({"shifts": "sideways"}, "unknown shift 'sideways'"),
+        ({"device": "auto"}, "device = 'auto': allowed is cpu"),
+        ({"target_fraction": 0.5}, "target-fraction"),
+        ({"split": "published"}, "split = 'published': allowed is once"),
+        ({"partition": "domain"}, "dataset = 'digits'"),
+        ({"methods": "fedavg,fedthe"}, "fedthe is defined on the training balanced_softmax; .* training=cross_entropy"),
+        ({"methods": "fedavg,atp"}, "atp needs adaptation rates"),
+        ({"methods": "fedavg,tent"}, "reference = 'fedthe'; allowed is one of the rows, fedavg, tent"),
     ],
 )
-def test_what_could_not_be_played_is_refused_before_training(words: tuple[str, ...], told: str) -> None:
-    with pytest.raises(SettingsError, match=told):
-        wall_clock.settings_of(parsed("--set", *SMALL, *words))
+def test_settings_that_cannot_be_played_are_refused_before_anything_runs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        realtime.measure_cell(SETTINGS.replace(**changes), REALTIME, QUIET)
 
 
-@pytest.mark.parametrize(
-    ("methods", "told"),
-    [
-        ("fedavg,fedthe", "fedthe is defined on the training balanced_softmax; .* training=cross_entropy"),
-        ("fedavg,atp", "atp needs adaptation rates"),
-        ("fedavg,ttt", "ttt is defined on the training rotation"),
-    ],
-)
-def test_rows_that_do_not_fit(methods: str, told: str) -> None:
-    settings, _, _ = wall_clock.settings_of(parsed("--set", *SMALL, f"methods={methods}"))
-    with pytest.raises(SettingsError, match=told):
-        wall_clock.rows_of(settings)
-
-
-def test_the_reference_is_one_of_the_rows() -> None:
-    settings, _, _ = wall_clock.settings_of(parsed("--set", *SMALL, "methods=fedavg,btfl[smoothing=0.1],btfl"))
-    rows = wall_clock.rows_of(settings)
-    assert wall_clock.reference_of(rows, "btfl") == "btfl"  # the one of that name goes before one with options
-    assert wall_clock.reference_of(rows, "btfl[smoothing=0.1]") == "btfl[smoothing=0.1]"
-    with pytest.raises(SettingsError, match="--reference 'tent': allowed is one of the methods, fedavg, btfl"):
-        wall_clock.reference_of(rows, "tent")
-
-
-def test_words_that_are_no_speeds() -> None:
-    assert parsed("--speeds", "0.5,10").speeds == (0.5, 10)
-    for text in ("", "fast", "1,1", "0", "-1", "inf", "nan"):
-        with pytest.raises(SystemExit):
-            parsed("--speeds", text)
-    with pytest.raises(SystemExit):
-        parsed("--queue", "0")
-
-
-@pytest.mark.parametrize(
-    ("percent", "text"),
-    [(0, "0 %"), (0.02, "0.1 %"), (4.44, "4.4 %"), (43.7, "44 %"), (99.97, "99.9 %"), (100, "100 %")],
-)
-def test_only_all_is_all(percent: float, text: str) -> None:
-    assert share(percent) == text
+def test_the_reference_is_the_named_row_with_the_fewest_options() -> None:
+    rows = realtime.shared_rows(SETTINGS.replace(methods="fedavg,btfl[smoothing=0.1],btfl"))
+    assert realtime.reference_row(rows, "btfl") == "btfl"
+    assert realtime.reference_row(rows, "btfl[smoothing=0.1]") == "btfl[smoothing=0.1]"

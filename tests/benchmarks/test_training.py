@@ -1,122 +1,186 @@
-"""Central training: lower loss, a file that loads, splits that are the federated run's, a label that guards them."""
+"""Training in one place: what is trained on and measured on, equal bits, labels, refusals."""
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import central
-from benchmarks.__main__ import main
-from benchmarks.start import check_start, label_path
-from benchmarks.training import spec_of
+from benchmarks.tables import training
+from benchmarks.tables.networks import train_network
+from benchmarks.tables.pretrained import check_pretrained, read_label, unpack_indices
+from benchmarks.tables.protocol import SOURCE, Network, changed
+from benchmarks.tables.training import CENTRAL, Parts, Recipe, accuracy, source_parts, train_centrally, train_source
 from client.runtime import federation_of
-from client.training import TrainingSet
-from models import load_model
-from server.run import initial_model
+from data import Images, load
+from models import build, load_model
 from settings import Settings, SettingsError
 
-CHANGES = ["dataset=digits", "fraction=1.0", "clients=4", "image-size=18", "model=shallow-cnn"]
-DIGITS = {"dataset": "digits", "clients": 4, "image_size": 18, "model": "shallow-cnn", "rounds": 0}
+QUIET = Console(quiet=True)
+CPU = torch.device("cpu")
+DIGITS = Settings(dataset="digits", clients=4, image_size=18, model="shallow-cnn", seed=3, device="cpu")
+SMALL = changed(
+    {**SOURCE, "dataset": "digits", "model": "resnet20-bn", "model-options": "depth=8;width=8", "seed": 3},
+    ["image-size=16", "batch-size=16", "fraction=0.6"],
+)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("central") / "start.safetensors"
-    words = ["central", "--protocol", "brfl-central", "--seed", "3", "--epochs", "2", "--out", str(path)]
-    assert main([*words, "--set", *CHANGES]) == 0
+def central(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network of two epochs, trained and labelled as the engine does it."""
+    folder = tmp_path_factory.mktemp("central")
+    path = folder / "central.safetensors"
+    train_network(Network("central", "central", 2, "central-{seed}.safetensors", DIGITS), 3, path, folder, QUIET)
     return path
 
 
-def test_it_learns_and_the_file_starts_a_run(trained: Path) -> None:
-    label = json.loads(label_path(trained).read_text())
+@pytest.fixture(scope="module")
+def source() -> training.Trained:
+    return train_source(SMALL, source_parts(SMALL), 1, QUIET)
+
+
+def test_central_training_learns_and_is_labelled(central: Path) -> None:
+    label, federation = read_label(central), federation_of(DIGITS)
     first, last = label["epochs"]
     assert last["loss"] < first["loss"]
-    assert label["recipe"]["epochs"] == 2
-    assert label["recipe"]["learning_rate"] == 0.05
+    assert (label["recipe"]["epochs"], label["recipe"]["learning_rate"]) == (2, 0.05)
     assert label["validation_accuracy"] == last["validation_accuracy"] > 0.3
-    settings = Settings(**DIGITS, seed=3, init=str(trained))
-    model, spec = load_model(trained)
-    federation = federation_of(settings.replace(init=""))
-    assert spec == spec_of(settings, federation.images)
-    started = initial_model(settings, spec)
-    assert all(torch.equal(value, started.global_state()[name]) for name, value in model.global_state().items())
-    accuracy = central.validate(model, federation, torch.device("cpu"), 100)
-    assert accuracy == pytest.approx(label["validation_accuracy"], abs=0.01)
-    assert label["training_samples"] == sum(len(one.train) for one in federation.splits)
+    assert {"seconds", "versions", "load_average"} <= set(label)
+    model, spec = load_model(central)
+    assert spec["name"] == "shallow-cnn"
+    validation = np.concatenate([one.validation for one in federation.splits])
+    own = accuracy(model, federation.images, validation, CPU, 100)
+    assert own == pytest.approx(label["validation_accuracy"], abs=0.01)
+    assert check_pretrained(central, DIGITS, federation)["kind"] == "centrally trained"
 
 
-def test_training_set_is_the_union_of_the_training_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(**DIGITS, seed=3)
-    federation = federation_of(settings)
-    seen: list[TrainingSet] = []
-
-    def spy(model: object, data: TrainingSet, *_: object) -> list[object]:
-        seen.append(data)
-        return []
-
-    monkeypatch.setattr(central, "fit", spy)
-    central.train_centrally(settings, federation, 1, Console(quiet=True))
-    (data,) = seen
-    expected = {int(i) for one in federation.splits for i in one.train}
-    assert set(data.index.tolist()) == expected
-    assert len(data) == len(expected)
+def test_it_is_trained_on_the_union_of_the_training_splits(central: Path) -> None:
+    federation, label = federation_of(DIGITS), read_label(central)
+    trained = set(unpack_indices(label["trained_on"]).tolist())
+    assert trained == {int(i) for one in federation.splits for i in one.train}
+    assert label["training_samples"] == len(trained)
     others = np.concatenate([part for one in federation.splits for part in (one.validation, one.test)])
-    assert not np.isin(data.index, others).any()
-    assert torch.equal(data.labels, torch.from_numpy(federation.images.labels[data.index]))
+    assert trained.isdisjoint(others.tolist())
 
 
-def test_equal_seeds_equal_bits_and_personal_head_untouched() -> None:
-    settings = Settings(**{**DIGITS, "model": "cnn"}, seed=1, fraction=0.3)
+def test_equal_seeds_equal_bits_and_an_untouched_personal_head() -> None:
+    settings = DIGITS.replace(model="cnn", seed=1, fraction=0.3)
     federation = federation_of(settings)
-    runs = [central.train_centrally(settings, federation, 1, Console(quiet=True)) for _ in range(2)]
-    states = [model.state_dict() for model, _, _ in runs]
+    runs = [train_centrally(settings, federation, 1, QUIET) for _ in range(2)]
+    states = [one.model.state_dict() for one in runs]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    fresh = initial_model(settings, runs[0][1])
-    assert torch.equal(fresh.personal_head.weight, runs[0][0].personal_head.weight)
-    assert not torch.equal(fresh.head.weight, runs[0][0].head.weight)
+    fresh = build(**{"seed": 1, **runs[0].spec})
+    assert torch.equal(fresh.personal_head.weight, runs[0].model.personal_head.weight)
+    assert not torch.equal(fresh.head.weight, runs[0].model.head.weight)
+    assert not runs[0].model.training
 
 
-def test_start_fits_only_the_splits_it_was_trained_on(trained: Path) -> None:
-    good = Settings(**DIGITS, seed=3, init=str(trained))
-    label = check_start(good)
-    assert label is not None
-    assert label["kind"] == "centrally trained"
-    assert check_start(good.replace(learning_rate=0.7, methods="btfl")) == label
-    for changes in ({"seed": 4}, {"alpha": 0.5}, {"clients": 5}, {"fraction": 0.5}, {"partition": "iid"}):
-        key, value = next(iter(changes.items()))
-        with pytest.raises(SettingsError, match=f"{key} = .*, the run has '?{value}"):
-            check_start(good.replace(**changes))
+def test_a_source_model_learns_and_says_how(source: training.Trained) -> None:
+    parts, content = source_parts(SMALL), source.content
+    index = np.arange(len(parts.validation))
+    fresh = build(**{"seed": 3, **source.spec})
+    before, after = (accuracy(model, parts.validation, index, CPU, 50) for model in (fresh, source.model))
+    assert before is not None
+    assert after is not None
+    assert after > before + 0.15
+    assert content["accuracy"] == pytest.approx(after, abs=0.01)
+    recipe = Recipe(1, 16, 0.1, 0.9, 5e-4, nesterov=True)
+    assert content["recipe"] == recipe.as_json()
+    assert content["measured_on"] == "10% of each class, held out"
+    assert (content["training_samples"], content["validation_samples"]) == (len(parts.training), len(parts.validation))
 
 
-def test_start_without_a_label_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    settings = Settings(**DIGITS, init=str(path))
-    with pytest.raises(SettingsError, match="cannot be read"):
-        check_start(settings)
-    for text in ("{", "[]", '{"kind": "downloaded"}'):
-        label_path(path).write_text(text)
-        with pytest.raises(SettingsError, match=r"model\.safetensors\.json"):
-            check_start(settings)
-    assert check_start(settings.replace(init="", rounds=1)) is None
+def test_equal_seeds_give_equal_source_models(source: training.Trained) -> None:
+    again = train_source(SMALL, source_parts(SMALL), 1, QUIET).model.global_state()
+    other = train_source(SMALL.replace(seed=4), source_parts(SMALL.replace(seed=4)), 1, QUIET).model.global_state()
+    first = source.model.global_state()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other["head.weight"])
 
 
-def test_bad_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["central", "--protocol", "brfl-central", "--seed", "1", "--out", str(tmp_path / "x"), "--set", *CHANGES]
-    assert main([*words, "--epochs", "0"]) == 2
-    assert main([*words, "dataset=npz"]) == 2
-    assert "dataset = 'npz'" in capsys.readouterr().err
-    assert main([*words, "model=transformer"]) == 2
-    assert list(tmp_path.iterdir()) == []
+def test_a_data_set_with_parts_is_trained_on_one_and_measured_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(0)
+    pixels = {part: draw.integers(0, 256, (20, 3, 32, 32), np.uint8) for part in ("train", "test")}
+    asked: list[dict[str, Any]] = []
+
+    def stand_in(name: str, *_: object, part: str, **options: Any) -> Images:
+        asked.append({"name": name, "part": part, **options})
+        return Images(name, pixels[part], np.arange(20) % 10, tuple("abcdefghij"))
+
+    monkeypatch.setattr(training, "load", stand_in)
+    options = "source=packed;part=train"
+    parts = source_parts(SMALL.replace(dataset="cifar10", dataset_options=options, fraction=0.5))
+    assert [(one["part"], one["source"], one["fraction"], one["seed"]) for one in asked] == [
+        ("train", "packed", 0.5, 3), ("test", "packed", 0.5, 3)
+    ]  # fmt: skip
+    assert np.array_equal(parts.training.pixels, pixels["train"])
+    assert np.array_equal(parts.validation.pixels, pixels["test"])
+    assert parts.measured_on == "part=test"
 
 
-def test_divergence_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(central, "RECIPE", replace(central.RECIPE, learning_rate=1e12))
-    words = ["central", "--protocol", "brfl-central", "--seed", "1", "--out", str(tmp_path / "x"), "--epochs", "2"]
-    assert main([*words, "--set", *CHANGES, "model=cnn", "fraction=0.3"]) == 1
-    assert list(tmp_path.iterdir()) == []
+def test_without_parts_no_image_is_on_both_sides() -> None:
+    parts, images = source_parts(SMALL), load("digits", image_size=16, fraction=0.6, seed=3)
+    assert len(parts.training) + len(parts.validation) == len(images)
+    both = np.concatenate([parts.training.pixels, parts.validation.pixels]).reshape(len(images), -1)
+    expected = images.pixels.reshape(len(images), -1)
+    assert np.array_equal(np.sort(both @ np.arange(768)), np.sort(expected @ np.arange(768)))
+
+
+@hypothesis_settings(max_examples=30, deadline=None)
+@given(labels=st.lists(st.integers(0, 4), min_size=1, max_size=80), seed=st.integers(0, 100))
+def test_a_tenth_of_each_class_is_held_out(labels: list[int], seed: int) -> None:
+    array = np.array(labels, np.int64)
+    chosen = training.hold_out(array, seed)
+    assert np.array_equal(chosen, np.unique(chosen))
+    assert np.array_equal(chosen, training.hold_out(array, seed))
+    for label in range(5):
+        assert int((array[chosen] == label).sum()) == round(0.1 * labels.count(label))
+
+
+def test_threads_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = torch.get_num_threads(), []
+
+    def stop(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise FloatingPointError("stopped")
+
+    monkeypatch.setattr("benchmarks.tables.networks.train_source", stop)
+    with pytest.raises(FloatingPointError, match="stopped"):
+        train_network(Network("n", "source", 1, "n", SMALL, threads=2), 1, tmp_path / "n", tmp_path, QUIET)
+    assert (seen, torch.get_num_threads(), list(tmp_path.iterdir())) == ([2], before, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "resnet21"}, "resnet21"),
+        ({"model_options": "depth=9"}, "depth=9"),
+        ({"optimizer": "adam", "momentum": 0.0}, "optimizer = 'adam': allowed is sgd"),
+        ({"batch_size": 1}, "batch-size = 1.*BatchNorm"),
+        ({"dataset": "npz", "data_dir": "/tmp", "dataset_options": "path=no.npz"}, "dataset = 'npz': .*no.npz"),
+        ({"dataset_options": "path=x"}, "unknown option 'path'"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], message: str) -> None:
+    settings = SMALL.replace(**changes)
+    with pytest.raises(SettingsError, match=message):
+        train_source(settings, source_parts(settings), 1, QUIET)
+
+
+def test_divergence_is_an_error() -> None:
+    federation = federation_of(settings := DIGITS.replace(model="cnn", fraction=0.3))
+    with pytest.raises(FloatingPointError, match="training diverged"):
+        train_centrally(settings, federation, 2, QUIET, replace(CENTRAL, learning_rate=1e12))
+    parts = source_parts(own := SMALL.replace(model="cnn", model_options="", learning_rate=1e12, fraction=0.3))
+    with pytest.raises(FloatingPointError, match="training diverged"):
+        train_source(own, Parts(parts.training, parts.validation, ""), 2, QUIET)
+    assert math.isfinite(CENTRAL.learning_rate)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.speed.served import test_images
+from benchmarks.speed.served import sample_images
 from benchmarks.speed.streams import batches, requests
 from client.agent import agent_pb2 as pb
 from tests.faults.device import Device, device
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
 @pytest.fixture(scope="module")
 def stream() -> list[pb.PredictRequest]:
     """Requests of a sample each."""
-    return requests(batches(test_images(400), 1))
+    return requests(batches(sample_images(400), 1))
 
 
 def probabilities(replies: list[pb.PredictReply]) -> NDArray[np.float32]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.speed.served import test_images
+from benchmarks.speed.served import sample_images
 from benchmarks.speed.streams import batches, requests
 from settings import Settings
 from simulation.certificates import make_keys
@@ -59,7 +59,7 @@ def test_a_program_finds_its_agent_again(tmp_path: Path) -> None:
     credentials = grpc.ssl_channel_credentials(
         *((keys / name).read_bytes() for name in ("agents-ca.crt", "program.key", "program.crt"))
     )
-    asked = requests(batches(test_images(20), 1))
+    asked = requests(batches(sample_images(20), 1))
     with proxy(own["listen"], DELAY, RATE) as line:
         channel = grpc.secure_channel(line.address, credentials, OPTIONS)
         with device(channel, **own) as made:
