@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export FLWR_TELEMETRY_ENABLED := 0
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test test-faults lint flower keys deploy-local sheet proto requirements clean help
+.PHONY: run test test-faults lint docs flower keys deploy-local sheet proto requirements clean help
 
 help:          ## show this
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -33,6 +33,9 @@ lint: $(VENV)/ready  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/docs  ## the documentation site in site/; every warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 flower: $(VENV)/ready  ## the same app through Flower's own CLI, on a SuperLink of its own
 	$(BIN)/python -m simulation.flower_cli $(ARGS)
@@ -63,6 +66,10 @@ requirements: $(VENV)/ready  ## resolve the pinned versions anew
 	    --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
 	    $(TORCH) -o requirements-$$part.txt || exit 1; \
 	done
+# What the site needs beside requirements.txt.
+	$(BIN)/uv pip compile pyproject.toml --extra docs --constraint requirements.txt --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
+	  $$(sed -nE "/== 'win32'/d; s/^([a-z0-9-]+)==.*/--no-emit-package \1/p" requirements.txt) -o requirements-docs.txt
 
 # uv installs everything; where the machine has none, it comes into the environment by pip first. Bytecode is made here:
 # where processes must not write it (PYTHONDONTWRITEBYTECODE, a read-only disk), each would take twice as long to start.
@@ -74,8 +81,14 @@ $(VENV)/ready: requirements.txt
 	uv pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes -r requirements.txt
 	@touch $@
 
+# Only the site needs these, so that `make run` stays light.
+$(VENV)/docs: $(VENV)/ready requirements-docs.txt
+	PATH="$$PATH:$(CURDIR)/.cache/uv/bin"; \
+	uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.txt -r requirements-docs.txt
+	@touch $@
+
 clean:         ## remove environment, caches and built files; results stay
-	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.fab
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis site *.fab
 
 .PHONY: gpu
 gpu: $(VENV)/ready  ## speed of what a GPU matters for, where there is one; ARGS="--parts options"

@@ -1,0 +1,352 @@
+"""The generated parts of the site: tables read from the code's registries and from the kept results.
+
+`section(name)` returns the Markdown that replaces a marker of a written page, `pages()` the pages that are generated
+as a whole: one for each package's API, and one for each protocol or result file that no written page presents.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+RESULTS = ROOT / "benchmarks" / "results"
+#: Packages with a page of their own in the API reference, in the order of the architecture.
+PACKAGES = ("settings", "messages", "models", "data", "tta", "strategies", "client", "server", "simulation")
+#: Section of the navigation → folder of its pages.
+FOLDERS = {"API": "api", "Results": "results"}
+#: Keys of a result file that say when and where it was measured, in the order in which they are shown.
+PROVENANCE = ("time", "commit", "hardware", "load_average", "versions")
+
+
+def section(name: str) -> str:
+    """Return the Markdown of a marker such as `settings` or `kept brfl`.
+
+    Raises
+    ------
+    KeyError
+        No generator has this name, or nothing is kept under it; the known names are listed.
+    """
+    kind, _, argument = name.partition(" ")
+    if kind == "kept":
+        return _of(kept(), argument)
+    return _of(SECTIONS, kind)()
+
+
+def _of(known: Mapping[str, Any], name: str) -> Any:
+    if name not in known:
+        raise KeyError(f"nothing is called {name!r}; there are: {', '.join(known)}")
+    return known[name]
+
+
+# Registries
+
+
+def settings() -> str:
+    """Return the reference of all settings, a table for each group; the first group of a setting is its section."""
+    from settings import Settings, schema
+
+    return _reference(Settings, getattr(schema, "GROUPS", {}))
+
+
+def agent() -> str:
+    """Return the reference of all keys of an agent's configuration."""
+    from client.agent.config import AgentConfig
+
+    return _reference(AgentConfig, {})
+
+
+def _reference(kind: type, about: Mapping[str, str]) -> str:
+    """Return tables of the fields of a class of settings; `about` describes its groups."""
+    hints = get_type_hints(kind)
+    sections: dict[str, list[list[str]]] = {}
+    for field in dataclasses.fields(kind):
+        section, *others = field.metadata.get("groups") or ("",)
+        default = "required" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        meaning = field.metadata["help"] + (f" (also: {', '.join(others)})" if others else "")
+        row = [f"`{field.name.replace('_', '-')}`", hints[field.name].__name__, default, _allowed(field), meaning]
+        sections.setdefault(section, []).append(row)
+    parts = []
+    for name, rows in sections.items():
+        parts += [f"## {name}", about.get(name, "")] if name else []
+        parts.append(table(["key", "type", "default", "allowed", "meaning"], rows))
+    return "\n\n".join(parts)
+
+
+def _allowed(field: dataclasses.Field[Any]) -> str:
+    rule = field.metadata
+    if rule.get("choices"):
+        return ", ".join(f"`{choice}`" for choice in rule["choices"])
+    bounds = (("≥", "low"), (">", "above"), ("≤", "high"))
+    return ", ".join(f"{sign} {rule[name]:,}" for sign, name in bounds if rule.get(name) is not None)
+
+
+def methods() -> str:
+    """Return the table of methods: training, adapter, what adapts at test time, and what each needs."""
+    from benchmarks.methods import entries
+
+    rows = [
+        [f"`{one.method}`", one.summary, f"`{one.training}`", one.adapts, "; ".join(one.needs), one.per, one.base]
+        for one in entries()
+    ]
+    return table(["method", "what it is", "training", "adapts at test time", "needs", "per", "network"], rows)
+
+
+def adapters() -> str:
+    """Return the table of adapters with their papers."""
+    from tta.registry import ADAPTERS
+
+    rows = [[f"`{name}`", one.adapts, one.paper, "yes" if one.collaborates else ""] for name, one in ADAPTERS.items()]
+    return table(["adapter", "adapts", "paper", "collaborates"], rows)
+
+
+def trainings() -> str:
+    """Return the table of federated trainings with their papers."""
+    from server.trainings import TRAININGS
+
+    return table(["training", "what it is"], [[f"`{name}`", one.summary] for name, one in TRAININGS.items()])
+
+
+def collaborations() -> str:
+    """Return the table of rules by which clients help each other at test time."""
+    from strategies import COLLABORATIONS
+
+    return table(["rule", "class", "what it does"], [_class_row(*item) for item in COLLABORATIONS.items()])
+
+
+def models() -> str:
+    """Return the table of backbones with their options."""
+    from models import MODELS
+
+    rows = [
+        [f"`{name}`", one.summary, _names(one.own_options), one.normalisation or ""] for name, one in MODELS.items()
+    ]
+    return table(["model", "what it is", "options", "normalization"], rows)
+
+
+def datasets() -> str:
+    """Return the table of data sets."""
+    from data import DATASETS
+
+    rows = [[f"`{name}`", one.description, _names(one.options), _names(one.natural)] for name, one in DATASETS.items()]
+    return table(["data set", "what it is", "options", "natural shifts"], rows)
+
+
+def shifts() -> str:
+    """Return the table of test distributions."""
+    from data import SHIFTS
+
+    return table(["test distribution", "samples"], [[f"`{name}`", one.description] for name, one in SHIFTS.items()])
+
+
+def protocols() -> str:
+    """Return the list of the papers' protocols with their descriptions."""
+    from benchmarks.tables.protocol import protocol_names, read_protocol
+
+    rows = [[f"`{name}`", " ".join(read_protocol(name).about.split())] for name in protocol_names()]
+    return table(["protocol", "what it is"], rows)
+
+
+def tuning() -> str:
+    """Return the hyperparameters that were chosen on validation data, with every value tried."""
+    from benchmarks.tables.tuning import choices
+
+    rows = [
+        [one.where, f"`{one.key} = {one.value}`", ", ".join(f"{value}: {p:.1f} %" for value, p in one.percent.items())]
+        for one in choices()
+    ]
+    return table(["protocol", "chosen", "accuracy of each value"], rows)
+
+
+def _class_row(name: str, kind: type) -> list[str]:
+    return [f"`{name}`", f"`{kind.__name__}`", (kind.__doc__ or "").strip().partition("\n")[0]]
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "agent": agent,
+    "methods": methods,
+    "adapters": adapters,
+    "trainings": trainings,
+    "collaborations": collaborations,
+    "models": models,
+    "datasets": datasets,
+    "shifts": shifts,
+    "protocols": protocols,
+    "tuning": tuning,
+}
+
+
+# Kept results
+
+
+@cache
+def kept() -> dict[str, str]:
+    """Return name → everything that is kept under it as Markdown: protocols, speed, and labels of kept networks.
+
+    The one place that depends on how `benchmarks` keeps and draws its results.
+    """
+    from benchmarks.speed.command import FILE, read_speed, speed_page
+    from benchmarks.tables.pages import protocol_page
+    from benchmarks.tables.protocol import read_protocol
+    from benchmarks.tables.results import read_results_of
+
+    found = {name: [protocol_page(read_protocol(name), cells)] for name, cells in read_results_of(RESULTS).items()}
+    speed = read_speed(RESULTS / FILE)
+    details = [f"### {name}\n\n{as_markdown(part['details'], 4)}" for name, part in speed.items() if part["details"]]
+    found["speed"] = [speed_page(speed), "## Details", *details]
+    for path in sorted(RESULTS.rglob("*.safetensors.json")):
+        name = path.stem.removesuffix(".safetensors") if path.parent == RESULTS else path.parent.name
+        label = f"## Kept arrays: {path.stem}\n\n{as_markdown(json.loads(path.read_text()), 3)}"
+        found.setdefault(name, [f"# {name}"]).append(label)
+    return {name: "\n\n".join(parts).partition("\n")[2].strip() for name, parts in found.items()}  # without its title
+
+
+def as_markdown(content: Mapping[str, Any], level: int = 2) -> str:
+    """Return any JSON object as headings, tables and lists; what was measured first, where and when last.
+
+    Lists of objects and objects of similar objects become tables, other objects sections, single values a list.
+    """
+    parts, single = [], []
+    for key, value in content.items():
+        if key in (*PROVENANCE, "settings", "title"):
+            continue
+        if rows := _rows(value):
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            body = table(names, [[_text(row.get(name, "")) for name in names] for row in rows])
+        elif isinstance(value, Mapping) and value:
+            body = as_markdown(value, level + 1)
+        else:
+            single.append(f"- {key}: {_text(value)}")
+            continue
+        parts.append((f"{'#' * min(level, 6)} {_heading(key, value)}", body))
+    alone = len(parts) == 1 and level > 2  # the heading above says what it is
+    found = [body if alone else f"{heading}\n\n{body}" for heading, body in parts]
+    if single:
+        found.insert(0, "\n".join(single))
+    if known := [_text(content[key]) for key in PROVENANCE if key in content]:
+        found.append(f"Measured: {'; '.join(known)}.")
+    return "\n\n".join(found)
+
+
+def _heading(key: str, value: Any) -> str:
+    title = value.get("title") if isinstance(value, Mapping) else None
+    return f"{title} (`{key}`)" if title else str(key)
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    """Return the rows of a table that a value is: a list of objects, or an object of flat objects; else nothing."""
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        return [_flat(one) for one in value]
+    parts = list(value.values()) if isinstance(value, Mapping) else []
+    flat = [isinstance(one, Mapping) and not any(isinstance(x, (list, Mapping)) for x in one.values()) for one in parts]
+    if len(parts) > 1 and all(flat):
+        return [{"": name, **one} for name, one in value.items()]
+    return []
+
+
+def _flat(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Return an object without objects in it: their keys, and places in lists of objects, joined by points."""
+    found: dict[str, Any] = {}
+    for key, one in value.items():
+        if isinstance(one, list) and any(isinstance(part, Mapping) for part in one):
+            one = dict(enumerate(one))
+        found.update(_flat(one, f"{before}{key}.") if isinstance(one, Mapping) else {f"{before}{key}": one})
+    return found
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: ""}[value]
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list):
+        return ", ".join(_text(one) for one in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(one)}" for key, one in value.items())
+    return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)
+
+
+# Pages
+
+
+def pages() -> dict[str, str]:
+    """Return path → text of every page that is generated as a whole."""
+    found = {f"api/{package}.md": _api_page(package) for package in PACKAGES}
+    found["changelog.md"] = (ROOT / "CHANGELOG.md").read_text()
+    found["deployment/containers.md"] = (ROOT / "docker" / "README.md").read_text()
+    written = "\n".join(page.read_text() for page in DOCS.rglob("*.md"))
+    claimed = set(re.findall(r"generated: kept (\S+) -->", written))
+    for name, text in kept().items():
+        if name not in claimed:
+            found[f"results/{name}.md"] = f"# {name}\n\n{text}\n"
+    return found
+
+
+def _api_page(package: str) -> str:
+    """Return the page of a package: its own docstring, then a section for each public module in it."""
+    parts = [f"# `{package}`"]
+    for path in sorted((ROOT / package).rglob("*.py")):
+        words = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        if any(word.startswith("_") for word in name.split(".")) or "_pb2" in name:
+            continue  # private, or generated from a .proto file
+        level = 2 if name == package else len(name.split("."))
+        options: dict[str, Any] = {
+            "heading_level": level,
+            "show_root_heading": name != package,
+            "show_root_toc_entry": name != package,
+        }
+        if path.name == "__init__.py":  # what it re-exports stands in its own module's section
+            options["members"] = _defined(path)
+        lines = "".join(f"\n      {key}: {json.dumps(value)}" for key, value in options.items())
+        parts.append(f"::: {name}\n    options:{lines}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _defined(path: Path) -> list[str]:
+    """Return the public names that a module itself defines."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def navigation(folder: str) -> list[tuple[str, str]]:
+    """Return (title, path) of the pages in a folder, written and generated, but for its index."""
+    written = [path.relative_to(DOCS).as_posix() for path in sorted((DOCS / folder).glob("*.md"))]
+    found = dict.fromkeys([*written, *(path for path in pages() if path.startswith(f"{folder}/"))])
+    return [(_title(path), path) for path in found if Path(path).name != "index.md"]
+
+
+def _title(path: str) -> str:
+    page = DOCS / path
+    text = page.read_text() if page.exists() else pages()[path]
+    return text.partition("\n")[0].lstrip("# ").replace("`", "")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; what would be markup outside code spans is escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(str(cell)) for cell in line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    parts = text.replace("|", "\\|").split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[::2]]  # outside code spans
+    return "`".join(parts)

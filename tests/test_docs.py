@@ -1,0 +1,298 @@
+"""The documentation: each command it shows is run by something, its tables hold what the code and the results say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
+from PIL import Image
+
+from benchmarks.__main__ import parser as benchmarks_parser
+from benchmarks.tables.protocol import read_protocol, select_cells
+from docs import figure, generated
+from models import build, save_model
+from server.methods import METHODS, plan
+from server.trainings import TRAININGS
+from settings import Settings, add_arguments, from_arguments
+from simulation import certificates, control, deploy_local, flower_cli
+from tests.client.agent import fake
+from tta.registry import ADAPTERS
+
+ROOT = Path(__file__).parent.parent
+WRITTEN = sorted((ROOT / "docs").rglob("*.md"))
+SHOWN = [ROOT / "README.md", ROOT / "docker" / "README.md", *WRITTEN]
+
+
+def blocks(language: str) -> Iterator[str]:
+    """Every fenced block of a language."""
+    for page in SHOWN:
+        yield from re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[str]:
+    """Every command of the shell blocks, continued lines joined, comments removed."""
+    lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
+    words = [shlex.join(shlex.split(line, comments=True)) for line in lines]
+    return sorted({line for line in words if line and not line.startswith("export ")})
+
+
+# What runs the commands
+
+
+def settings_of(words: list[str], tmp_path: Path) -> Settings:
+    """The settings of a simulation's command line; a placeholder's settings file is made."""
+    (tmp_path / "settings.toml").write_text("seed = 1\n")
+    words = [str(tmp_path / "settings.toml") if "<run>/settings.toml" in word else word for word in words]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return from_arguments(parser.parse_args(words))
+
+
+def of_make(command: str) -> list[str]:
+    """What a make target would call, as words."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-n", "-o", ".venv/ready", *shlex.split(command)[1:]],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    return shlex.split(done.stdout.replace("\\\n", " ").splitlines()[-1])
+
+
+def simulation_plans(command: str, tmp_path: Path) -> None:
+    """Every setting is allowed and every row fits the network, the clients and the aggregation."""
+    words = of_make(command) if command.startswith("make") else shlex.split(command)
+    plan(settings_of(words[words.index("simulation") + 1 :], tmp_path))
+
+
+def simulation_help(command: str, tmp_path: Path) -> None:
+    words = [sys.executable, *shlex.split(command)[1:]]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert all(f"--{key}" in done.stdout for key in Settings().flat())
+
+
+def deploys(command: str, tmp_path: Path) -> None:
+    deploy_local.parse(of_make(command)[3:])
+
+
+def through_flower(command: str, tmp_path: Path) -> None:
+    flower_cli.parse(of_make(command)[3:])
+
+
+def keys_are_made(command: str, tmp_path: Path) -> None:
+    words = [*of_make(command)[3:], "--folder", str(tmp_path / "keys")]
+    if "--replace" in words:
+        certificates.main(["--nodes", "1", "--folder", str(tmp_path / "keys")])
+    assert certificates.main(words) == 0
+    assert (tmp_path / "keys" / "server.crt").is_file()
+
+
+def supernode_parses(command: str, tmp_path: Path) -> None:
+    _, unknown = _parse_args_run_supernode().parse_known_args(shlex.split(command)[1:])
+    assert unknown == []
+
+
+def benchmark_parses(command: str, tmp_path: Path) -> None:
+    """The verb and its options exist, and so do protocol and cells."""
+    arguments = benchmarks_parser().parse_args(shlex.split(command)[3:])
+    if name := getattr(arguments, "protocol", None):
+        select_cells(read_protocol(name), [cell for cell in (arguments.cells or "").split(",") if cell])
+
+
+def run_config_parses(command: str, tmp_path: Path) -> None:
+    """What follows --run-config are settings."""
+    words = shlex.split(command)
+    pairs = re.findall(r"([\w-]+)=('[^']*'|\S+)", words[words.index("--run-config") + 1])
+    assert pairs
+    control.run_config([f"{key}={value}" for key, value in pairs], {})
+
+
+def nothing(command: str, tmp_path: Path) -> None:
+    pass
+
+
+class Proof(NamedTuple):
+    """A command's beginning, what this test does with it, and the words by which a file or folder runs it."""
+
+    begins: str
+    here: Callable[[str, Path], None] = nothing
+    place: str = ""
+    words: str = ""
+
+
+PROOFS = (
+    Proof("make run", simulation_plans, ".ci/run", "make run"),
+    Proof("make test-faults", place=".ci/run", words="make test-faults"),
+    Proof("make test", place=".ci/run", words="make test"),
+    Proof("make docs", place=".ci/run", words="make docs"),
+    Proof("make sheet", place="tests/data", words="contact_sheet"),
+    Proof("make deploy-local", deploys, ".ci/run", "make deploy-local"),
+    Proof("make flower", through_flower, "tests/integration", "simulation.flower_cli"),
+    Proof("make keys", keys_are_made),
+    Proof("flwr run", run_config_parses, "simulation", '"run", str(project)'),
+    Proof("flwr ls", place="simulation", words='"ls"'),
+    Proof("flower-supernode", supernode_parses, "simulation", 'program("flower-supernode")'),
+    Proof("docker compose", place="tests/docker", words="compose.yaml"),
+    Proof(".venv/bin/python -m simulation --help", simulation_help),
+    Proof(".venv/bin/python -m simulation.superlink", place="tests/faults", words="control.register"),
+    Proof(".venv/bin/python -m simulation ", simulation_plans, "tests/faults", "resume"),
+    Proof(".venv/bin/python -m benchmarks", benchmark_parses, "tests/benchmarks", "main("),
+    Proof(".venv/bin/python -m server.report", place="tests", words="server.report.__main__ import main"),
+    Proof(".venv/bin/python -m client.agent", place="tests/client/agent", words='"-m", "client.agent"'),
+    Proof(".venv/bin/python -m examples.stream_images", place="tests/test_docs.py", words="examples.stream_images"),
+    Proof(".venv/bin/python -m docs.figure", place="tests/test_docs.py", words="figure.drawn"),
+)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_is_run(command: str, tmp_path: Path) -> None:
+    proofs = [proof for proof in PROOFS if command.startswith(proof.begins)]
+    assert proofs, "nothing runs this command"
+    proof = proofs[0]
+    proof.here(command, tmp_path)
+    place = ROOT / proof.place
+    files = [place] if place.is_file() else sorted(place.rglob("*.py"))
+    assert not proof.place or any(proof.words in file.read_text() for file in files)
+
+
+def test_a_command_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
+    assert len(commands()) > 20
+    assert not [proof for proof in PROOFS if "make nothing".startswith(proof.begins)]
+    with pytest.raises(ValueError, match="learning-rat"):
+        through_flower("make flower ARGS='--set learning-rat=1'", tmp_path)
+    with pytest.raises(ValueError, match="unknown method"):
+        simulation_plans("make run METHODS=fedavgg", tmp_path)
+    with pytest.raises(ValueError, match="cell"):
+        benchmark_parses(".venv/bin/python -m benchmarks run brfl --cells nowhere", tmp_path)
+
+
+@pytest.mark.parametrize("code", dict.fromkeys(blocks("python")))
+def test_python_blocks_run(code: str, tmp_path: Path) -> None:
+    options = {"name": "cnn", "num_classes": 10}
+    save_model(tmp_path / "model.safetensors", build("cnn", num_classes=10), options)
+    names: dict[str, Any] = {"images": torch.rand(5, 3, 32, 32)}
+    exec(code.replace("results/<run>", str(tmp_path)), names)
+    assert names["probabilities"].shape == (5, 10)
+
+
+def test_the_example_streams_a_folder(tmp_path: Path) -> None:
+    for name, value in (("b.png", 51), ("a.png", 102), ("c.txt", 0)):
+        Image.fromarray(np.full((4, 4), value, np.uint8)).save(tmp_path / name, format="PNG")
+    with fake.running() as (agent, sockets):
+        words = [sys.executable, "-m", "examples.stream_images", str(tmp_path), sockets.listen]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["a.png a 102.000 e=102.00", "b.png a 51.000 e=51.00"]
+    assert len(agent.seen) == 2
+
+
+# What the pages say
+
+
+@pytest.mark.parametrize("page", [*SHOWN, ROOT / "CHANGELOG.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    made = {(ROOT / "docs" / path).resolve() for path in generated.pages()}
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        target = (page.parent / link).resolve()
+        assert "://" in link or target.exists() or target in made, link
+
+
+def test_the_readme_is_short_and_its_pictures_are_small() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    for path in (ROOT / "docs" / "assets").iterdir():
+        assert path.stat().st_size < 100_000
+        assert "prefers-color-scheme: dark" in path.read_text()
+
+
+def test_every_written_page_is_in_the_navigation() -> None:
+    text = json.dumps(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    listed = {*re.findall(r"[\w/-]+\.md", text), *(path for _, path in generated.navigation("results"))}
+    assert {page.relative_to(ROOT / "docs").as_posix() for page in WRITTEN} <= listed
+
+
+def test_the_figure_and_the_readmes_table_are_the_kept_results() -> None:
+    assert (ROOT / "docs/assets/result.svg").read_text() == figure.drawn(figure.points())
+    readme = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"^\| ([\w, -]+) \| (.*\d ± \d.*) \|$", readme, re.MULTILINE))
+    names = {"FedAvg": "fedavg", "FedAvg, fine-tuned": "fedavg_ft", "personal head": "personal", "BTFL": "btfl"}
+    assert set(rows) == {*names, "FedTHE"}
+    for label, text in rows.items():
+        cells = [cell.strip(" *") for cell in text.split("|")]
+        assert cells == kept_row({**names, "FedTHE": "fedthe"}[label]), label
+
+
+def kept_row(method: str) -> list[str]:
+    """Mean ± sd over seeds of each column, the average last."""
+    paths = sorted((ROOT / "benchmarks/results/brfl").glob("cnn-dir-0.1-*.json"))
+    shifts = ("original", "corrupted", "out_of_client", "mixture")
+    kept = [json.loads(path.read_text())["rows"][method]["shifts"] for path in paths]
+    values = np.array([[one[shift]["accuracy_percent"] for shift in shifts] for one in kept])
+    values = np.column_stack([values, values.mean(1)])
+    return [f"{mean:.1f} ± {sd:.1f}" for mean, sd in zip(values.mean(0), values.std(0), strict=True)]
+
+
+# What is generated
+
+
+def test_the_references_are_complete() -> None:
+    for name, keys in (
+        ("settings", Settings().flat()), ("methods", METHODS), ("adapters", ADAPTERS), ("trainings", TRAININGS),
+    ):  # fmt: skip
+        lines = [line.split(" | ")[0] for line in generated.section(name).splitlines() if line.startswith("| `")]
+        assert sorted(lines) == sorted(f"| `{key}`" for key in keys), name
+
+
+def test_every_marker_has_a_generator_and_others_are_refused() -> None:
+    markers = [name for page in WRITTEN for name in re.findall(r"^<!-- generated: (.+?) -->$", page.read_text(), re.M)]
+    assert len(markers) > 10
+    assert all(generated.section(name) for name in markers)
+    with pytest.raises(KeyError, match="settings"):
+        generated.section("nothing")
+
+
+def test_every_kept_result_is_on_a_page() -> None:
+    kept = generated.kept()
+    everything = "\n".join([*kept.values(), *generated.pages().values(), *(page.read_text() for page in WRITTEN)])
+    for path in sorted(generated.RESULTS.rglob("*.json")):
+        content = json.loads(path.read_text())
+        if "rows" in content:
+            assert all(f"`{label}`" in kept[content["protocol"]] for label in content["rows"]), path
+        elif path.name == "speed.json":
+            assert all(f"{row['what']} |" in kept["speed"] for part in content.values() for row in part["ratios"])
+        else:
+            assert path.name.endswith(".safetensors.json")
+            assert f"Kept arrays: {path.stem}" in everything
+    assert all(
+        f"generated: kept {name} -->" in everything or f"results/{name}.md" in generated.pages() for name in kept
+    )
+
+
+def test_any_object_is_shown_whole() -> None:
+    content: dict[str, Any] = {"unit": "s", "time": "41", "versions": {"torch": "42"}, "flag": True, "none": None}
+    content["one"] = {"deep": {"deeper": [11, 12]}}
+    content["rows"] = [{"a": 21, "b": {"c": 22}}, {"a": 23, "d": [{"e": 24}]}]
+    content["alike"] = {"x": {"n": 31}, "y": {"n": 32}}
+    text = generated.as_markdown(content)
+    assert re.findall(r"\b\d\d\b", text) == ["11", "12", "21", "22", "23", "24", "31", "32", "41", "42"]
+    assert "| a | b.c | d.0.e |" in text
+    assert "- flag: yes" in text
+    assert generated.table(["a"], [["x|y <b> `<b>*`"]]).endswith("| x\\|y &lt;b> `<b>*` |")
+
+
+def test_api_pages_name_every_public_module() -> None:
+    pages = generated.pages()
+    assert {f"api/{name}.md" for name in generated.PACKAGES} <= set(pages)
+    assert "::: tta.btfl\n" in pages["api/tta.md"]
+    assert "_pb2" not in pages["api/client.md"]
+    assert generated._defined(ROOT / "strategies/__init__.py") == ["COLLABORATIONS"]
