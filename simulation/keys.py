@@ -35,6 +35,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 DAYS = 365  # certificates are valid this long
 AUTHORITY_DAYS = 3650
 LOCAL = ("localhost", "127.0.0.1", "::1")  # names for processes of the same machine
+Purpose = Literal["server", "client"]
 #: What `--replace` may name. Replacing an authority replaces everything that it has signed.
 KINDS = ("authorities", "server", "agents", "nodes")
 SKEW = datetime.timedelta(minutes=10)  # clocks of devices may be behind by this much
@@ -106,20 +107,22 @@ def make_keys(
     if "authorities" in new:
         new |= {"server", "agents"}
 
-    def signed(name: str, hosts: Sequence[str], client: bool, by: Authority, kind: str) -> Leaf:
-        return Leaf(
-            keys.folder / name, tuple(hosts), "client" if client else "server", by, days, kind, kind in new
-        )  # fmt: skip
+    fresh = {kind: kind in new for kind in KINDS}
 
-    main = Authority(keys.folder / "ca", "FedTTA SuperLink authority", AUTHORITY_DAYS, "authorities" in new)
-    files: list[Authority | Leaf | NodeKey] = [main, signed("server", (*LOCAL, *hosts), False, main, "server")]
+    def authority(stem: str, name: str) -> Authority:
+        return Authority(keys.folder / stem, "authorities", AUTHORITY_DAYS, fresh["authorities"], name)
+
+    def leaf(stem: str, kind: str, hosts: Sequence[str], by: Authority, purpose: Purpose = "server") -> Leaf:
+        return Leaf(keys.folder / stem, kind, days, fresh[kind], tuple(hosts), purpose, by)
+
+    main = authority("ca", "FedTTA SuperLink authority")
+    files: list[Certificate | NodeKey] = [main, leaf("server", "server", (*LOCAL, *hosts), main)]
     if agents:
-        device = Authority(keys.folder / "agents-ca", "FedTTA agents authority", AUTHORITY_DAYS, "authorities" in new)
-        files.append(device)
-        for host in dict.fromkeys(agents):
-            files.append(signed(f"agent-{host.replace(':', '_')}", (*LOCAL, host), False, device, "agents"))
-        files.append(signed("program", (), True, device, "agents"))
-    files += [NodeKey(keys.node(number)[0], "nodes" in new) for number in range(nodes)]
+        own = authority("agents-ca", "FedTTA agents authority")
+        names = dict.fromkeys(agents)
+        files += [own, *(leaf(f"agent-{one.replace(':', '_')}", "agents", (*LOCAL, one), own) for one in names)]
+        files.append(leaf("program", "agents", (), own, "client"))
+    files += [NodeKey(keys.node(number)[0], fresh["nodes"]) for number in range(nodes)]
     for each in files:  # check all before writing any
         each.check()
     keys.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,15 +130,15 @@ def make_keys(
 
 
 @dataclass(frozen=True)
-class Authority:
-    """A certificate that signs others; its private key may be stored elsewhere while there is nothing to sign.
+class Certificate:
+    """A certificate and its private key, `<stem>.crt` and `<stem>.key`.
 
     Parameters
     ----------
     stem : Path
-        The files are `<stem>.crt` and `<stem>.key`.
-    name : str
-        Common name.
+        Path without its ending.
+    kind : str
+        The member of `KINDS` that errors name.
     days : int
         Validity of a new one.
     replace : bool
@@ -143,7 +146,7 @@ class Authority:
     """
 
     stem: Path
-    name: str
+    kind: str
     days: int
     replace: bool
 
@@ -152,58 +155,68 @@ class Authority:
         return self.replace or _absent(*files_of(self.stem))
 
     def check(self) -> None:
-        """Raise KeysError if an existing one cannot be used."""
-        if not self.new():
-            certificate, key = files_of(self.stem)
-            public = _valid(certificate, "authorities").public_key()
-            if key.exists():
-                _matching(key, public, "authorities")
+        """Raise KeysError if an existing one cannot be used, or a new one cannot be signed."""
+        raise NotImplementedError
 
     def make(self) -> str:
         """Make or keep it; return a line of text on it."""
+        new = self.new()
+        if new:
+            self._issue()
+        certificate = read_certificate(files_of(self.stem)[0])
+        hosts, end = hosts_of(certificate), f"valid until {certificate.not_valid_after_utc:%Y-%m-%d}"
+        return f"{'made' if new else 'kept'} {self.stem.name}: {end}{', for ' + ', '.join(hosts) if hosts else ''}"
+
+    def _issue(self) -> None:
+        """Write a new one."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Authority(Certificate):
+    """A certificate that signs others; its private key may be stored elsewhere while there is nothing to sign.
+
+    Parameters
+    ----------
+    name : str
+        Common name.
+    """
+
+    name: str
+
+    def check(self) -> None:
+        """Raise KeysError if an existing one cannot be used."""
         if not self.new():
-            return _line(self.stem, "kept")
+            certificate, key = files_of(self.stem)
+            public = _valid(certificate, self.kind).public_key()
+            if key.exists():
+                _matching(key, public, self.kind)
+
+    def _issue(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(self.name, self.name, key.public_key(), self.days)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs=True), critical=True)
         _write_pair(self.stem, key, builder.sign(key, hashes.SHA256()))
-        return _line(self.stem, "made")
 
 
 @dataclass(frozen=True)
-class Leaf:
+class Leaf(Certificate):
     """A certificate of a server or a client, signed by an authority.
 
     Parameters
     ----------
-    stem : Path
-        The files are `<stem>.crt` and `<stem>.key`.
     hosts : tuple of str
         Names and addresses for which it is valid.
     purpose : "server" or "client"
         Extended key usage.
     authority : Authority
         Signs it; made before it.
-    days : int
-        Validity of a new one.
-    kind : str
-        The member of `KINDS` that errors name.
-    replace : bool
-        Replace an existing one.
     """
 
-    stem: Path
     hosts: tuple[str, ...]
-    purpose: Literal["server", "client"]
+    purpose: Purpose
     authority: Authority
-    days: int
-    kind: str
-    replace: bool
-
-    def new(self) -> bool:
-        """Return whether `make` makes a new one."""
-        return self.replace or _absent(*files_of(self.stem))
 
     def check(self) -> None:
         """Raise KeysError if an existing one cannot be used, or a new one cannot be signed."""
@@ -228,10 +241,7 @@ class Leaf:
                 f"{_REPLACE.format(self.kind)}"
             )
 
-    def make(self) -> str:
-        """Make or keep it; return a line of text on it."""
-        if not self.new():
-            return _line(self.stem, "kept")
+    def _issue(self) -> None:
         certificate, signer = (path.read_bytes() for path in files_of(self.authority.stem))
         issuer = x509.load_pem_x509_certificate(certificate)
         signing = serialization.load_pem_private_key(signer, None)
@@ -249,7 +259,6 @@ class Leaf:
             names = x509.SubjectAlternativeName([general_name(host) for host in dict.fromkeys(self.hosts)])
             builder = builder.add_extension(names, critical=False)
         _write_pair(self.stem, key, builder.sign(signing, hashes.SHA256()))
-        return _line(self.stem, "made")
 
 
 @dataclass(frozen=True)
@@ -410,13 +419,6 @@ def _names(certificate: x509.Certificate) -> list[x509.GeneralName]:
         return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except x509.ExtensionNotFound:
         return []
-
-
-def _line(stem: Path, what: str) -> str:
-    certificate = read_certificate(files_of(stem)[0])
-    hosts = hosts_of(certificate)
-    end = f"valid until {certificate.not_valid_after_utc:%Y-%m-%d}"
-    return f"{what} {stem.name}: {end}{', for ' + ', '.join(hosts) if hosts else ''}"
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -121,7 +121,7 @@ class Agent:
         self._node = self._own_node()
         self._live: Live | None = None
         self._saved_at, self._tried_at, self._changed, self._model_saved = 0, 0, False, True
-        self._phase = ""
+        self._current = ""
         self._predicting, self._saving, self._working = threading.RLock(), threading.RLock(), threading.Lock()
         self._store = Store(config.state_folder, config.snapshots_kept, self._note)
         try:
@@ -191,7 +191,7 @@ class Agent:
                 snapshots=self._store.names,
                 notes=list(self._notes),
                 uptime=self._clock() - self._start,
-                training=self._phase,
+                training=self._current,
                 shape=live.served.shape if live else (),
             )
 
@@ -264,14 +264,14 @@ class Agent:
             As `client.device.perform`.
         """
         with self._working:
-            self._phase = request.kind.rpartition(".")[2]
+            self._current = request.kind.rpartition(".")[2]
             try:
                 reply = perform(request, self._node)
                 if isinstance(request, Evaluate):
                     self._take_over(request)
                 self._forget_runs(request.run)
             finally:
-                self._phase = ""
+                self._current = ""
         return reply
 
     def _forget_runs(self, current: str) -> None:

@@ -166,6 +166,17 @@ def test_a_fraction_is_sampled_by_partition_and_all_requests_carry_the_settings(
         assert (request.run, request.task.training, request.task.algorithm) == ("run", "cross_entropy", "fedavg")
 
 
+def test_requests_go_out_by_partition_and_the_model_stays_in_channels_last_memory() -> None:
+    """An engine that stacks clients gives equal bits only if they come in one order; Flower samples them at random."""
+    place, model = Place({i: client(i) for i in range(9)}), {"c.weight": np.zeros((2, 3, 4, 5), np.float32)}
+    strategy = make_strategy(TrainingStage(), place.federation.settings)
+    for round in (1, 2):
+        model = train_round(place.federation, strategy, TrainingStage(), model, "cross_entropy", round)
+        assert model["c.weight"].shape == (2, 3, 4, 5)
+        assert model["c.weight"].transpose(0, 2, 3, 1).flags.c_contiguous
+    assert [one.node for one, _ in place.transport.sent] == [*range(100, 109)] * 2
+
+
 # -- faults and quorum
 
 BAD: dict[str, tuple[Client, str, str]] = {

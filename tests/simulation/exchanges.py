@@ -35,7 +35,7 @@ from tta.atp import zero_rates
 
 CLIENTS = 3
 PATIENCE = 300.0  # seconds for an exchange that has all the time it needs
-TOO_SHORT = 1e-3  # seconds, in which no three clients train
+TOO_SHORT = 1e-3  # seconds
 SETTINGS = Settings(
     clients=CLIENTS, partition="iid", fraction=0.3, image_size=16, device="cpu", local_epochs=1, augment=False,
     model="resnet20-bn", model_options="depth=8;width=4", batch_size=16, shifts="original", workers=2,
@@ -62,8 +62,11 @@ class Heard:
 Played = dict[str, list[Heard]]
 
 
-def play(transport: Transport, settings: Settings = SETTINGS) -> Played:
-    """Exchange the requests of the contract and return the answers to each exchange, sorted by partition."""
+def play(transport: Transport, settings: Settings = SETTINGS, too_short: float = TOO_SHORT) -> Played:
+    """Exchange the requests of the contract and return the answers to each exchange, sorted by partition.
+
+    `too_short` is a timeout in which no three clients train, in seconds.
+    """
     nodes, model = _nodes(transport), _model(settings)
     sent = {name: value.tobytes() for name, value in model.items()}
     common: dict[str, Any] = {"settings": to_json(settings), "run": "contract"}
@@ -95,7 +98,7 @@ def play(transport: Transport, settings: Settings = SETTINGS) -> Played:
     other = dataclasses.replace(requests["identify"], checkpoint_rounds=[1])
     played["unknown"] = hear(transport.exchange([Addressed(2**40 + 1, other), Addressed(order[0], other)], PATIENCE))
     slow = dataclasses.replace(train, task=TrainingTask("late"))
-    played["late"] = hear(transport.exchange([Addressed(node, slow) for node in order], TOO_SHORT))
+    played["late"] = hear(transport.exchange([Addressed(node, slow) for node in order], too_short))
     played["after"] = hear(_exchange(transport, order, train))
     assert {name: value.tobytes() for name, value in model.items()} == sent, "a client changed the arrays of a request"
     return played
