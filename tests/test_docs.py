@@ -27,7 +27,7 @@ from models import build, save_model
 from server.methods import METHODS, plan
 from server.trainings import TRAININGS
 from settings import Settings, add_arguments, from_arguments
-from simulation import certificates, control, deploy_local, flower_cli
+from simulation import deploy_local, flower_cli, keys, superlink
 from tests.client.agent import fake
 from tta.registry import ADAPTERS
 
@@ -94,8 +94,8 @@ def through_flower(command: str, tmp_path: Path) -> None:
 def keys_are_made(command: str, tmp_path: Path) -> None:
     words = [*of_make(command)[3:], "--folder", str(tmp_path / "keys")]
     if "--replace" in words:
-        certificates.main(["--nodes", "1", "--folder", str(tmp_path / "keys")])
-    assert certificates.main(words) == 0
+        keys.main(["--nodes", "1", "--folder", str(tmp_path / "keys")])
+    assert keys.main(words) == 0
     assert (tmp_path / "keys" / "server.crt").is_file()
 
 
@@ -116,7 +116,7 @@ def run_config_parses(command: str, tmp_path: Path) -> None:
     words = shlex.split(command)
     pairs = re.findall(r"([\w-]+)=('[^']*'|\S+)", words[words.index("--run-config") + 1])
     assert pairs
-    control.run_config([f"{key}={value}" for key, value in pairs], {})
+    superlink.run_config([f"{key}={value}" for key, value in pairs], {})
 
 
 def nothing(command: str, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ PROOFS = (
     Proof("flower-supernode", supernode_parses, "simulation", 'program("flower-supernode")'),
     Proof("docker compose", place="tests/docker", words="compose.yaml"),
     Proof(".venv/bin/python -m simulation --help", simulation_help),
-    Proof(".venv/bin/python -m simulation.superlink", place="tests/faults", words="control.register"),
+    Proof(".venv/bin/python -m simulation.superlink", place="tests/faults", words="superlink.register"),
     Proof(".venv/bin/python -m simulation ", simulation_plans, "tests/faults", "resume"),
     Proof(".venv/bin/python -m benchmarks", benchmark_parses, "tests/benchmarks", "main("),
     Proof(".venv/bin/python -m server.report", place="tests", words="server.report.__main__ import main"),
