@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.methods import entries
+from benchmarks.tables.methods import entries
 from client.evaluation import Row
 from client.task import Task
 from server.methods import METHODS, parse_rows, plan
