@@ -136,7 +136,7 @@ def test_on_a_slow_stream_it_is_the_evaluation_of_a_run(monkeypatch: pytest.Monk
         evaluated = device.evaluate(request)
         assert evaluated.leaked == 0
         for one in evaluated.results:
-            mine = scores[one.method, 1.0][one.shift][number]
+            mine = scores[one.label, 1.0][one.shift][number]
             assert (mine.correct, mine.answered, mine.total) == (one.correct, one.total, one.total)
             assert one.total > 8
 
