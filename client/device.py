@@ -18,6 +18,15 @@ from numpy.typing import NDArray
 
 from client.adaptation import adapt, batch_of, refine_rates, score, streams_of
 from client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
+from client.algorithms.training import (
+    TrainingSet,
+    find_objective,
+    generator,
+    labelled,
+    mean_loss,
+    train_personal_head,
+    validate,
+)
 from client.evaluation import Neighbours, evaluate_row, make_adapter, memorize
 from client.network import (
     carried_entries,
@@ -32,15 +41,6 @@ from client.resources import network_spec
 from client.serving import Served, missing_heads, serve, usual_predictions
 from client.state import NetworkStore, PrivateState
 from client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
-from client.training import (
-    TrainingSet,
-    find_objective,
-    generator,
-    labelled,
-    mean_loss,
-    train_personal_head,
-    validate,
-)
 from data import CORRUPTIONS, DATASETS, Federation, Images, Role, Stream, resolve, stream
 from messages.arrays import Arrays
 from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained

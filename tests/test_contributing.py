@@ -161,7 +161,7 @@ import numpy as np, torch
 from client.algorithms import find_algorithm
 from client.algorithms.base import LocalContext
 from client.statistics import Samples, requested_statistics
-from client.training import TrainingSet, cross_entropy
+from client.algorithms.training import TrainingSet, cross_entropy
 from models import build
 from settings import Settings
 from strategies.aggregation import TrainReply

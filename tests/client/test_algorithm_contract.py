@@ -12,7 +12,7 @@ from client.algorithms import ALGORITHMS, find_algorithm
 from client.algorithms.apfl import APFL
 from client.algorithms.base import LocalContext
 from client.algorithms.fedrep import FedRep
-from client.training import balanced_softmax
+from client.algorithms.training import balanced_softmax
 from models import TwoHead
 from tests.client.tiny import changed, image_set, network, settings, snapshot
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from client.algorithms import fedicon as rounds
 from client.algorithms.base import LocalContext
 from client.algorithms.fedicon import Classifier, Contrastive
+from client.algorithms.training import contrastive_views
 from client.algorithms.ttt import TTT
-from client.training import contrastive_views
 from data import DATASETS
 from models import TwoHead
 from settings import Settings

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from client import device as device_module
+from client.algorithms.training import TrainingSet, labelled
 from client.evaluation import memorize
 from client.serving import usual_predictions
 from client.statistics import Samples, requested_statistics
-from client.training import TrainingSet, labelled
 from data import Federation, stream
 from messages.arrays import Arrays
 from messages.requests import AdapterRow as Row
