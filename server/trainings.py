@@ -71,7 +71,7 @@ class TrainingRecipe:
         Settings (field names) that this training changes, on the server and in every request.
     base : "global", "personalised" or None
         The network that the method of the training's own name tests without adapting it; None: such a method is not
-        made, or it stands in `server.methods.METHODS`.
+        made, or `server.methods.METHODS` lists it.
     heads : frozenset of str
         Heads that it trains beside the global and the personal one: "rotation_head", an additional head of the network,
         or "residual_head", a personal head added to the global one.
