@@ -208,7 +208,7 @@ def test_links_lead_to_files(page: Path) -> None:
         assert "://" in link or target.exists() or target in made, link
 
 
-def test_the_readme_is_short_and_its_pictures_are_small() -> None:
+def test_the_readme_is_short_and_its_images_are_small() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     for path in (ROOT / "docs" / "assets").iterdir():
         assert path.stat().st_size < 100_000
