@@ -31,7 +31,7 @@ from client.network import (
 from client.resources import network_spec
 from client.serving import Served, missing_heads, serve, usual_predictions
 from client.state import NetworkStore, PrivateState
-from client.statistics import join_statistics, own_statistics, pooled_statistics, summarise
+from client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
 from client.training import (
     TrainingSet,
     find_objective,
@@ -246,7 +246,7 @@ class Device:
         private = {**carried_entries(before), **head_entries(self.model, before, data.index)}
         self.state.save(request.task.training, request.round, {**private, **own_statistics(local, request.round)})
         held_out = labelled(federation, federation.splits[self.partition].validation, self.device)
-        local |= pooled_statistics(self.model, data.counts, *held_out, request.wanted, self.settings)
+        local |= requested_statistics(Samples(self.model, data.counts, *held_out, self.settings), request.wanted)
         counts = validate(self.model, federation, self.partition, size, self.device, personal)
         seconds = time.perf_counter() - start
         return Summarized(statistics=local, num_examples=len(data), seconds=seconds, **counts)
