@@ -25,7 +25,7 @@ run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS= (or all), A
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Side by side, for most of the time is waiting for Flower to notice that somebody is gone; the longest begins.
+# In parallel, since most of the time is spent waiting until Flower notices that a process is gone; the longest first.
 test-faults: $(VENV)/ready  ## real processes over TLS: killed, cut off, refused, and every phase undisturbed
 	$(BIN)/python -m pytest -m faults -n 2 --dist worksteal tests/faults/test_undisturbed.py tests/faults $(ARGS)
 
@@ -58,7 +58,7 @@ proto: $(VENV)/ready  ## regenerate the modules of the agent's protocol
 TORCH := $$(grep -oE '^(torch|torchvision|triton|(nvidia|cuda)-[a-z0-9-]+)==' requirements.txt | sort -u | \
 	sed 's/\(.*\)==/--no-emit-package \1/')
 
-requirements: $(VENV)/ready  ## resolve the pinned versions anew
+requirements: $(VENV)/ready  ## resolve the pinned versions again
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --custom-compile-command 'make requirements' --upgrade --quiet -o requirements.txt
 	for part in edge server; do \
@@ -66,7 +66,7 @@ requirements: $(VENV)/ready  ## resolve the pinned versions anew
 	    --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
 	    $(TORCH) -o requirements-$$part.txt || exit 1; \
 	done
-# What the site needs beside requirements.txt.
+# What the site needs in addition to requirements.txt.
 	$(BIN)/uv pip compile pyproject.toml --extra docs --constraint requirements.txt --universal --python-version 3.11 \
 	  --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
 	  $$(sed -nE "/== 'win32'/d; s/^([a-z0-9-]+)==.*/--no-emit-package \1/p" requirements.txt) -o requirements-docs.txt

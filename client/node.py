@@ -25,7 +25,7 @@ from settings import Scalar, Settings, SettingsError, assignments, from_config, 
 
 @dataclass(frozen=True)
 class Node:
-    """A node's own facts, whatever the run.
+    """A node's own facts, independent of any run.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class Node:
     settings : mapping
         Key → value of the settings that the node overrides (group "node").
     memory : PrivateState, optional
-        Where the states of adapters live; if it is given, `state` is used whatever `state-dir` says.
+        Where the states of adapters live; if it is given, `state` is used regardless of `state-dir`.
     lends : bool
         Reply with the network's own memory: the reply is read before this node, or another one that shares the network,
         is asked for anything else.

@@ -169,7 +169,7 @@ def _listens(path: Path, seconds: float) -> bool:
 
 
 def _reason(address: str, kind: str, timeout: float, error: grpc.RpcError) -> str:
-    """Return the agent's reason, or what happened on the way to it."""
+    """Return the agent's reason, or why the call failed."""
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return f"the agent at {address} has not answered {kind} within {timeout:g} s"
     if error.code() == grpc.StatusCode.UNAVAILABLE:

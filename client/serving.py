@@ -1,4 +1,4 @@
-"""A served model: the network, what the client knows beside it, and the adapter, as they survive a restart."""
+"""A served model: network, the client's statistics and private values, and adapter, saved across restarts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Usual:
 
 @dataclass(frozen=True)
 class Served:
-    """A network, what the client knows beside it, and the adapter that predicts with it.
+    """A network, the client's statistics and private values, and the adapter that predicts with it.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ class Served:
         return json.dumps(about, sort_keys=True, allow_nan=False)
 
     def _arrays(self) -> Arrays:
-        """Return the arrays beside the network."""
+        """Return the arrays other than the network's."""
         arrays: Arrays = {"usual.shares": self.usual.shares, "usual.entropy": np.array(self.usual.entropy)}
         if self.statistics is not None:
             arrays |= {f"statistics.{name}": value for name, value in self.statistics.to_arrays().items()}

@@ -38,7 +38,7 @@ class PrivateState(Protocol):
     def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
         """Store an entry of `key` tagged with `round`; entries with later tags are removed.
 
-        For each round in `keep`, the newest entry up to it stays beside the last two.
+        For each round in `keep`, the newest entry up to it stays in addition to the last two.
         """
 
     def tags(self) -> dict[str, list[int]]:
@@ -153,7 +153,7 @@ def forget_runs(root: Path, current: str, kept: int) -> list[str]:
     used = {}
     for run in root.iterdir() if root.is_dir() else ():
         clients = [path for path in run.iterdir() if path.name.isdigit()] if run.is_dir() else []
-        if clients and run.name != current:  # beside runs there is more, such as networks
+        if clients and run.name != current:  # there are other folders, such as networks
             used[run] = max(path.stat().st_mtime for path in clients)
     old = sorted(used, key=lambda run: used[run])[: max(0, len(used) - kept + 1)]
     for run in old:  # gone at once, though its files take their time

@@ -354,7 +354,7 @@ def corruption_streams(
 
 
 def _draw(labels: np.ndarray, counts: np.ndarray, client: int, seed: int, in_order: bool) -> np.ndarray:
-    """Draw a client's list, int64 [size]: counts [K] pictures of each class, without repetition."""
+    """Draw a client's list, int64 [size]: counts [K] images of each class, without repetition."""
     parts = [
         generator("imbalanced pictures", seed, client, label).permutation(np.flatnonzero(labels == label))[:count]
         for label, count in enumerate(counts)

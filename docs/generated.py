@@ -257,7 +257,7 @@ def _rows(value: Any) -> list[dict[str, Any]]:
 
 
 def _flat(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return an object without objects in it: their keys, and places in lists of objects, joined by points."""
+    """Return an object without objects in it: keys and list indices are separated by dots."""
     found: dict[str, Any] = {}
     for key, one in value.items():
         if isinstance(one, list) and any(isinstance(part, Mapping) for part in one):
@@ -308,7 +308,7 @@ def _api_page(package: str) -> str:
             "show_root_heading": name != package,
             "show_root_toc_entry": name != package,
         }
-        if path.name == "__init__.py":  # what it re-exports stands in its own module's section
+        if path.name == "__init__.py":  # what it re-exports is shown in the section of its module
             options["members"] = _defined(path)
         lines = "".join(f"\n      {key}: {json.dumps(value)}" for key, value in options.items())
         parts.append(f"::: {name}\n    options:{lines}")

@@ -1,4 +1,4 @@
-"""What server and clients say to each other: typed requests and replies, their arrays, and the transports' interface.
+"""Messages between server and clients: typed requests and replies, their arrays, and the interface of transports.
 
 - `requests`, `replies`: one frozen dataclass for each kind of request and reply; nothing else knows how a field is
   spelled on the wire.

@@ -81,7 +81,7 @@ class PredictorServicer(object):
 
     def PredictStream(self, request_iterator, context):
         """The same for a stream; replies come in the order of the requests. A request that is refused has `error` set in its
-        reply, and the stream goes on.
+        reply, and the stream continues.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

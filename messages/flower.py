@@ -67,7 +67,7 @@ class HeldArray(Array):
 
     @property
     def data(self) -> bytes:  # type: ignore[override]  # an attribute there
-        """Return the array as Flower would send it, in C order whatever its layout in memory."""
+        """Return the array as Flower would send it, in C order for any layout in memory."""
         return to_bytes(np.asarray(self.__dict__["_held"], order="C"))
 
     def numpy(self) -> NDArray[Any]:

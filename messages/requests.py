@@ -101,7 +101,7 @@ class Train(Request):
     proximal_mu : float
         μ of FedProx's term in the local loss.
     client_metrics : list of str
-        Metrics that the server aggregation needs beside the usual ones.
+        Metrics that the server aggregation needs in addition to the standard ones.
     """
 
     kind: ClassVar[str] = "train"
@@ -124,7 +124,7 @@ class Summarize(Request):
     round : int
         One after the last training round; the tag of the private state that this writes.
     wanted : list of str
-        Statistics on request, beside those that are always sent.
+        Statistics on request, in addition to those that are always sent.
     """
 
     kind: ClassVar[str] = "train.statistics"

@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return softmax(Q K' / sqrt(64)) V, heads joined and projected [B, T, 128]."""
+        """Return softmax(Q K' / sqrt(64)) V, heads concatenated and projected [B, T, 128]."""
         batch, tokens, _ = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, HEADS, WIDTH // HEADS)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, heads, T, 64]

@@ -1,4 +1,4 @@
-"""Test-time rounds: clients adapt to their streams and collaborate, and each is sent arrays of its own."""
+"""Test-time rounds: clients adapt to their streams, and the server sends each its own mixture of what they share."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class Cell:
         return {"method": self.row.label, "collaboration": self.collaboration.label}
 
     def save(self, checkpoints: Checkpoints, federation: Federation, round: int) -> None:
-        """Write a checkpoint: the strategy's state, and what the clients' replies have to look like."""
+        """Write a checkpoint: the strategy's state, and the expected layout of the clients' replies."""
         records = {STRATEGY: self.strategy.state_arrays(federation.nodes.by_partition)}
         checkpoints.save(Position(self.training, "cell", self.key, round), records, {"signature": self.check.signature})
 

@@ -90,7 +90,7 @@ def make_strategy(stage: TrainingStage, settings: Settings) -> Strategy:
 
 
 def client_metrics(settings: Settings) -> tuple[str, ...]:
-    """Return the metrics that the aggregation needs of every client beside the usual ones."""
+    """Return the metrics that the aggregation needs of every client in addition to the standard ones."""
     return AGGREGATIONS[settings.aggregation].client_metrics
 
 

@@ -234,7 +234,7 @@ class Checkpoints:
         return every > 0 and (round % every == 0 or round == last)
 
     def save(self, position: Position, records: Records, notes: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint with these records beside those of earlier stages, unless checkpoints are turned off."""
+        """Write a checkpoint with these records and those of earlier stages, unless checkpoints are turned off."""
         earlier = {key: value for key, value in self.records.items() if not key.startswith(STRATEGY)}
         self.position, self.records, self.notes = position, {**earlier, **records}, notes or {}
         if not self.settings.checkpoint_every:

@@ -23,7 +23,7 @@ from tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
 def statistics_round(federation: Federation, training: Training, arrays: Arrays, model: TwoHead) -> Arrays:
     """Let every client personalize the final model, and return the means of the clients' statistics under it.
 
-    All clients that train take part, whatever the sampled fraction, so that all are evaluated on the same encoder.
+    All clients that train take part, regardless of the sampled fraction, so that all are evaluated on the same encoder.
 
     Parameters
     ----------

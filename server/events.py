@@ -25,7 +25,7 @@ class NodesMissing(RunError):
 
 
 class QuorumMissed(RunError):
-    """A round brought fewer usable replies than it needs, also when it was repeated, or could not be repeated."""
+    """A round brought too few usable replies, and could not be repeated or was repeated in vain."""
 
 
 class NoReplies(QuorumMissed):

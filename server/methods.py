@@ -323,7 +323,7 @@ def _check_heads(row: MethodRow) -> None:
 
 
 def left_out_notes(settings: Settings, roles: Sequence[str]) -> list[str]:
-    """Return which methods `all` does not stand for in this run, and what they would need: one text a reason."""
+    """Return the methods that `all` omits in this run and what they would need, one text for each reason."""
     _, left_out = choose(settings, roles)
     return [
         f"methods = all leaves out {', '.join(labels)}: {'each' if len(labels) > 1 else 'it'} {reason}"
@@ -332,7 +332,7 @@ def left_out_notes(settings: Settings, roles: Sequence[str]) -> list[str]:
 
 
 def tuning_note(settings: Settings, trainings: Sequence[Training]) -> str:
-    """Return which rows are measured on fewer samples than the others; empty when none is."""
+    """Return the rows that are measured on fewer samples than the others; empty if there are none."""
     rows = [row for training in trainings for row in training.rows]
     tuning = [row.label for row in rows if "gradients" in ADAPTERS[row.method.adapter].needs]
     if not (settings.tune_samples and tuning):

@@ -1,4 +1,4 @@
-"""The nodes of a run: which one holds which partition, what the clients' data are like, and who is asked in a round.
+"""The nodes of a run: their partitions, their clients' data, and the sample of each round.
 
 A node that was restarted without a key of its own has another id. When a node is missing and an unknown one is
 connected, the unknown node is asked to identify itself, once; if it holds the missing node's data it replaces it.
@@ -22,7 +22,7 @@ from server.events import Events, NodesMissing, RunError
 COMMON = (
     "num_partitions", "classes", "channels", "mean", "std", "shifts", "note", "corruptions", "stream_rounds",
 )  # fmt: skip
-#: What a client that comes back must report unchanged beside them.
+#: What else a client that comes back must report unchanged.
 OWN = ("sizes", "role")
 POLL = 0.2  # seconds between two looks at the connected nodes
 UNIDENTIFIED = -1  # the partition of a node that has not reported one
@@ -84,7 +84,7 @@ class FederationInfo:
 
 
 def difference(before: Identity, now: Identity) -> str:
-    """Return in what a client that came back differs from its first identity; empty when in nothing that matters."""
+    """Return how a client that came back differs from its first identity; empty if no difference matters."""
     for name in (*COMMON, *OWN):
         if getattr(now, name) != getattr(before, name):
             return f"{_key(name)} = {getattr(now, name)!r}, at first it was {getattr(before, name)!r}"

@@ -71,10 +71,10 @@ class TrainingRecipe:
         Settings (field names) that this training changes, on the server and in every request.
     base : "global", "personalised" or None
         The network that the method of the training's own name tests without adapting it; None: such a method is not
-        made, or it stands in `server.methods.METHODS`.
+        made, or `server.methods.METHODS` lists it.
     heads : frozenset of str
-        Heads that it trains beside the global and the personal one: "rotation_head", an additional head of the network,
-        or "residual_head", a personal head added to the global one.
+        Heads that it trains in addition to the global and the personal one: "rotation_head", a further head of the
+        network, or "residual_head", a personal head added to the global one.
     """
 
     summary: str
@@ -116,7 +116,7 @@ class TrainingRecipe:
 
 
 def _personal(algorithm: str, objective: str = "cross_entropy", local: tuple[str, ...] = ()) -> TrainingStage:
-    """Return a stage of a personalized algorithm, which trains no personal head beside its own arrays."""
+    """Return a stage of a personalized algorithm, which trains no personal head in addition to its own arrays."""
     return TrainingStage(algorithm, objective, local=local, personal_head=False)
 
 

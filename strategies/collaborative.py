@@ -24,7 +24,7 @@ from strategies.broadcast import BroadcastStrategy
 
 #: Message type of a round of adaptation.
 ADAPT_MESSAGE = "train.adapt"
-#: Records beside "shared" that a node sends when its config says "send-normalisation", "send-start".
+#: Records in addition to "shared" that a node sends when its config says "send-normalisation", "send-start".
 NORMALISATION, START = "normalisation", "start"
 PARTS = ("mean", "variance")
 

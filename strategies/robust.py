@@ -10,7 +10,7 @@ The aggregators serve models, statistics and rates. Deviations from Flower's str
 - Too few clients are an error. Flower's trimmed mean of 4 at a fraction of 0.2 is the plain mean, its median of two as
   well, and its Krum takes any number of clients.
 - Distances are of exact differences in float64. Flower's float32 sum ‖x‖² + ‖y‖² - 2xy loses all digits when weights
-  are large beside their differences, may be negative, and one huge client turns all of them into NaN.
+  are large compared with their differences, may be negative, and one huge client turns all of them into NaN.
 - Clients count alike in Multi-Krum, as in the paper; Flower weighs them by the number of examples that they claim.
 - Integers are rounded to the nearest, not truncated; every array keeps its dtype.
 - Results do not depend on the order of the clients (Krum resolves a tie by the first), and lie within the range of the

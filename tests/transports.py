@@ -20,7 +20,7 @@ Client = Callable[[Request], Reply | None]
 
 @dataclass
 class Clock:
-    """Seconds that pass only while somebody sleeps; each action of `later` is done at its time."""
+    """Seconds that pass only during sleep; each action of `later` is done at its time."""
 
     now: float = 0.0
     later: dict[float, Callable[[], object]] = field(default_factory=dict)

@@ -157,7 +157,7 @@ class AugMix:
         return self.apply(x, self.draw(generator, len(x)))
 
     def draw(self, generator: Generator, n: int) -> Tensor:
-        """Return the random numbers of n views: uniform [n, DRAWS], float64, CPU; rows can be joined."""
+        """Return the random numbers of n views: uniform [n, DRAWS], float64, CPU; rows can be concatenated."""
         return torch.rand(n, DRAWS, generator=generator, dtype=torch.float64)
 
     def plan(self, draws: Tensor) -> Plan:

@@ -47,6 +47,6 @@ def class_count(model: nn.Module, num_classes: int | None, least: int = 2) -> in
     """Return K: as given, or `model.num_classes`; raise ValueError where there is neither, or K is below `least`."""
     known = getattr(model, "num_classes", None) if num_classes is None else num_classes
     if not isinstance(known, int):
-        raise ValueError(f"num_classes is needed: {type(model).__name__} does not tell how many classes it has")
+        raise ValueError(f"num_classes is needed: {type(model).__name__} does not state how many classes it has")
     check_least(least, num_classes=known)
     return known

@@ -206,7 +206,7 @@ class Memory:
         return self.lambda_t * timeliness + self.lambda_u * uncertainty / math.log(self.classes)
 
     def _make_room(self, label: int, score: float) -> bool:
-        """Tell whether a new sample of this class and score is kept; remove another one where that makes room."""
+        """Tell whether a new sample of this class and score is kept; remove another one if space is needed."""
         sizes = [len(entries) for entries in self._entries]
         if sizes[label] >= self.capacity / self.classes:
             crowded = [label]

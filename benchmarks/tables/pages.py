@@ -220,7 +220,7 @@ def protocol_plots(protocol: Protocol, cells: Mapping[str, Mapping[int, Content]
 
 
 def html_page(pages: Sequence[str]) -> str:
-    """Return Markdown pages as one HTML page, which stands beside the plots; tables scroll on narrow screens."""
+    """Return Markdown pages as one HTML page, stored next to the plots; tables scroll on narrow screens."""
     body = "\n<hr>\n".join(MARKDOWN.render(page) for page in pages)
     body = re.sub(r'href="([\w.-]+)\.md"', r'href="#\1"', body)
     body = re.sub(r"<h1>([\w.-]+)</h1>", lambda match: f'<h1 id="{escape(match[1])}">{match[1]}</h1>', body)

@@ -48,7 +48,7 @@ def accuracy_bars(table: Comparison) -> str:
 
 
 def curves(contents: Sequence[Content]) -> str:
-    """Draw accuracy over training rounds where it was tested on the way, else validation accuracy; empty if neither."""
+    """Draw test accuracy over training rounds if it was measured, else validation accuracy; empty if neither."""
     tested = [one for one in contents if one.get("curves")]
     lines: dict[str, dict[str, list[dict[int, float]]]] = {}  # panel → line → one curve per seed
     for one in tested:

@@ -62,7 +62,7 @@ def select_domains(
         raise ValueError(f"unknown domain {unknown[0]!r} of {dataset}; there are: {', '.join(available)}")
     missing = [one for one in wanted if not available[one]]
     if missing or not wanted:
-        raise FileNotFoundError(f"{dataset}: {', '.join(missing or available)} not at hand; expected: {expected}")
+        raise FileNotFoundError(f"{dataset}: {', '.join(missing or available)} not found; expected: {expected}")
     absent = () if names else tuple(one for one, there in available.items() if not there)
     return tuple(one for one in available if one in wanted), absent
 

@@ -31,7 +31,7 @@ INK, MUTED, GRID = LIGHT["--ink"], LIGHT["--muted"], LIGHT["--line"]
 # Paul Tol's "bright" scheme (personal.sron.nl/~pault): distinguishable by colorblind readers, on white and on black.
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_FEW = 500  # ratio of the limits of a logarithmic axis that has room for more than powers of ten
+_FEW = 500  # ratio of the limits of a logarithmic axis on which more than powers of ten fit
 _DPI = 160
 
 _STYLE: Any = {

@@ -138,7 +138,7 @@ a { color: var(--accent); }
 .facts dd { font-size: .95rem; }
 dt { color: var(--muted); font-size: .8rem; }
 dd { margin: 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; background:  /* a shadow at the edge where the table goes on */
+.scroll { overflow-x: auto; background:  /* a shadow at the edge beyond which the table continues */
   linear-gradient(to right, var(--page) 50%, transparent) 0 / 2.5rem 100% local,
   linear-gradient(to left, var(--page) 50%, transparent) 100% / 2.5rem 100% local,
   linear-gradient(to right, var(--line), transparent) 0 / .8rem 100%,

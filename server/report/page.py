@@ -75,7 +75,7 @@ def build_page(results: Results, name: str, network_bytes: int | None = None) ->
     name : str
         Name of the run.
     network_bytes : int, optional
-        Size of the network, shown beside the traffic.
+        Size of the network, shown next to the traffic.
     """
     found = matrix(results)
     sections = [

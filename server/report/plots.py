@@ -34,7 +34,7 @@ from server.report.scores import METRICS, Row, by_method, client_accuracy, perce
 
 _TOGETHER = 4  # training curves in a pair of panels
 _MARKED_ROUNDS = 30  # with more rounds the markers of a curve run into each other
-_NUMBERED_CELLS = 320  # a heat map with more cells has no room for numbers
+_NUMBERED_CELLS = 320  # a heat map with more cells is drawn without numbers
 _ACROSS = 3  # heat maps of W in a line
 _DASHED: Any = (0, (4, 2))
 

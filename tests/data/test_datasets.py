@@ -156,7 +156,7 @@ def test_domains_are_selected_and_sampled(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MULTI_DOMAIN)
 def test_bad_domains_and_samples(name: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"{name}: .* not at hand; expected: {tmp_path}/"):
+    with pytest.raises(FileNotFoundError, match=rf"{name}: .* not found; expected: {tmp_path}/"):
         load(name, root=tmp_path)
     with pytest.raises(ValueError, match=f"unknown domain 'oil' of {name}; there are: [a-z]"):
         load(name, root=tmp_path, domains="oil")

@@ -34,12 +34,12 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text(enc
 SERVICES: dict[str, Any] = COMPOSE["services"]
 NODES = range(3)
 KEYS = Keys(Path("/keys"))
-ROOMS = {
+PACKAGES = {
     "server": {"settings", "messages", "data", "models", "tta", "strategies", "client", "server", "simulation"},
     "client": {"settings", "messages", "data", "models", "tta", "client"},
     "edge": {"settings", "messages", "data", "models", "tta", "client"},
 }
-#: Imported where it is asked for only: by a download, and by a picture for developers.
+#: Imported where it is asked for only: by a download, and by an image for developers.
 AT_WILL = {"flwr_datasets": "data/datasets/cifar.py"}
 DISTRIBUTIONS = {
     "PIL": "pillow",
@@ -248,14 +248,14 @@ def test_an_image_obeys_the_rules(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_an_image_copies_the_rooms_that_its_programs_import(name: str) -> None:
+def test_an_image_copies_the_packages_that_its_programs_import(name: str) -> None:
     copied = {
         words.split()[0] for kind, words in instructions(IMAGES[name]) if kind == "COPY" and words.split()[0] in known()
     }
-    assert copied == ROOMS[name.removeprefix("Dockerfile.")]
-    for room in sorted(copied):
-        missing = {other for _, other in imports(room) if other in known()} - copied
-        assert not missing, room
+    assert copied == PACKAGES[name.removeprefix("Dockerfile.")]
+    for package in sorted(copied):
+        missing = {other for _, other in imports(package) if other in known()} - copied
+        assert not missing, package
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -276,10 +276,10 @@ def known() -> set[str]:
 
 
 @lru_cache(None)
-def imports(room: str) -> set[tuple[str, str]]:
-    """Return (file, package) of all absolute imports of a room."""
+def imports(ours: str) -> set[tuple[str, str]]:
+    """Return (file, package) of all absolute imports of one of ours."""
     found = set()
-    for path in (PROJECT / room).rglob("*.py"):
+    for path in (PROJECT / ours).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -310,8 +310,8 @@ def test_what_an_image_imports_is_required(name: str) -> None:
     for part in {"edge", name}:
         asked |= set((DOCKER / f"{part}.in").read_text(encoding="utf-8").split())
     ours = known() | set(sys.stdlib_module_names) | {"__future__"}
-    for room in ROOMS[name] - {"simulation"}:  # of which only what needs no Ray is used
-        for path, package in imports(room):
+    for copied in PACKAGES[name] - {"simulation"}:  # of which only what needs no Ray is used
+        for path, package in imports(copied):
             if package not in ours and AT_WILL.get(package) != path:
                 assert DISTRIBUTIONS.get(package, package.replace("_", "-")) in asked, path
 

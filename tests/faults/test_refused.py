@@ -1,4 +1,4 @@
-"""Who has no business with a SuperLink is refused at both of its doors, and told so; a node that has is let in."""
+"""A SuperLink refuses unknown nodes and operators with a reason, and accepts registered nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_nodes_and_operators_without_the_right_keys_are_refused(tmp_path: Path) 
             "not registered": deployment.supernode(home / "not registered", fleet, CONFIG, (keys.ca, not_registered)),
             "no key": without_key(home / "no key", fleet, keys.ca, mine),
         }
-        # this one takes the SuperLink for one that is not there yet, and goes on trying
+        # this one takes the SuperLink for one that is not there yet, and keeps trying
         plain = deployment.supernode(home / "no TLS", fleet, CONFIG, None)
         for what, process in started.items():
             assert process.wait(PATIENCE) != 0, what

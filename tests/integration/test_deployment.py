@@ -172,13 +172,13 @@ def test_private_state_stays_on_its_node(runs: Runs) -> None:
         assert kept == [network(runs, "rates", partition).name]  # whose network travels once
 
 
-def test_what_a_phase_does_not_join_stays_on_the_nodes(runs: Runs) -> None:
+def test_arrays_that_a_stage_does_not_aggregate_stay_on_the_nodes(runs: Runs) -> None:
     encoder, classifier, ditto = told(runs.deployed("personal"), "round")
     arrays = load_arrays(runs.deployed("personal") / "model.safetensors")[0]
     head = sum(value.nbytes for name, value in arrays.items() if name.startswith("head."))
     whole = sum(value.nbytes for value in arrays.values())
     assert (encoder["bytes_up"], classifier["bytes_up"]) == (2 * (whole - head), 2 * head)
-    assert encoder["bytes_down"] == classifier["bytes_down"] == 2 * whole  # each phase's first message
+    assert encoder["bytes_down"] == classifier["bytes_down"] == 2 * whole  # each stage's first message
     assert ditto["bytes_up"] == ditto["bytes_down"] == 2 * whole
     scores = {event["method"]: event["correct"] for event in told(runs.deployed("personal"), "evaluation")}
     assert set(scores) == {"fedicon[mode=offline]", "fedicon", "ditto"}

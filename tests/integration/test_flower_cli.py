@@ -21,7 +21,7 @@ from simulation import superlink
 from simulation.flower_cli import main, parse
 from simulation.superlink import PROJECT, FlowerError, free_ports, program, stop, wait_until_healthy
 
-ROOMS = ("server", "client", "strategies", "tta", "models", "data", "messages", "settings")
+PACKAGES = ("server", "client", "strategies", "tta", "models", "data", "messages", "settings")
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
 PATIENCE = 240  # seconds that what takes some ten may take on a busy machine
 SMALL = (
@@ -84,7 +84,7 @@ def test_the_bundle_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
         env={**os.environ, "FLWR_HOME": str(tmp_path / "home"), "FLWR_DISABLE_UPDATE_CHECK": "1"},
     )  # fmt: skip
     (bundle,) = tmp_path.glob("*.fab")
-    modules = {str(path.relative_to(copy)) for room in ROOMS for path in (copy / room).rglob("*.py")}
+    modules = {str(path.relative_to(copy)) for package in PACKAGES for path in (copy / package).rglob("*.py")}
     with zipfile.ZipFile(bundle) as file:
         assert set(file.namelist()) == modules | {"LICENSE", "pyproject.toml", ".info/CONTENT"}
     assert {"server/app.py", "client/app.py", "tta/btfl.py"} <= modules
@@ -92,7 +92,7 @@ def test_the_bundle_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_everything_the_rooms_need_can_enter_a_bundle() -> None:
-    files = [path for room in ROOMS for path in (PROJECT / room).rglob("*") if path.is_file()]
+    files = [path for package in PACKAGES for path in (PROJECT / package).rglob("*") if path.is_file()]
     runtime = [path for path in files if "__pycache__" not in path.parts]
     written = {path.name for path in runtime if path.suffix != ".py"}
     assert written == {"agent.proto", "agent_pb2.pyi"}  # no process reads them: modules are generated from one

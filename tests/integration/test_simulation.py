@@ -85,7 +85,7 @@ def test_a_worker_killed_mid_round_is_started_again_and_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     monkeypatch.setattr(workers, "Worker", Killed)
-    # splits drawn anew: a worker that was not there in the rounds before finds the same ones
+    # splits redrawn in every round: a restarted worker draws the same ones
     shifts = "original,out_of_client"
     settings = RAY.replace(split="published", methods="fedavg_ft,btfl", shifts=shifts, results=str(tmp_path), workers=1)
     seen: list[dict] = []

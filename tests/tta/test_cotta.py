@@ -173,7 +173,7 @@ def test_the_share_restored_is_the_probability() -> None:
         cotta.predict(x)
         masks.append(torch.eq(cotta.trained()["student.0.weight"], wide[0].weight))
         assert float(masks[-1].double().mean()) == pytest.approx(0.2, abs=0.03)
-    both = float((masks[0] & masks[1]).double().mean())  # drawn anew: 0.2 of 0.2
+    both = float((masks[0] & masks[1]).double().mean())  # drawn independently: 0.2 of 0.2
     assert both == pytest.approx(0.04, abs=0.02)
 
 

@@ -111,7 +111,7 @@ def test_memory_by_hand() -> None:
     def ids() -> list[float]:
         return memory.content()[0].tolist()
 
-    assert memory.add(torch.tensor(1.0), 0, half)  # class 0 has room
+    assert memory.add(torch.tensor(1.0), 0, half)  # class 0 is not full
     assert not memory.add(torch.tensor(2.0), 0, 1.4 * half)  # 0.7 + 0.5 against 0.5 + 0.622 (A = 1): not worse
     assert ids() == [1]
     assert memory.add(torch.tensor(3.0), 0, 1.4 * half)  # now against 0.5 + 0.731 (A = 2): drives it out

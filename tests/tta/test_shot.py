@@ -124,7 +124,7 @@ def test_information_is_bounded_and_does_not_depend_on_the_order(seed: int, n: i
 
 
 def test_centroids_move_a_sample_to_its_neighbours_class() -> None:
-    """The last sample lies with the first two but the head calls it class 1: it becomes 0. Class 2 is nobody's."""
+    """The last sample lies with the first two but the head calls it class 1: it becomes 0. Class 2 has no sample."""
     z = torch.tensor([[9.0, 0], [8, 1], [0, 9], [1, 9], [9, 1]], dtype=torch.float64)
     logits = torch.tensor([[3.0, 0, 1], [3, 0, 1], [0, 3, 1], [0, 3, 1], [1.0, 1.2, 1]], dtype=torch.float64)
     assert centroid_labels(z, logits).tolist() == [0, 0, 1, 1, 0]
