@@ -12,7 +12,7 @@ from server.report import plots
 from server.report.collaboration import MEASURES, Matrix, Outcome, known, mixing_rounds, plain_mixing
 from server.report.markup import breakable, counted, data_table, folded, missing, plot_figure
 from server.report.results import METRICS_FILE, Results
-from server.report.scores import ACCURACY, METRICS, Metric, Row, by_method, percent, row_labels, table
+from server.report.scores import ACCURACY, METRICS, Metric, Row, by_method, percent, row_labels, table, verdict
 from server.report.tables import COLLABORATION_FILE, LISTED, TABLE_FILE, collaboration_csv, table_csv
 
 
@@ -28,6 +28,7 @@ def accuracy_section(results: Results) -> str:
         [
             "<h2>Accuracy</h2>",
             _metric_table(rows, ACCURACY, _tested_model(results)),
+            missing(said) if (said := verdict(rows)) else "",
             _fewer_clients(rows),
             f'<p class="small">The same numbers as a file: {_download(TABLE_FILE, table_csv(results))}</p>',
             plot_figure(plot, caption),

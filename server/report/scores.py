@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -154,6 +154,37 @@ def table(results: Results, metric: Metric = ACCURACY) -> list[Row]:
         average = statistics.fmean(means) if complete else None
         rows.append(Row(*pair, labels[pair], cells, average, statistics.pstdev(means) if complete else None))
     return rows
+
+
+#: The row that the others are compared with: the global model, unadapted.
+UNADAPTED = "fedavg"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Return on which distributions a method beats the unadapted global model, and on which none does.
+
+    Empty without a row of the unadapted model, or without others.
+    """
+    base = next((row for row in rows if row.label == UNADAPTED), None)
+    others = [row for row in rows if row is not base]
+    if base is None or not others:
+        return ""
+    gains, losses = [], []
+    for shift in base.cells:
+        reference = base.mean(shift)
+        known = [(value, row.label) for row in others if (value := row.mean(shift)) is not None]
+        if reference is None or not known:
+            continue
+        value, label = max(known)
+        gain = 100 * (value - reference)
+        if round(gain, 1) > 0:
+            gains.append(f"{shift} ({label} {gain:+.1f} points)")
+        else:
+            losses.append(shift)
+    parts = [f"Better than {base.label}, the unadapted global model, on {', '.join(gains)}."] if gains else []
+    if losses:
+        parts.append(f"No method is better than {base.label} on {', '.join(losses)}: adaptation does not pay there.")
+    return " ".join(parts)
 
 
 def by_method(results: Results) -> dict[tuple[str, str], dict[str, list[Evaluation]]]:

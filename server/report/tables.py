@@ -13,7 +13,7 @@ from rich.text import Text
 from models import write_atomically
 from server.report.collaboration import MEASURES, Matrix, known, matrix
 from server.report.results import Results
-from server.report.scores import ACCURACY, METRICS, percent, table
+from server.report.scores import ACCURACY, METRICS, percent, table, verdict
 
 TABLE_FILE = "table.csv"
 COLLABORATION_FILE = "collaboration.csv"
@@ -92,7 +92,8 @@ def render_table(results: Results) -> Table:
     """Return the table of methods and distributions: percentages, the best of each column in bold."""
     rows = table(results)
     shifts = list(rows[0].cells) if rows else []
-    rendered = Table(title="Accuracy in %, mean over clients", caption="average: mean ± sd over distributions")
+    caption = " ".join(filter(None, ("average: mean ± sd over distributions.", verdict(rows))))
+    rendered = Table(title="Accuracy in %, mean over clients", caption=Text(caption))
     rendered.add_column("method", no_wrap=True)
     for shift in shifts:
         rendered.add_column(Text(shift), justify="right", overflow="fold")

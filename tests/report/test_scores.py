@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from server.report import METRICS, WEIGHT_BINS, Evaluation, Metric, Results, matrix, table
 from server.report.collaboration import Scores, mixing_rounds, plain_mixing
 from server.report.events import Adapted
-from server.report.scores import client_accuracy
+from server.report.scores import Cell, Row, client_accuracy, verdict
 from tests.report.runs import adapt_round, adapted, evaluation, results_of
 
 # Method a on x: clients 3/4 = .75, 1/2 = .5 and one without samples; mean .625, sd .125, by samples 4/6.
@@ -215,3 +215,18 @@ def test_uniform_and_identity_weights_are_plain(tmp_path: Path) -> None:
     assert said(equal, equal) == "all weights are equal"
     assert said(own) == "each client uses only its own model"
     assert said(mixed) == said(equal, own) == ""
+
+
+def test_the_verdict_says_where_adaptation_pays_and_where_it_does_not() -> None:
+    def row(label: str, **means: float | None) -> Row:
+        cells = {shift: None if mean is None else Cell(mean, 0.0, 3) for shift, mean in means.items()}
+        return Row("t", label, label, cells, None, None)
+
+    plain = row("fedavg", own=0.80, other=0.75, tie=0.5, empty=None)
+    better = row("btfl", own=0.85, other=0.70, tie=0.5, empty=0.9)
+    best = row("tent", own=0.862, other=None, tie=0.4, empty=0.9)
+    assert verdict([better, plain, best]) == (
+        "Better than fedavg, the unadapted global model, on own (tent +6.2 points). "
+        "No method is better than fedavg on other, tie: adaptation does not pay there."
+    )
+    assert verdict([plain]) == verdict([better, best]) == ""
