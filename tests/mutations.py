@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.mutants import Mutant, chosen
 
@@ -40,20 +41,29 @@ PACKAGES = (
 def product() -> dict[str, Path]:
     """Return module → file, relative to the checkout, without generated modules."""
     files = [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    return {".".join(path.with_suffix("").parts): path for path in files if "_pb2" not in path.name}
+    names = {".".join(path.with_suffix("").parts): path for path in files if "_pb2" not in path.name}
+    return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
 def tests_of(module: str) -> tuple[list[str], list[str]]:
-    """Return the test files for a module: those named after it or importing it, and the rest of its package's."""
-    parts = module.split(".")
-    folder = ROOT / "tests" / ("report" if module.startswith("server.report") else parts[0])
-    name = re.compile(rf"test_(\w+_)?{parts[-1]}s?(_\w+)?\.py")
-    imported = re.compile(rf"(from|import) {re.escape(module)}\b|from {'.'.join(parts[:-1])} import .*\b{parts[-1]}\b")
+    """Return the test files for a module: those named after it or importing it, and the rest of its package's.
+
+    A module that has none of the first kind gets those named after its folder, or the package's contract tests.
+    """
+    *parents, last = module.split(".")
+    folder = ROOT / "tests" / ("report" if module.startswith("server.report") else module.split(".")[0])
     package = sorted(folder.rglob("test_*.py"))
-    everywhere = [path for path in sorted((ROOT / "tests").rglob("*/test_*.py")) if path not in package]
-    everywhere = [path for path in everywhere if not {"integration", "faults", "docker"} & set(path.parts)]
-    near = [path for path in package if name.fullmatch(path.name)]
-    near += [path for path in package + everywhere if path not in near and imported.search(path.read_text("utf-8"))]
+    others = [path for path in sorted((ROOT / "tests").rglob("*/test_*.py")) if path not in package]
+    others = [path for path in others if not {"integration", "faults", "docker"} & set(path.parts)]
+
+    def named(part: str) -> list[Path]:
+        pattern = re.compile(rf"test_(\w+_)?{part.strip('_').rstrip('s')}s?(_\w+)?\.py")
+        return [path for path in package if pattern.fullmatch(path.name)]
+
+    imported = re.compile(rf"(from|import) {re.escape(module)}\b(?!\.)|from {'.'.join(parents)} import .*\b{last}\b")
+    near = named(last)
+    near += [path for path in package + others if path not in near and imported.search(path.read_text("utf-8"))]
+    near = near or [path for part in parents[1:] for path in named(part)] or named("contract")
     rest = [path for path in package if path not in near]
     return [str(path.relative_to(ROOT)) for path in near], [str(path.relative_to(ROOT)) for path in rest]
 
@@ -112,35 +122,36 @@ def run_tests(copy: Path, files: list[str], limit: float, *options: str) -> tupl
     return ("passed" if status == 0 else "failed"), failure
 
 
-def outcome(copy: Path, path: Path, one: Mutant, limit: float, sound: dict[str, bool]) -> tuple[str, str]:
-    """Return what became of a mutant (killed, survived, timeout) and the test that killed it.
+def outcome(
+    copy: Path, path: Path, one: Mutant, files: list[str], limit: float, sound: dict[str, bool]
+) -> tuple[str, str]:
+    """Return what becomes of a mutant in these test files (killed, survived, timeout) and the test that kills it.
 
     `sound` says of each test that has failed whether it passes on the original; those that do not are left out.
     """
     source = (ROOT / path).read_text("utf-8")
-    for files in filter(None, tests_of(one.module)):
-        while True:
-            (copy / path).write_text(one.apply(source), encoding="utf-8")
-            skipped = [f"--deselect={test}" for test, passes in sound.items() if not passes]
-            result, failure = run_tests(copy, files, limit, *skipped)
-            (copy / path).write_text(source, encoding="utf-8")
-            if result == "failed" and failure not in sound:
-                collect = [] if "::" in failure else ["--collect-only"]
-                sound[failure] = run_tests(copy, [failure], limit, *collect)[0] == "passed"
-            if result != "failed" or sound[failure] or f"--deselect={failure}" in skipped:
-                break
-        if result != "passed":
-            return ("killed" if result == "failed" else result), failure
+    while files:
+        (copy / path).write_text(one.apply(source), encoding="utf-8")
+        skipped = [f"--deselect={test}" for test, passes in sound.items() if not passes]
+        result, failure = run_tests(copy, files, limit, *skipped)
+        (copy / path).write_text(source, encoding="utf-8")
+        if result == "failed" and failure not in sound:
+            collect = [] if "::" in failure else ["--collect-only"]
+            sound[failure] = run_tests(copy, [failure], limit, *collect)[0] == "passed"
+        if result == "passed":
+            break
+        if result == "timeout" or sound[failure] or f"--deselect={failure}" in skipped:
+            return {"failed": "killed"}.get(result, result), failure
     return "survived", ""
 
 
-def work(todo: list[Mutant], limit: float, out: Path) -> None:
-    """Run mutants one after the other in a copy of the checkout and append their outcomes to a file."""
+def work(todo: list[Mutant], part: int, limit: float, out: Path) -> None:
+    """Run mutants in a copy of the checkout with one part of their tests and append what becomes of them to a file."""
     sys.dont_write_bytecode = True  # a mutant of the same size and second would be taken for its predecessor
     os.environ.update(PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     for name in ("torch", "flwr.app", "flwr.serverapp", "hypothesis", "scipy.stats"):
         importlib.import_module(name)  # once, for all that are forked
-    files, sound = product(), dict[str, bool]()
+    files, sound = product(), {"": True}  # "": the process died
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy = Path(folder)
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -149,13 +160,19 @@ def work(todo: list[Mutant], limit: float, out: Path) -> None:
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, copy / name)
         for one in todo:
-            start = time.monotonic()
-            result, test = outcome(copy, files[one.module], one, limit, sound)
-            place = {"outcome": result, "file": f"{files[one.module]}:{one.line}", **dataclasses.asdict(one)}
-            line = json.dumps({**place, "test": test, "seconds": round(time.monotonic() - start, 1)})
+            start, path = time.monotonic(), files[one.module]
+            result, test = outcome(copy, path, one, tests_of(one.module)[part], limit, sound)
+            seconds = round(time.monotonic() - start, 1)
+            record = {"outcome": result, "test": test, "part": part, "seconds": seconds, "file": f"{path}:{one.line}"}
             with out.open("a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
-            print(f"{result:9} {place['file']} {one.kind}: {one.before!r} -> {one.after!r} {test}", flush=True)
+                stream.write(json.dumps({**record, "mutant": dataclasses.asdict(one)}) + "\n")
+            print(f"{result:9} {path}:{one.line} {one.kind}: {one.before!r} -> {one.after!r} {test}", flush=True)
+
+
+def records(out: Path) -> dict[Mutant, dict[str, Any]]:
+    """Return mutant → its last record in a file of outcomes."""
+    lines = map(json.loads, out.read_text("utf-8").splitlines() if out.exists() else [])
+    return {Mutant(**record["mutant"]): record for record in lines}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -164,34 +181,36 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("modules", nargs="*", default=list(PACKAGES), help="dotted names or prefixes; all by default")
     parser.add_argument("--per-module", type=int, default=2, help="mutants of a module")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--near", action="store_true", help="leave out the rest of the package's tests")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--limit", type=float, default=240, help="seconds for the tests of a mutant")
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "mutations.jsonl")
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    identity = ("module", "line", "kind", "before", "after", "start")
-    lines = options.out.read_text("utf-8").splitlines() if options.out.exists() else []
-    known = {tuple(record[name] for name in identity): record for record in map(json.loads, lines)}
-    todo, counted = [], []
+    asked: list[Mutant] = []
     for prefix in options.modules:
         for module, path in product().items():
             if f"{module}.".startswith(f"{prefix}."):
-                source = (ROOT / path).read_text("utf-8")
-                counted += chosen(module, source, options.per_module, options.seed)
-    todo = [one for one in counted if tuple(getattr(one, name) for name in identity) not in known]
-    print(f"{len(counted)} mutants, {len(counted) - len(todo)} known")
+                asked += chosen(module, (ROOT / path).read_text("utf-8"), options.per_module, options.seed)
     fork = multiprocessing.get_context("fork")
-    shares = [todo[job :: options.jobs] for job in range(options.jobs)]
-    workers = [fork.Process(target=work, args=(share, options.limit, options.out)) for share in shares]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    records = [json.loads(line) for line in options.out.read_text("utf-8").splitlines()]
-    print(dict(collections.Counter(record["outcome"] for record in records)))
-    for record in records:
+    for part in range(1 if options.near else 2):
+        known = records(options.out)
+        survivors = [one for one in asked if one in known and known[one]["outcome"] == "survived"]
+        todo = (
+            [one for one in survivors if not known[one]["part"]] if part else [one for one in asked if one not in known]
+        )
+        shares = [todo[job :: options.jobs] for job in range(options.jobs)]
+        workers = [fork.Process(target=work, args=(share, part, options.limit, options.out)) for share in shares]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    found = [record for one, record in records(options.out).items() if one in set(asked)]
+    for record in found:
         if record["outcome"] != "killed":
-            print(f"{record['outcome']:9} {record['file']} {record['kind']}: {record['before']} -> {record['after']}")
+            one = Mutant(**record["mutant"])
+            print(f"{record['outcome']:9} {record['file']} {one.kind}: {one.before!r} -> {one.after!r}")
+    print(f"{len(found)} mutants:", dict(collections.Counter(record["outcome"] for record in found)))
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def test_what_a_strategy_configures_is_a_request(strategy: Any, mu: float) -> No
     config = strategy_config(training(), SETTINGS.flat())
     messages = list(made.configure_train(7, held_record(ARRAYS), config, NodesView([5, 9])))
     found = requests_of(messages)
-    assert [one.node for one in found] == [5, 9]
+    assert sorted(one.node for one in found) == [5, 9]  # a strategy samples in any order
     for one in found:
         request = one.request
         assert isinstance(request, Train)
