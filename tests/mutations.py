@@ -46,9 +46,9 @@ def product() -> dict[str, Path]:
 
 
 def tests_of(module: str) -> tuple[list[str], list[str]]:
-    """Return the test files for a module: those named after it or importing it, and the rest of its package's.
+    """Return the test files near a module and the rest of its package's.
 
-    A module that has none of the first kind gets those named after its folder, or the package's contract tests.
+    Near are those named after it, importing it, or named after its folder; where there are none, the contract tests.
     """
     *parents, last = module.split(".")
     folder = ROOT / "tests" / ("report" if module.startswith("server.report") else module.split(".")[0])
@@ -61,9 +61,8 @@ def tests_of(module: str) -> tuple[list[str], list[str]]:
         return [path for path in package if pattern.fullmatch(path.name)]
 
     imported = re.compile(rf"(from|import) {re.escape(module)}\b(?!\.)|from {'.'.join(parents)} import .*\b{last}\b")
-    near = named(last)
-    near += [path for path in package + others if path not in near and imported.search(path.read_text("utf-8"))]
-    near = near or [path for part in parents[1:] for path in named(part)] or named("contract")
+    near = named(last) + [path for path in package + others if imported.search(path.read_text("utf-8"))]
+    near = list(dict.fromkeys(near + [path for part in parents[1:] for path in named(part)])) or named("contract")
     rest = [path for path in package if path not in near]
     return [str(path.relative_to(ROOT)) for path in near], [str(path.relative_to(ROOT)) for path in rest]
 
@@ -130,9 +129,9 @@ def outcome(
     `sound` says of each test that has failed whether it passes on the original; those that do not are left out.
     """
     source = (ROOT / path).read_text("utf-8")
-    while files:
+    while files := [name for name in files if sound.get(name, True)]:
         (copy / path).write_text(one.apply(source), encoding="utf-8")
-        skipped = [f"--deselect={test}" for test, passes in sound.items() if not passes]
+        skipped = [f"--deselect={test}" for test, passes in sound.items() if "::" in test and not passes]
         result, failure = run_tests(copy, files, limit, *skipped)
         (copy / path).write_text(source, encoding="utf-8")
         if result == "failed" and failure not in sound:
@@ -140,7 +139,7 @@ def outcome(
             sound[failure] = run_tests(copy, [failure], limit, *collect)[0] == "passed"
         if result == "passed":
             break
-        if result == "timeout" or sound[failure] or f"--deselect={failure}" in skipped:
+        if result == "timeout" or sound[failure]:
             return {"failed": "killed"}.get(result, result), failure
     return "survived", ""
 
