@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from client.algorithms.apfl import APFL
-from client.algorithms.base import LocalContext
+from client.algorithms.base import LocalContext, gradients
 from client.algorithms.ditto import Ditto
 from client.algorithms.fedavg import FedAvg
 from client.algorithms.fedrep import FedRep
@@ -237,3 +237,12 @@ def test_fedrod_trains_both_heads_in_the_same_steps(norm: bool) -> None:
         by_hand = residual.T @ z.detach() / len(y)  # the cross-entropy of the sum, by the personal head alone
         descend([*shared(twin), w], [*torch.autograd.grad(objective(logits, y), shared(twin)), by_hand])
     assert_close(model, twin)
+
+
+def test_a_parameter_without_a_part_in_the_loss_has_no_gradient() -> None:
+    """A parameter that the loss does not contain is left out, and nothing is accumulated."""
+    used, unused = torch.tensor(3.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    first, second = gradients(used**2, [used, unused])
+    assert first is not None
+    assert (first.item(), second) == (6.0, None)
+    assert used.grad is None

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from client.algorithms import fedicon as rounds
+from client.algorithms import find_algorithm
 from client.algorithms.base import LocalContext
-from client.algorithms.fedicon import Classifier, Contrastive
+from client.algorithms.fedicon import Classifier
 from client.algorithms.training import contrastive_views
 from client.algorithms.ttt import TTT
 from data import DATASETS
@@ -60,7 +61,8 @@ def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels
     views = ContrastiveViews(flip=DATASETS["npz"].flip)
     monkeypatch.setattr(rounds, "contrastive_views", lambda settings: lambda x, g: views(x, g).double())
     model, twin, g = network64(norm), network64(norm), draw(3)
-    loss = Contrastive(with_labels).train(turn(model))
+    algorithm = find_algorithm("supervised_contrastive" if with_labels else "self_contrastive")
+    loss = algorithm.train(turn(model))
     twin.train()
     losses, sizes = [], []
     for x, y in batches(EPOCHS, g, 1 + norm):
@@ -75,7 +77,7 @@ def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels
     assert_close(model, twin)
     assert loss == pytest.approx(mean)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    Contrastive(with_labels).personalize(turn(model))
+    algorithm.personalize(turn(model))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -47,6 +47,8 @@ def test_identify_says_which_partition_and_what_kind_of_data() -> None:
     assert identity.classes == [str(digit) for digit in range(10)]
     assert identity.shifts == ["original", "mixture"]
     assert identity.saved == {}
+    assert identity.role == "both"
+    assert ask(node(2, role="target"), Identify(**about())).role == "target"
 
 
 def test_a_clients_life() -> None:

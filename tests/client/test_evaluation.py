@@ -356,3 +356,13 @@ def test_natural_samples_come_from_elsewhere_and_count_as_checked() -> None:
     check, results = one.evaluate(1, Task("t"), arrays, means, [Row("a", "none")], ["natural"])
     assert check == {"checked": results[0]["total"], "leaked": 0}
     assert results[0]["total"] > 0
+
+
+def test_a_client_without_test_samples_counts_as_one_example() -> None:
+    """Flower weights by the number of examples, which must not be zero in total; else it is the number of samples."""
+    one = device()
+    arrays = global_arrays(one.model)
+    means, _ = one.statistics(1, Task("t"), arrays)
+    for shifts, expected in (([], (1, 0)), (["original"], (8, 8))):
+        reply = one.inner.evaluate(one.evaluation(1, Task("t"), arrays, means, [Row("a", "none")], shifts))
+        assert (reply.num_examples, reply.checked) == expected

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from server.report import METRICS, WEIGHT_BINS, Metric, accuracy, build_page
-from server.report.markup import duration, instant, size
+from server.report.markup import breakable, duration, instant, size
 from server.report.page import local_training_seconds, workers_of
 from tests.report.runs import (
     CLASSES,
@@ -225,3 +225,16 @@ def test_time_and_traffic_of_a_round(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_format_of_times_and_sizes(shown: str, words: str) -> None:
     assert shown == words
+
+
+def test_names_may_break_at_punctuation_and_before_brackets() -> None:
+    assert breakable("a_b;c,d[e](f<g") == "a_<wbr>b;<wbr>c,<wbr>d<wbr>[e]<wbr>(f&lt;g"
+
+
+def test_the_table_of_clients_has_one_column_for_each(tmp_path: Path) -> None:
+    """Client 1 has no test samples of this distribution."""
+    section = accuracy.client_section(
+        results_of(tmp_path, [evaluation("a", "x", 0, 3, 4), evaluation("a", "x", 2, 1, 5)])
+    )
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", section)
+    assert [head for head in heads if head.isdigit()] == ["0", "1", "2"]

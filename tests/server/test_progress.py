@@ -10,9 +10,8 @@ from server.progress import TerminalProgress
 
 def test_a_line_a_round_with_speed_and_time_left_in_a_file() -> None:
     text = io.StringIO()
-    progress = TerminalProgress(Console(file=text, width=200))
-    events = Events(progress)
-    with progress:
+    with TerminalProgress(Console(file=text, width=200)) as progress:
+        events = Events(progress)
         events("plan", steps=4)
         events("run", settings={"local-epochs": 5})
         events("clients", sizes=[[100, 1, 1], [60, 1, 1]])
@@ -30,9 +29,8 @@ def test_a_line_a_round_with_speed_and_time_left_in_a_file() -> None:
 
 def test_lines_of_rates_rounds_and_test_time_rounds() -> None:
     text = io.StringIO()
-    progress = TerminalProgress(Console(file=text, width=200))
-    events = Events(progress)
-    with progress:
+    with TerminalProgress(Console(file=text, width=200)) as progress:
+        events = Events(progress)
         events("plan", steps=3)
         events("rates_round", training="ce", variant="all", round=7, loss=0.5, accuracy=0.75)
         for round, correct in ((1, [1, 2]), (2, [4, 0])):

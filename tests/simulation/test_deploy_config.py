@@ -8,6 +8,7 @@ import sys
 import tomllib
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -278,3 +279,15 @@ def test_real_agents_take_part_in_a_run_and_answer(tmp_path: Path, monkeypatch: 
     assert columns["samples"] == [str(deploy_local.SHOWN)] * 2
     assert all(text.endswith("right") for text in columns[f"first {deploy_local.SHOWN} test images"])
     assert render_tables(read_results(plan.results / METRICS_FILE))
+
+
+def test_a_supernode_starts_in_a_home_that_is_made_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log is there, and it is the head of a process group of its own."""
+    started: list[tuple[list[str], dict[str, Any]]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: started.append((command, more)))
+    home = tmp_path / "deployment" / "node-0"
+    deployment.supernode(home, "127.0.0.1:9092", {"partition-id": 0}, None)
+    ((command, more),) = started
+    assert "--insecure" in command
+    assert (more["cwd"], more["start_new_session"]) == (home, True)
+    assert (home / deployment.NODE_LOG).is_file()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from client.agent.config import Limits
-from client.agent.guard import COLLAPSES, Guard, LastGood, flat_images
+from client.agent.guard import COLLAPSES, Guard, LastGood, Verdict, flat_images
 from client.agent.live import Live, images
 from client.serving import Usual, entropy
 from tests.client.agent.world import served, unseen
@@ -237,3 +237,25 @@ def test_on_ordinary_streams_the_guard_stays_out_of_the_way(name: str) -> None:
         assert live.guard is not None
         assert not any(live.guard.events.values())
         assert set(COLLAPSES) < set(live.guard.events)
+
+
+def test_small_batches_are_noted_once_and_other_events_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note tells how many samples came before it."""
+    pixels, _ = unseen()
+    notes: list[str] = []
+    live = Live(served("tent"), REAL, torch.device("cpu"), notes.append)
+    assert live.guard is not None
+    events, kinds = live.guard.events, iter(["small-batch", "small-batch", "noise", "noise"])
+
+    def judge(*batch: object) -> Verdict:
+        events[kind := next(kinds)] += 1
+        return Verdict("hold", kind)
+
+    monkeypatch.setattr(live.guard, "judge", judge)
+    for part in np.split(pixels[:4], 4):
+        live.predict(images(part, live.served.shape))
+    assert notes == [
+        "guard: small-batch after 0 samples: hold",
+        "guard: noise after 2 samples: hold",
+        "guard: noise after 3 samples: hold",
+    ]

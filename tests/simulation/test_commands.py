@@ -1,0 +1,77 @@
+"""The commands' exit statuses and what they print, with the run itself replaced."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.events import RunError
+from settings import SettingsError
+from simulation import __main__ as simulation
+from simulation import engine, flower_cli, superlink
+from simulation.superlink import FlowerError
+from tests.report.runs import evaluation, write_events
+
+Command = Callable[[], int]
+
+
+@pytest.fixture(params=["simulation", "flower_cli", "superlink"])
+def command(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Command, Callable[..., None]]:
+    """A command for a run in `tmp_path`, and what replaces the function that runs it."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    if request.param == "simulation":
+        monkeypatch.setattr(sys, "argv", ["simulation", "--seed", "3"])
+        return simulation.main, lambda run: monkeypatch.setattr(engine, "simulate", run)
+    if request.param == "flower_cli":
+        words = ["--set", f"results={tmp_path.parent}", f"run-name={tmp_path.name}"]
+        return lambda: flower_cli.main(words), lambda run: monkeypatch.setattr(flower_cli, "run", run)
+    words = ["--superlink", "127.0.0.1:1", "--root-certificates", str(tmp_path / "ca.crt"), "run", "--set", "seed=3"]
+    return lambda: superlink.main(words), lambda run: monkeypatch.setattr(superlink, "run", run)
+
+
+def test_a_run_that_completed(command: tuple[Command, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main, replace = command
+    write_events(tmp_path, [evaluation("tent", "fog", 0, 1, 2)])
+    replace(lambda *_, **__: tmp_path)
+    assert main() == 0
+    assert "failed" not in capsys.readouterr().err
+
+
+def test_a_run_that_failed(command: tuple[Command, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    main, replace = command
+
+    def run(*_: Any, **__: Any) -> Path:
+        raise FlowerError("no node came")
+
+    replace(run)
+    assert main() == 1
+    assert "failed: no node came" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "status"), [(SettingsError, 2), (FileExistsError, 2), (RunError, 1)])
+def test_errors_of_a_simulation(error: type[Exception], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulate(*_: Any) -> Path:
+        raise error("why")
+
+    monkeypatch.setattr(engine, "simulate", simulate)
+    monkeypatch.setattr(sys, "argv", ["simulation"])
+    assert simulation.main() == status
+
+
+def test_the_table_of_a_simulation_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_events(tmp_path, [evaluation("tent", "fog", 0, 1, 2)])
+    monkeypatch.setattr(engine, "simulate", lambda settings: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["simulation"])
+    assert simulation.main() == 0
+    printed = capsys.readouterr().out
+    assert "tent" in printed
+    assert "50.0" in printed
