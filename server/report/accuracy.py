@@ -28,7 +28,7 @@ def accuracy_section(results: Results) -> str:
         [
             "<h2>Accuracy</h2>",
             _metric_table(rows, ACCURACY, _tested_model(results)),
-            missing(said) if (said := verdict(rows)) else "",
+            f"<p>{escape(said)}</p>" if (said := verdict(rows)) else "",
             _fewer_clients(rows),
             f'<p class="small">The same numbers as a file: {_download(TABLE_FILE, table_csv(results))}</p>',
             plot_figure(plot, caption),
