@@ -11,9 +11,8 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
-from benchmarks import methods
 from benchmarks.speed import command as speed
-from benchmarks.tables import engine, index, pages
+from benchmarks.tables import engine, index, methods, pages
 from server.events import RunError
 from settings import SettingsError
 

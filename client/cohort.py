@@ -16,9 +16,17 @@ from torch import Tensor
 from torch.func import vmap
 
 from client.algorithms import FedAvg, find_algorithm
+from client.algorithms.training import (
+    Objective,
+    TrainingSet,
+    autocast,
+    epoch,
+    find_objective,
+    generator,
+    smallest_batch,
+)
 from client.device import Device, Turn
 from client.network import own_tensors
-from client.training import Objective, TrainingSet, autocast, epoch, find_objective, generator, smallest_batch
 from messages.replies import Trained
 from messages.requests import Train
 from models import PERSONAL_PREFIX
@@ -216,7 +224,7 @@ class Cohort:
 def cohort_epoch(
     sets: Sequence[TrainingSet], batch_size: int, draws: Sequence[torch.Generator], smallest: int = 1
 ) -> Iterator[Batch]:
-    """Yield one epoch of all clients, each as `client.training.epoch` yields it, until no client has a batch left.
+    """Yield one epoch of all clients, as `client.algorithms.training.epoch` does, until no client has a batch left.
 
     Parameters
     ----------

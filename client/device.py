@@ -18,6 +18,15 @@ from numpy.typing import NDArray
 
 from client.adaptation import adapt, batch_of, refine_rates, score, streams_of
 from client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
+from client.algorithms.training import (
+    TrainingSet,
+    find_objective,
+    generator,
+    labelled,
+    mean_loss,
+    train_personal_head,
+    validate,
+)
 from client.evaluation import Neighbours, evaluate_row, make_adapter, memorize
 from client.network import (
     carried_entries,
@@ -31,16 +40,7 @@ from client.network import (
 from client.resources import network_spec
 from client.serving import Served, missing_heads, serve, usual_predictions
 from client.state import NetworkStore, PrivateState
-from client.statistics import join_statistics, own_statistics, pooled_statistics, summarise
-from client.training import (
-    TrainingSet,
-    find_objective,
-    generator,
-    labelled,
-    mean_loss,
-    train_personal_head,
-    validate,
-)
+from client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
 from data import CORRUPTIONS, DATASETS, Federation, Images, Role, Stream, resolve, stream
 from messages.arrays import Arrays
 from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
@@ -246,7 +246,7 @@ class Device:
         private = {**carried_entries(before), **head_entries(self.model, before, data.index)}
         self.state.save(request.task.training, request.round, {**private, **own_statistics(local, request.round)})
         held_out = labelled(federation, federation.splits[self.partition].validation, self.device)
-        local |= pooled_statistics(self.model, data.counts, *held_out, request.wanted, self.settings)
+        local |= requested_statistics(Samples(self.model, data.counts, *held_out, self.settings), request.wanted)
         counts = validate(self.model, federation, self.partition, size, self.device, personal)
         seconds = time.perf_counter() - start
         return Summarized(statistics=local, num_examples=len(data), seconds=seconds, **counts)

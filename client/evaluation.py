@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client.training import labelled
+from client.algorithms.training import labelled
 from data import DATASETS, Federation, Stream
 from messages.replies import WEIGHT_BINS, EvaluationResult
 from messages.requests import AdapterRow

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.training import generator
+from client.algorithms.training import generator
 from messages.arrays import Arrays
 from models import PERSONAL_PREFIX, TwoHead
 

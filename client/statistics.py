@@ -7,6 +7,7 @@ features: they are sent only if a method of the run needs them, and only their m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -103,50 +104,78 @@ def join_statistics(
     return Statistics.combine(own, means, device)
 
 
-def label_prior(counts: Tensor) -> NDArray[np.float64]:
-    """Return the frequency of each class in a training split, [K], from its counts [K]."""
-    total = counts.double()
-    return (total / total.sum()).cpu().numpy()
-
-
-@torch.no_grad()
-def confusion(model: TwoHead, x: Tensor, y: Tensor, batch_size: int) -> NDArray[np.float64]:
-    """Return the frequencies P(ŷ = i, y = j) of the global head on labelled images, [K, K]; they sum to one."""
-    guessed = torch.cat([model(part).argmax(1) for part in x.split(batch_size)])
-    pairs = torch.bincount(guessed * model.num_classes + y, minlength=model.num_classes**2)
-    return (pairs.double() / len(y)).view(model.num_classes, model.num_classes).cpu().numpy()
-
-
-def pooled_statistics(
-    model: TwoHead, counts: Tensor, x: Tensor, y: Tensor, wanted: Collection[str], settings: Settings
-) -> Arrays:
-    """Return those statistics that are wanted, float64.
+@dataclass(frozen=True)
+class Samples:
+    """What a statistic on request is computed from.
 
     Parameters
     ----------
     model : TwoHead
-        The final global model.
+        The final global model, in evaluation mode.
     counts : Tensor int64 [K]
-        Of the training split.
+        Samples of each class in the training split.
     x, y : Tensor [n, C, H, W], [n]
         The validation split.
-    wanted : collection of str
-        Names in `tta.statistics.STATISTICS`; those that are always sent are ignored.
+    settings : Settings
+    """
+
+    model: TwoHead
+    counts: Tensor
+    x: Tensor
+    y: Tensor
+    settings: Settings
+
+    def validation(self) -> tuple[Tensor, Tensor]:
+        """Return the validation split; ValueError when it is empty."""
+        if not len(self.y):
+            raise ValueError("this client has no validation samples")
+        return self.x, self.y
+
+
+def label_prior(samples: Samples) -> NDArray[np.float64]:
+    """Return the frequency of each class in the training split, [K]."""
+    total = samples.counts.double()
+    return (total / total.sum()).cpu().numpy()
+
+
+@torch.no_grad()
+def confusion(samples: Samples) -> NDArray[np.float64]:
+    """Return the frequencies P(ŷ = i, y = j) of the global head on the validation split, [K, K]; they sum to one."""
+    model, (x, y) = samples.model, samples.validation()
+    guessed = torch.cat([model(part).argmax(1) for part in x.split(samples.settings.eval_batch_size)])
+    pairs = torch.bincount(guessed * model.num_classes + y, minlength=model.num_classes**2)
+    return (pairs.double() / len(y)).view(model.num_classes, model.num_classes).cpu().numpy()
+
+
+def block_accuracies(samples: Samples) -> NDArray[np.float64]:
+    """Return the accuracy on the validation split after adapting one block alone, [blocks]."""
+    size = samples.settings.adapt_batch_size
+    return block_scores(samples.model, *samples.validation(), batch_size=size).double().cpu().numpy()
+
+
+#: Statistics on request by name (`tta.statistics.STATISTICS`), float64.
+COMPUTED: dict[str, Callable[[Samples], NDArray[np.float64]]] = {
+    "label_prior": label_prior,
+    "confusion": confusion,
+    "block_scores": block_accuracies,
+}
+
+
+def requested_statistics(samples: Samples, wanted: Collection[str]) -> Arrays:
+    """Return the statistics that are wanted beside those that are always sent.
 
     Raises
     ------
     ValueError
-        The validation split is empty and something measured on it is wanted.
+        The validation split is empty and something measured on it is wanted; the message names it.
     """
-    known: dict[str, Callable[[], NDArray[Any]]] = {
-        "label_prior": lambda: label_prior(counts),
-        "confusion": lambda: confusion(model, x, y, settings.eval_batch_size),
-        "block_scores": lambda: block_scores(model, x, y, batch_size=settings.adapt_batch_size).double().cpu().numpy(),
-    }
-    asked = [name for name in known if name in wanted]
-    if not len(y) and set(asked) - {"label_prior"}:
-        raise ValueError(f"{', '.join(asked)}: this client has no validation samples")
-    return {name: known[name]() for name in asked}
+    found: Arrays = {}
+    for name in (name for name in COMPUTED if name in wanted):
+        try:
+            found[name] = COMPUTED[name](samples)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found
 
 
 def check_means(means: Mapping[str, NDArray[Any]], own: Mapping[str, NDArray[Any]]) -> None:

@@ -90,7 +90,7 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
 
 def methods() -> str:
     """Return the table of methods: training, adapter, what adapts at test time, and what each needs."""
-    from benchmarks.methods import entries
+    from benchmarks.tables.methods import entries
 
     rows = [
         [f"`{one.method}`", one.summary, f"`{one.training}`", one.adapts, "; ".join(one.needs), one.per, one.base]

@@ -25,7 +25,7 @@ class TrainingTask:
     algorithm : str
         Local algorithm, a key of `client.algorithms.ALGORITHMS`.
     objective : str
-        Loss that the local algorithm minimizes, a key of `client.training.OBJECTIVES`.
+        Loss that the local algorithm minimizes, a key of `client.algorithms.training.OBJECTIVES`.
     """
 
     training: str

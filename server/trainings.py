@@ -30,7 +30,7 @@ class TrainingStage:
     algorithm : str
         The local algorithm; a key of `client.algorithms.ALGORITHMS`.
     objective : str
-        The loss that it minimizes; a key of `client.training.OBJECTIVES`.
+        The loss that it minimizes; a key of `client.algorithms.training.OBJECTIVES`.
     aggregated, local : tuple of str
         Patterns of array names: what is aggregated, and what of that stays on the clients nevertheless; see
         `strategies.PartialFedAvg`.

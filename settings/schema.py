@@ -25,6 +25,7 @@ GROUPS: dict[str, str] = {
     "availability": "how long the server waits for clients, and for how many",
     "execution": "what runs the clients",
     "storage": "what is kept on disk, and where",
+    "paths": "files and folders of the machine that submits the run",
     "node": "settings that a node may override in its own node config",
     "adapter": "settings that adapters' default options follow from",
 }
@@ -95,13 +96,13 @@ class Settings:
     tune_samples: int = setting(
         0, "methods that take gradients per sample see the first n of each stream (0: all)", low=0, group="evaluation"
     )
-    init: str = setting("", "model file to start from instead of a random network", group="model")
+    init: str = setting("", "model file to start from instead of a random network", group=("model", "paths"))
 
     # Data
     dataset: str = setting("digits", "name of the data set", group=("data", "adapter"))
     dataset_options: str = setting("", "options of the data set, e.g. 'path=images;domain=webcam'", group="data")
     data_dir: str = setting(
-        "", "folder of data sets; empty: the environment variable FEDTTA_DATA", group=("source", "node")
+        "", "folder of data sets; empty: the environment variable FEDTTA_DATA", group=("source", "node", "paths")
     )
     download: bool = setting(False, "allow the data set to be downloaded", group="source")
     fraction: float = setting(1.0, "class-balanced part of the data set to use", above=0, high=1, group="data")
@@ -262,7 +263,7 @@ class Settings:
         0.1, "learning rate of the rates (the paper: 0.1, or 0.5)", above=0, group="rates"
     )
     adapt_batch_size: int = setting(20, "test-time batch of methods defined per batch", low=1, group="evaluation")
-    rates_init: str = setting("", "file of learned rates to start from instead of zeros", group="rates")
+    rates_init: str = setting("", "file of learned rates to start from instead of zeros", group=("rates", "paths"))
 
     # Test-time rounds in which clients help each other
     collaborations: str = setting(
@@ -311,16 +312,16 @@ class Settings:
     state_dir: str = setting(
         "",
         "folder for clients' private state; empty: Flower's context, which ends with the run",
-        group=("storage", "node"),
+        group=("storage", "node", "paths"),
     )
-    results: str = setting("results", "folder of run folders", group="storage")
+    results: str = setting("results", "folder of run folders", group=("storage", "paths"))
     run_name: str = setting("", "name of the run folder; empty: data set, seed and time", group="storage")
     checkpoint_every: int = setting(1, "rounds between two checkpoints (0: no checkpoints)", low=0, group="storage")
     checkpoints_kept: int = setting(2, "number of checkpoints kept", low=1, group="storage")
     resume: str = setting(
         "",
         "run folder, or checkpoint file in it, to resume, with its other settings; clients need state-dir",
-        group="storage",
+        group=("storage", "paths"),
     )
 
     def __post_init__(self) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from settings import Settings, SettingsError, from_config
-from simulation.superlink import PATHS, FlowerError, Scalar, run_config
+from settings import Settings, SettingsError, from_config, keys_in
+from simulation.superlink import FlowerError, Scalar, run_config
 
 DEFAULTS: dict[str, Any] = {"rounds": 3, "local-epochs": 2}  # other than a simulation's; --set overrides them
 SHOWN = 8  # predictions of each agent at the end
@@ -88,7 +88,7 @@ def parse(words: Sequence[str] | None = None) -> Plan:
             raise SettingsError(f"--set {key}: allowed is {instead}")
     config = Settings().flat() | config | {"clients": arguments.nodes}
     # absolute, because Flower chooses the working directory of the apps
-    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in PATHS if config[key]}
+    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in keys_in("paths") if config[key]}
     settings = from_config(config)
     agents = {"adapter": arguments.adapter, "base": arguments.base, "training": arguments.training}
     agents |= {"device": settings.device} | ({"data-dir": settings.data_dir} if settings.data_dir else {})

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from server.report import METRICS_FILE, read_results, render_tables
-from settings import Settings, SettingsError
-from simulation.superlink import PATHS, FlowerError, run_config, superlink
+from settings import Settings, SettingsError, keys_in
+from simulation.superlink import FlowerError, run_config, superlink
 from simulation.superlink import run as run_app
 
 
@@ -79,7 +79,7 @@ def parse(words: Sequence[str] | None = None) -> Submission:
     name = time.strftime("flower-%Y%m%d-%H%M%S")
     config = run_config(arguments.set, {"results": defaults.results, "run-name": name})
     # absolute, because Flower chooses the working directory of the apps
-    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in PATHS if config.get(key)}
+    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in keys_in("paths") if config.get(key)}
     config |= {"clients": arguments.clients, "workers": arguments.cpus}
     return Submission(config, arguments.clients, arguments.cpus, arguments.timeout)
 

@@ -43,7 +43,6 @@ STOPPING = (signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)  # and the seconds for
 POLL = 0.2  # seconds
 DATABASE = "superlink.db"  # of nodes and runs, so that a SuperLink may be killed and restarted
 Scalar = bool | int | float | str
-PATHS = ("results", "data-dir", "init", "state-dir")  # settings that are paths
 SETTLED = 30.0  # seconds for a run whose log has ended to get its final status
 REGISTERED = "Public key already in use"  # Flower's answer to a known key
 

@@ -30,9 +30,10 @@ AGGREGATIONS: dict[str, type[Aggregation]] = {
     "multikrum": FedMultiKrum,
 }
 
+NO_COLLABORATION = "none"
 #: Rules that mix clients' arrays at test time: names in the setting `collaborations`.
 COLLABORATIONS: dict[str, type[Collaborative]] = {
-    "none": Local,
+    NO_COLLABORATION: Local,
     "fedavg": FedAvgAtTestTime,
     "fedprox": FedProxAtTestTime,
     "fedavgm": FedAvgMAtTestTime,

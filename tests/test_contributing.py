@@ -1,146 +1,196 @@
-"""The code of CONTRIBUTING.md, run as it stands: new files beside the packages' own, rows added to the tables."""
+"""The code of CONTRIBUTING.md, applied to a copy of the project as it stands: each addition is at most two files."""
 
 from __future__ import annotations
 
-import importlib
+import json
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
-
-from benchmarks.methods import entries
-from client.evaluation import Row
-from client.task import Task
-from server.methods import METHODS, parse_rows, plan
-from server.trainings import TRAININGS
-from settings import Settings, SettingsError
-from tests.client import tiny
-from tests.server.test_run import SMALL, events, run
-from tta import create
 
 ROOT = Path(__file__).parent.parent
-#: File → the table in it that a row belongs to.
-TABLES = {
-    "tta/registry.py": "PATHS",
-    "client/rules/__init__.py": "RULES",
-    "server/trainings.py": "TRAININGS",
-    "server/methods.py": "METHODS",
+PACKAGES = ("client", "data", "messages", "models", "server", "settings", "simulation", "strategies", "tta")
+ADDITIONS = {
+    "An adapter": ["tta/confident.py", "tta/registry.py"],
+    "A personalized training": ["client/algorithms/fedbabu.py", "server/trainings.py"],
+    "A server aggregation": ["strategies/sqrt_fedavg.py", "strategies/registry.py"],
+    "A statistic": ["tta/statistics.py", "client/statistics.py"],
+    "An evaluation metric": ["client/evaluation.py", "server/report/scores.py"],
+    "A data set": ["data/datasets/stripes.py", "data/datasets/registry.py"],
 }
 
 
-def blocks() -> list[tuple[str, str]]:
-    """(file, code) of every block of Python; its first line names the file."""
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    return re.findall(r"^```python\n# (\S+)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+def blocks() -> list[tuple[str, str, str, str]]:
+    """(section, file, name of what a row belongs to or "", code) of every block of Python."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    found = []
+    for section, text in re.findall(r"^### (.+?)\n(.*?)(?=^##)", page, re.DOTALL | re.MULTILINE):
+        for file, name, code in re.findall(
+            r"^```python\n# ([\w./]+)(?:, in (\w+))?\n(.*?)^```$", text, re.DOTALL | re.MULTILINE
+        ):
+            found.append((section, file, name, code))
+    return found
 
 
-def module_of(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+def insert(text: str, name: str, code: str) -> str:
+    """Return a file with a row in the collection or class `name`, and its imports at the end of the others."""
+    imports = [line for line in code.splitlines() if line.startswith(("from ", "import "))]
+    row = "\n".join(line for line in code.splitlines() if line not in imports)
+    row = "".join(f"    {line}\n" for line in row.splitlines())
+    lines = text.splitlines(keepends=True)
+    start = next(i for i, line in enumerate(lines) if re.match(rf"(class )?{name}\b.*[:={{(]", line))
+    if lines[start].rstrip().endswith("{}"):
+        lines[start] = lines[start].rstrip()[:-1] + f"\n{row}}}\n"
+    elif lines[start].startswith("class "):
+        last = next(i for i in range(start, len(lines)) if re.match(r"    \w+: .* = None$", lines[i]))
+        lines.insert(last, row)
+    else:
+        end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith((")", "}")))
+        lines.insert(end, row)
+    if imports:
+        last = max(i for i, line in enumerate(lines) if line.startswith(("from ", "import ")))
+        lines[last] += "\n".join(imports) + "\n"
+    return "".join(lines)
 
 
-def rows_of(code: str, names: dict[str, Any]) -> dict[str, Any]:
-    """The rows in a block: entries of a dictionary, or of a tuple of things with a name."""
-    if code.startswith('"'):
-        return eval(f"{{{code}}}", names)
-    return {row.name: row for row in eval(f"({code})", names)}
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the product to which all six additions have been made."""
+    top = tmp_path_factory.mktemp("copy")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, top / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for _, file, name, code in blocks():
+        path = top / file
+        assert path.exists() is bool(name), f"{file}: a new file, or a row in an old one"
+        path.write_text(insert(path.read_text(encoding="utf-8"), name, code) if name else code, encoding="utf-8")
+    return top
 
 
-@pytest.fixture
-def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is there after somebody did what the page says."""
-    defined: dict[str, Any] = {}
-    new: list[str] = []
-    for file, code in blocks():
-        if file in TABLES:
-            module = importlib.import_module(module_of(file))
-            for name, row in rows_of(code, {**vars(module), **defined}).items():
-                assert name not in getattr(module, TABLES[file]), f"{name} is there already: {file}"
-                monkeypatch.setitem(getattr(module, TABLES[file]), name, row)
-            continue
-        assert not (ROOT / file).exists(), f"{file} is no new file"
-        path = tmp_path / "new" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(code)
-        package = importlib.import_module(module_of(str(Path(file).parent)))
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(path.parent)])
-        made = importlib.import_module(module_of(file))
-        new.append(made.__name__)
-        defined |= {name: value for name, value in vars(made).items() if isinstance(value, type)}
-    yield
-    for name in new:
-        del sys.modules[name]
+def python(top: Path, code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=top, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
-def test_the_page_has_the_blocks_that_are_run() -> None:
-    assert [file for file, _ in blocks()] == [
-        "tta/confident.py", "tta/registry.py", "server/methods.py",
-        "client/rules/fedbabu.py", "client/rules/__init__.py", "server/trainings.py", "server/methods.py",
-    ]  # fmt: skip
-    assert (ROOT / "CONTRIBUTING.md").read_text().count("```") == 2 * len(blocks())
-    assert all(len(code.splitlines()) <= 40 for _, code in blocks())
-    assert "confident" not in METHODS
+def test_each_addition_touches_two_files() -> None:
+    found: dict[str, list[str]] = {}
+    for section, file, _, _ in blocks():
+        found.setdefault(section, [])
+        if file not in found[section]:
+            found[section].append(file)
+    assert found == ADDITIONS
+    assert (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").count("```") == 2 * len(blocks())
 
 
-@pytest.mark.usefixtures("followed")
-def test_the_new_adapter_is_a_method() -> None:
-    (row,) = parse_rows("confident")
-    (training,) = plan(Settings(methods="fedavg,personal,confident"))
-    assert [one.label for one in training.rows] == ["fedavg", "personal", "confident"]
-    assert "confident" in {one.label for training in plan(Settings(methods="all")) for one in training.rows}
-    with pytest.raises(SettingsError, match="confident need clients that train"):
-        plan(Settings(methods="confident", target_fraction=0.5))
-    assert [entry.needs[0] for entry in entries() if entry.method == "confident"] == ["a personal head"]
-
-    client = tiny.device()
-    arrays, means = tiny.through_statistics(client)
-    rows = [Row(one.label, one.method.adapter, one.options) for one in (row, *parse_rows("fedavg,personal"))]
-    _, results = client.evaluate(3, Task("ce"), arrays, means, rows, ["mixture"])
-    samples = client._stream("mixture")
-    with torch.no_grad():
-        z = client.model.features(samples.x)
-        heads = [head(z).softmax(1).numpy() for head in (client.model.head, client.model.personal_head)]
-    expected = []
-    for p_global, p_personal in zip(*heads, strict=True):  # the readable form: one sample at a time
-        entropies = [-(p * np.log(p)).sum() for p in (p_global, p_personal)]
-        expected.append(p_global if entropies[0] <= entropies[1] else p_personal)
-    right = (np.stack(expected).argmax(1) == samples.y.numpy()).sum()
-    assert {one["method"]: one["correct"] for one in results}["confident"] == right
-    for size in (1, 7, len(samples.y)):
-        adapter = create("confident", client.model)
-        found = torch.cat([adapter.predict(part) for part in samples.x.split(size)])
-        np.testing.assert_allclose(found.numpy(), np.stack(expected), atol=1e-6)
+def test_the_additions_are_in_the_tables(copy: Path) -> None:
+    code = """
+import json
+from data import DATASETS
+from server.methods import METHODS, plan
+from server.report.scores import METRICS
+from settings import Settings
+from strategies import AGGREGATIONS
+from tta import ADAPTERS
+from tta.statistics import ON_REQUEST
+chosen = [row.label for one in plan(Settings(methods="all")) for row in one.rows]
+print(json.dumps([name in table for name, table in (
+    ("confident", ADAPTERS), ("confident", chosen), ("fedbabu", METHODS), ("fedbabu", chosen), ("spread", ON_REQUEST),
+    ("sqrt_fedavg", AGGREGATIONS), ("log_loss", [one.name for one in METRICS]), ("stripes", DATASETS),
+)]))
+"""
+    assert json.loads(python(copy, code)) == [True] * 8
 
 
-@pytest.mark.usefixtures("followed")
-def test_the_new_training_is_a_method() -> None:
-    (training,) = plan(Settings(methods="fedbabu,t3a[training=fedbabu]"))
-    assert (training.name, [row.base for row in training.rows]) == ("fedbabu", ["personalised", "global"])
-    with pytest.raises(SettingsError, match=r"btfl.*training = 'fedbabu'; with a personal head are"):
-        plan(Settings(methods="btfl[training=fedbabu]"))
-
-    phase = TRAININGS["fedbabu"].phases[0]
-    client, task = tiny.device(), Task("fedbabu", phase.rule, phase.objective)
-    first = tiny.global_arrays(tiny.network(seed=4))
-    arrays = first
-    for round in (1, 2):
-        arrays, _ = client.train(round, task, arrays)
-    same = {name for name in first if arrays[name].tobytes() == first[name].tobytes()}
-    assert same == {"head.weight", "head.bias"}
-    before = tiny.snapshot(client.model)
-    client.evaluate(2, task, arrays, None, [Row("fedbabu", "none", base="personalised")], ["original"])
-    assert {"head.weight", "head.bias"} <= tiny.changed(before, client.model)  # tuned before it tests
-
-
-@pytest.mark.usefixtures("followed")
-def test_both_in_a_whole_run(tmp_path: Path) -> None:
-    folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,personal,confident,fedbabu", shifts="original"))
-    found = events(folder)
+def test_all_additions_in_one_run(copy: Path) -> None:
+    """Methods, aggregation, data set and metric through the program; the table has the metric's columns."""
+    chosen = {
+        "dataset": "stripes", "dataset-options": "count=240", "image-size": 16, "clients": 3, "partition": "iid",
+        "rounds": 2, "local-epochs": 1, "shifts": "original", "engine": "vectorised", "aggregation": "sqrt_fedavg",
+        "model-options": "norm=batch", "methods": "fedavg,personal,confident,fedbabu", "results": "out",
+        "run-name": "added",
+    }  # fmt: skip
+    words = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "simulation", *words], cwd=copy, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (copy / "out" / "added" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
     assert found[-1]["status"] == "completed"
     assert not [event for event in found if event["event"] in ("failed", "late", "refused")]
-    cells = {(event["method"], event["partition"]) for event in found if event["event"] == "evaluation"}
-    assert cells == {(m, c) for m in ("fedavg", "personal", "confident", "fedbabu") for c in range(3)}
+    tested = [event for event in found if event["event"] == "evaluation"]
+    assert {event["method"] for event in tested} == {"fedavg", "personal", "confident", "fedbabu"}
+    assert all(event["log_loss"] > 0 for event in tested)
+    header = (copy / "out" / "added" / "table.csv").read_text(encoding="utf-8").splitlines()[0]
+    assert "log_loss" in header
+    assert "Log loss in nats" in (copy / "out" / "added" / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_adapter_is_its_definition_sample_by_sample(copy: Path) -> None:
+    code = """
+import numpy as np, torch
+from models import build
+from tta import create
+model = build("cnn", 5, image_size=16, seed=3)
+with torch.no_grad():
+    model.personal_head.weight *= 2
+x = torch.rand(23, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+with torch.no_grad():
+    z = model.eval().features(x)
+    heads = [head(z).softmax(1).numpy() for head in (model.head, model.personal_head)]
+expected, surer = [], 0
+for p, own in zip(*heads):
+    entropies = [-(one * np.log(one)).sum() for one in (p, own)]
+    expected.append(p if entropies[0] <= entropies[1] else own)
+    surer += entropies[0] <= entropies[1]
+assert 0 < surer < 23, surer
+for size in (1, 7, 23):
+    adapter = create("confident", model)
+    found = torch.cat([adapter.predict(part) for part in x.split(size)]).numpy()
+    np.testing.assert_allclose(found, np.stack(expected), atol=1e-6)
+"""
+    python(copy, code)
+
+
+def test_the_aggregation_the_training_and_the_statistic_do_what_they_say(copy: Path) -> None:
+    code = """
+import numpy as np, torch
+from client.algorithms import find_algorithm
+from client.algorithms.base import LocalContext
+from client.statistics import Samples, requested_statistics
+from client.algorithms.training import TrainingSet, cross_entropy
+from models import build
+from settings import Settings
+from strategies.aggregation import TrainReply
+from strategies.sqrt_fedavg import SqrtFedAvg
+from tta.statistics import Statistics, statistics_shapes
+
+sent = ((1, 0.0, 1), (2, 3.0, 4))
+replies = [TrainReply(n, {"w": np.array([value])}, {"num-examples": count}) for n, value, count in sent]
+assert SqrtFedAvg().aggregate(replies)["w"] == [2.0]  # (1 * 0 + 2 * 3) / 3
+
+model = build("cnn", 3, image_size=16, seed=3)
+pixels = torch.randint(0, 256, (12, 3, 16, 16), dtype=torch.uint8)
+labels = torch.arange(12) % 3
+data = TrainingSet(np.arange(12), pixels, labels, torch.bincount(labels))
+before = {name: value.clone() for name, value in model.state_dict().items()}
+settings = Settings(local_epochs=1, augment=False)
+context = LocalContext(model, data, cross_entropy, settings, torch.Generator().manual_seed(1))
+find_algorithm("fedbabu").train(context)
+changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+assert changed and all(name.startswith("encoder.") for name in changed), changed
+find_algorithm("fedbabu").personalize(context)
+assert not torch.equal(model.head.weight, before["head.weight"])
+
+x = pixels.float() / 255
+found = requested_statistics(Samples(model.eval(), data.counts, x, labels, settings), ["spread"])
+z = model.features(x).detach().double().numpy()
+np.testing.assert_allclose(found["spread"], z.var(0, ddof=1), rtol=1e-6)
+assert statistics_shapes({"spread"}, model)["spread"] == ((model.feature_dim,), "float64")
+assert "spread" not in statistics_shapes(set(), model)
+assert Statistics.combine({}, found).spread is not None
+"""
+    python(copy, code)

@@ -246,11 +246,11 @@ def kept_row(method: str) -> list[str]:
 
 
 def test_the_references_are_complete() -> None:
-    for name, keys in (
+    for name, table in (
         ("settings", Settings().flat()), ("methods", METHODS), ("adapters", ADAPTERS), ("trainings", TRAININGS),
     ):  # fmt: skip
         lines = [line.split(" | ")[0] for line in generated.section(name).splitlines() if line.startswith("| `")]
-        assert sorted(lines) == sorted(f"| `{key}`" for key in keys), name
+        assert sorted(lines) == sorted(f"| `{key}`" for key in table), name
 
 
 def test_every_marker_has_a_generator_and_others_are_refused() -> None:

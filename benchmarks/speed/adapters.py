@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics as averages
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Generator, Tensor, nn
 
 from benchmarks.clients import summarize
 from benchmarks.papers import values
-from benchmarks.speed.measurement import Measured, Ratio
+from benchmarks.speed.measurement import Measured, Ratio, clock_and_processor
 from client.device import Device
 from client.evaluation import Neighbours, make_adapter, memorize
 from client.state import MemoryState, NetworkStore, private_folder
@@ -30,6 +30,7 @@ from models import MODELS, build
 from settings import Settings, SettingsError, assignments
 from tta import Adapter, Statistics
 from tta.atp import zero_rates
+from tta.bbn import BBN
 from tta.registry import ADAPTERS
 
 CLASSES, SIDE = 10, 32
@@ -238,3 +239,68 @@ def seconds(quick: bool) -> Measured:
             ratios.append(Ratio(what, ours[name] / ours["btfl"], unit, ours[name], ours["btfl"], than))
         details[network] = {name: asdict(cost) for name, cost in costs.items()}
     return Measured(ratios, {"samples": samples, "repeats": repeats, "costs": details})
+
+
+BBN_TARGET = 3.5  # BBN over the plain pass
+PLAIN = "a forward and backward pass"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of BBN on a batch, on the clock and of the processor; each ratio is the median over the turns.
+
+    `ratio` is the time over that of the plain pass in the same turn, `target` what it may be at most.
+    """
+
+    name: str
+    seconds: float
+    processor_seconds: float
+    ratio: float
+    processor_ratio: float
+    target: float | None
+
+
+def bbn(quick: bool) -> Measured:
+    """Compare BBN, with and without random views, with a plain forward and backward pass of the batch.
+
+    The plain pass is the network's own, in evaluation mode, with the gradient of a cross-entropy for all parameters.
+    The three take turns in one process, so that a change in load affects them all.
+    """
+    model, batch, repeats = ("shallow-cnn", 4, 1) if quick else ("resnet20-bn", 200, 7)  # the paper's batch
+    plain, *others = timings = bbn_timings(model, batch, repeats)
+    ratios = [
+        Ratio(f"{one.name}, batch {batch}", one.ratio, "s a batch", one.seconds, plain.seconds, PLAIN, one.target)
+        for one in others
+    ]
+    details = {"model": model, "batch": batch, "classes": CLASSES, "image_size": SIDE, "repeats": repeats}
+    return Measured(ratios, {**details, "timings": [asdict(one) for one in timings]})
+
+
+def bbn_timings(name: str, batch: int, repeats: int) -> list[Timing]:
+    """Time the plain pass, BBN and BBN without views on `batch` random images, in turns."""
+    model = build(name, CLASSES, image_size=SIDE, seed=0)
+    x = torch.rand(batch, 3, SIDE, SIDE, generator=Generator().manual_seed(0))
+    labels = torch.arange(batch) % CLASSES
+    adapters = {"BBN": BBN(model), "BBN without views": BBN(model, augment=_same)}
+    tasks: dict[str, Callable[[], object]] = {PLAIN: lambda: plain_pass(model, x, labels)}
+    tasks |= {name: lambda adapter=adapter: adapter.predict(x) for name, adapter in adapters.items()}  # type: ignore[misc]
+    _, *turns = [[clock_and_processor(task) for task in tasks.values()] for _ in range(repeats + 1)]  # _ warms up
+    timings = []
+    for i, task in enumerate(tasks):
+        clock, processor = ([turn[i][which] for turn in turns] for which in (0, 1))
+        over_clock, over_processor = ([turn[i][which] / turn[0][which] for turn in turns] for which in (0, 1))
+        seconds, processor_seconds = averages.median(clock), averages.median(processor)
+        ratio, processor_ratio = averages.median(over_clock), averages.median(over_processor)
+        target = BBN_TARGET if task == "BBN" else None
+        timings.append(Timing(task, seconds, processor_seconds, ratio, processor_ratio, target))
+    return timings
+
+
+def plain_pass(model: nn.Module, x: Tensor, labels: Tensor) -> list[Tensor | None]:
+    """Return the gradients of the cross-entropy for all parameters, None for those that the output does not use."""
+    loss = nn.functional.cross_entropy(model(x), labels)
+    return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+
+
+def _same(x: Tensor, generator: Generator) -> Tensor:
+    return x

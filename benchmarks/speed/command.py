@@ -20,9 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.provenance import RESULTS, provenance, write_json
-from benchmarks.speed.adapters import adapters, methods, seconds
+from benchmarks.speed.adapters import adapters, bbn, methods, seconds
 from benchmarks.speed.agent import agent
-from benchmarks.speed.bbn import bbn
 from benchmarks.speed.deployment import deployment
 from benchmarks.speed.federation import engines, memory, rounds, shipping
 from benchmarks.speed.loops import loops

@@ -25,10 +25,8 @@ from client.resources import federation_of, network_spec
 from models import build
 from server.events import Event, RunError
 from server.report import METRICS_FILE
-from settings import Settings, from_config
-from simulation import deployment as agents
+from settings import Scalar, Settings, from_config, keys_in
 from simulation import deployment as nodes
-from simulation import superlink as control
 from simulation.superlink import FlowerError
 
 #: One training of the embedded digits, and as little after it as a run allows.
@@ -102,24 +100,24 @@ def deployed(settings: Settings, folder: Path, timeout: float) -> tuple[list[flo
     home.mkdir(mode=0o700)
     config: dict[str, Any] = settings.flat() | {"results": str(folder / "results"), "run-name": RUN}
     # the working directory of the apps is Flower's affair
-    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in control.PATHS if config[key]}
+    config |= {key: str(Path(config[key]).expanduser().resolve()) for key in keys_in("paths") if config[key]}
     settings = from_config(config)
     keys = {"device": settings.device} | ({"data-dir": settings.data_dir} if settings.data_dir else {})
     with contextlib.ExitStack() as stack:
-        sockets = stack.enter_context(agents.sockets_folder())
-        devices = [agents.agent_config(folder, sockets, i, number, keys) for i in range(number)]
-        configs: list[dict[str, control.Scalar]] = [
+        sockets = stack.enter_context(nodes.sockets_folder())
+        devices = [nodes.agent_config(folder, sockets, i, number, keys) for i in range(number)]
+        configs: list[dict[str, Scalar]] = [
             {"partition-id": i, "num-partitions": number, "agent": f"unix:{sockets}/r{i}"} for i in range(number)
         ]
         try:
             stack.enter_context(nodes.deployment(home, configs))
-            agents.wait_for_agents(
-                {f"unix:{sockets}/a{i}": agents.start_agent(home / f"agent-{i}", devices[i]) for i in range(number)}
+            nodes.wait_for_agents(
+                {f"unix:{sockets}/a{i}": nodes.start_agent(home / f"agent-{i}", devices[i]) for i in range(number)}
             )
             floor = run_empty_app(home, write_empty_app(folder, settings, timeout), timeout)
             nodes.run(home, settings.flat(), timeout)
         except FlowerError as error:
-            raise FlowerError(f"{error}\n{nodes.logs(home, f'*/{agents.AGENT_LOG}')}".rstrip()) from error
+            raise FlowerError(f"{error}\n{nodes.logs(home, f'*/{nodes.AGENT_LOG}')}".rstrip()) from error
     return floor, read_events(folder / "results" / RUN / METRICS_FILE)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.clients import client_of
 from benchmarks.speed.measurement import Measured, Ratio
+from client.algorithms.training import validate
 from client.resources import resolve_device
-from client.training import validate
 from server.events import RunError
 from settings import Settings
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.sgd import sgd
 
 from benchmarks.speed.measurement import Measured, Ratio
-from client.training import autocast
+from client.algorithms.training import autocast
 from models import build
 
 NETWORKS = ("cnn", "resnet20-gn", "resnet20-bn")

@@ -24,8 +24,7 @@ from data import Federation
 from messages.requests import AdapterRow
 from models import TwoHead, build
 from settings import Settings
-from simulation import deployment as agents
-from simulation.deployment import logs
+from simulation import deployment as nodes
 from simulation.superlink import FlowerError
 from tta import Statistics
 from tta.statistics import discretise
@@ -112,15 +111,15 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
         It does not start or stop as it should; the message has the end of its log.
     """
     folder.mkdir()
-    config = agents.agent_config(folder, folder, PARTITION, SETTINGS.clients, {"device": SETTINGS.device, **keys})
+    config = nodes.agent_config(folder, folder, PARTITION, SETTINGS.clients, {"device": SETTINGS.device, **keys})
     store = Store(folder / f"agent-{PARTITION}", 1, print)
     store.save_model(served)
     store.close()
     address = f"unix:{folder}/a{PARTITION}"
-    process = agents.start_agent(folder / "home", config)
+    process = nodes.start_agent(folder / "home", config)
     try:
         try:
-            agents.wait_for_agents({address: process})
+            nodes.wait_for_agents({address: process})
             yield address, process.pid
             process.terminate()
             status = process.wait(STOPPING)
@@ -130,4 +129,4 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
         if status:
             raise FlowerError(f"the agent ended with status {status}")
     except (FlowerError, subprocess.TimeoutExpired) as error:
-        raise FlowerError(f"{error}\n{logs(folder, f'*/{agents.AGENT_LOG}')}") from error
+        raise FlowerError(f"{error}\n{nodes.logs(folder, f'*/{nodes.AGENT_LOG}')}") from error

@@ -12,12 +12,13 @@ from rich.console import Console
 from benchmarks.provenance import RESULTS, differing, provenance, provenance_of_run
 from benchmarks.tables.pretrained import check_pretrained, label_path, read_label, write_label
 from benchmarks.tables.protocol import Cell, Network, Protocol
-from benchmarks.tables.results import FREE, UNRECORDED, cell_path, read_cell
+from benchmarks.tables.results import UNRECORDED, cell_path, read_cell
 from benchmarks.tables.runs import RUN, trained
 from benchmarks.tables.training import source_parts, train_centrally, train_source
 from client.resources import federation_of
 from data import Federation
 from models import save_model, write_atomically
+from server.fork import LATER
 from server.methods import plan
 from server.rates import save_rates
 from server.report import METRICS_FILE, read_results
@@ -149,7 +150,7 @@ def _network_settings(network: Network, seed: int) -> Settings:
 def _other_training(path: Path, network: Network, settings: Settings) -> list[str]:
     """Return in what the training of a kept network differs from what the protocol says."""
     label = read_label(path)
-    other = differing(label["settings"], settings, {*settings.select("evaluation", "rates", *FREE), *UNRECORDED})
+    other = differing(label["settings"], settings, {*LATER, *UNRECORDED})
     if network.train != "federated" and label.get("recipe", {}).get("epochs") != network.epochs:
         other.append("epochs")
     return other

@@ -12,11 +12,11 @@ from typing import Any
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from benchmarks.methods import entries, kept_costs, methods_page
 from benchmarks.provenance import RESULTS
 from benchmarks.speed.command import FILE, read_speed, speed_page
 from benchmarks.tables import plots
 from benchmarks.tables.comparison import Comparison, beyond, compare, place_text, recovered, spread
+from benchmarks.tables.methods import entries, kept_costs, methods_page
 from benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
 from benchmarks.tables.results import Content, read_results_of
 from benchmarks.tables.tuning import choices

@@ -22,12 +22,12 @@ from server.events import RunError
 from server.methods import Training, parse_rows, plan
 from server.report import Evaluation, Results
 from server.report.events import Adapted, AdaptRound
-from settings import Settings, SettingsError
+from server.resume import FREE
+from settings import Settings, SettingsError, keys_in
+from strategies.registry import NO_COLLABORATION
 
-#: Groups of settings in which the runs of one file may differ: where and how fast a run is computed.
-FREE = ("source", "availability", "execution", "storage")
-#: Keys that name files of one machine, and the rows.
-UNRECORDED = ("methods", "init", "rates-init", "collaborations")
+#: Settings in which the runs of one file may differ: where a run is computed, files of one machine, and the rows.
+UNRECORDED = {*FREE, *keys_in("paths"), "methods", "collaborations"}
 CONSTANT = "most frequent class of each client"  # a row that knows a stream's labels and nothing of its images
 
 Content = dict[str, Any]
@@ -61,7 +61,7 @@ def check_kept(path: Path, settings: Settings, start: Mapping[str, Any] | None =
     if not path.exists():
         return
     content = read_cell(path)
-    if other := differing(content["settings"], settings, {*settings.select(*FREE), *UNRECORDED}):
+    if other := differing(content["settings"], settings, UNRECORDED):
         raise SettingsError(f"{path} was made with other settings ({', '.join(other)}); choose another --out")
     known = content.get("start", {}).get("sha256")
     if start and known and start.get("sha256") not in (known, None):
@@ -86,7 +86,7 @@ def wanted_rows(settings: Settings) -> list[str]:
 
 def row_label(method: str, collaboration: str) -> str:
     """Return the label of a method under a collaboration; without one, that of the method."""
-    return method if collaboration == "none" else f"{method}{WITH}{collaboration}"
+    return method if collaboration == NO_COLLABORATION else f"{method}{WITH}{collaboration}"
 
 
 def missing(path: Path, settings: Settings) -> list[tuple[Training, Settings]]:
@@ -102,7 +102,7 @@ def missing(path: Path, settings: Settings) -> list[tuple[Training, Settings]]:
     by_collaboration: dict[str, list[str]] = {}
     for label in labels:
         method, _, collaboration = label.partition(WITH)
-        by_collaboration.setdefault(collaboration or "none", []).append(method)
+        by_collaboration.setdefault(collaboration or NO_COLLABORATION, []).append(method)
     found = []
     for collaboration, methods in by_collaboration.items():
         own = settings.replace(methods=",".join(methods))
@@ -115,8 +115,7 @@ def missing(path: Path, settings: Settings) -> list[tuple[Training, Settings]]:
 
 def empty(protocol: str, cell: Cell, settings: Settings) -> Content:
     """Return the content of a cell's file before its first run."""
-    free = {*settings.select(*FREE), *UNRECORDED}
-    recorded = {key: value for key, value in settings.flat().items() if key not in free}
+    recorded = {key: value for key, value in settings.flat().items() if key not in UNRECORDED}
     place = {"protocol": protocol, "cell": cell.name, "seed": settings.seed, "settings": recorded}
     return {**place, "rows": {}, "trainings": {}, "runs": [], "notes": []}
 

@@ -8,18 +8,18 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from benchmarks.tables.results import FREE as FREE_GROUPS
 from models import write_atomically
 from server.checkpoints import checkpoint_files, read_checkpoint
 from server.events import RunError
-from server.fork import fork
+from server.fork import LATER, fork
 from server.methods import Training, plan
 from server.report import METRICS_FILE, Results, read_results
+from server.resume import FREE
 from settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent.parent
 #: Packages whose code determines the outcome of a training.
-PACKAGES = ("client", "data", "models", "server", "settings", "strategies", "tta")
+PACKAGES = ("client", "data", "messages", "models", "server", "settings", "strategies", "tta")
 NOT_TRAINING = ("agent", "report")  # folders in them that do not take part
 RUN, STATE, MARK = "run", "state", "made-by"  # the last holds the training's key in the folder of a test
 
@@ -94,8 +94,8 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
     from simulation import simulate
 
     folder = trainings / key(settings, training)
-    row = "fedavg" if training.name == "cross_entropy" else f"fedavg[training={training.name}]"
-    # the cheapest test; three checkpoints: after the last round, the statistics, the test
+    row = f"fedavg[training={training.name}]"  # the cheapest test
+    # three checkpoints: after the last round, the statistics, the test
     kept = 3 if back_to is None else settings.rounds + 3
     own = settings.replace(
         methods=row, shifts="original", state_dir=str(folder / STATE), checkpoint_every=1, checkpoints_kept=kept
@@ -113,8 +113,7 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
 
 def key(settings: Settings, training: Training) -> str:
     """Return a name for a training that changes with all it depends on: settings, initial network, code."""
-    free = settings.select("evaluation", "rates", *FREE_GROUPS)
-    known = {name: value for name, value in settings.flat().items() if name not in free}
+    known = {name: value for name, value in settings.flat().items() if name not in (*LATER, *FREE)}
     if settings.init:
         known["init"] = hashlib.sha256(Path(settings.init).read_bytes()).hexdigest()
     text = json.dumps([training.name, known, code()], sort_keys=True)
@@ -148,5 +147,4 @@ def _completed(folder: Path) -> Results | None:
 def _same(results: Results, settings: Settings) -> bool:
     """Tell whether a run had these settings, except those that do not affect results."""
     found = results.run.settings if results.run else {}
-    free = settings.select(*FREE_GROUPS)
-    return all(found.get(name) == value for name, value in settings.flat().items() if name not in free)
+    return all(found.get(name) == value for name, value in settings.flat().items() if name not in FREE)

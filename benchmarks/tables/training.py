@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.nn import functional
 
+from client.algorithms.training import TrainingSet, autocast, epoch, generator, has_batchnorm
 from client.resources import network_spec, resolve_device
-from client.training import TrainingSet, autocast, epoch, generator, has_batchnorm
 from data import DATASETS, Federation, Images, crop_flip, load
 from models import TwoHead, build
 from settings import Settings, SettingsError, assignments

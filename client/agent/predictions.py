@@ -7,13 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from client.agent.core import Agent
 
 
 class NoModel(RuntimeError):
@@ -65,6 +62,20 @@ class _Request:
     future: Future[Prediction] = field(default_factory=Future)
 
 
+class Predicts(Protocol):
+    """What predicts the requests of a queue: the agent (`client.agent.core.Agent`)."""
+
+    @property
+    def per(self) -> Literal["sample", "batch"]:
+        """Return "sample" if requests may be joined into one batch, otherwise "batch"."""
+
+    def check(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
+        """Return images as the network takes them."""
+
+    def predict(self, pixels: NDArray[Any]) -> Prediction:
+        """Adapt to images in order of arrival and predict them."""
+
+
 class PredictQueue:
     """A queue of requests and the thread that predicts them.
 
@@ -73,14 +84,14 @@ class PredictQueue:
 
     Parameters
     ----------
-    agent : Agent
+    agent : Predicts
     limit : int
         Waiting requests, at most; at least 1.
     batch_limit : int
         Samples of a joined batch, at most; a larger request is a batch by itself.
     """
 
-    def __init__(self, agent: Agent, limit: int, batch_limit: int) -> None:
+    def __init__(self, agent: Predicts, limit: int, batch_limit: int) -> None:
         self._agent, self._limit, self._batch_limit = agent, limit, batch_limit
         self._requests: deque[_Request] = deque()
         self._changed = threading.Condition()

@@ -33,7 +33,7 @@ from client.algorithms.base import (
     minimise,
     train_epochs,
 )
-from client.training import optimizer, smallest_batch
+from client.algorithms.training import optimizer, smallest_batch
 from models import TwoHead
 
 PREFIX, ALPHA = "apfl.", "apfl.alpha"

@@ -25,7 +25,7 @@ from client.algorithms.base import (
     minimise,
     train_epochs,
 )
-from client.training import optimizer, proximal_term, smallest_batch, train_network
+from client.algorithms.training import optimizer, proximal_term, smallest_batch, train_network
 from models import TwoHead
 
 PREFIX = "ditto."

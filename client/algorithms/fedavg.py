@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
-from client.training import optimizer, smallest_batch, train_network
+from client.algorithms.training import optimizer, smallest_batch, train_network
 
 
 class FedAvg(LocalAlgorithm):
@@ -35,7 +35,7 @@ class FedAvg(LocalAlgorithm):
         self.finetune = finetune
 
     def train(self, local: LocalContext) -> float:
-        """See `LocalAlgorithm.train`; this is `client.training.train_network`."""
+        """See `LocalAlgorithm.train`; this is `client.algorithms.training.train_network`."""
         return train_network(local.model, local.data, local.objective, local.settings, local.draw, local.proximal_mu)
 
     def personalize(self, local: LocalContext) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
-from client.training import contrastive_views, optimizer, smallest_batch
+from client.algorithms.training import contrastive_views, optimizer, smallest_batch
 from tta.contrastive import self_contrastive, supervised_contrastive
 
 

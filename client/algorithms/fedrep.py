@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
-from client.training import optimizer, smallest_batch
+from client.algorithms.training import optimizer, smallest_batch
 
 
 class FedRep(LocalAlgorithm):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
-from client.training import optimizer, smallest_batch
+from client.algorithms.training import optimizer, smallest_batch
 
 
 class FedRoD(LocalAlgorithm):

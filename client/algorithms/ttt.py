@@ -13,7 +13,7 @@ from torch import Tensor
 
 from client.algorithms.base import LocalContext
 from client.algorithms.fedavg import FedAvg
-from client.training import train_network
+from client.algorithms.training import train_network
 from models import TwoHead
 from tta.ttt import rotation_loss
 

@@ -17,7 +17,7 @@ from client.agent.live import Live, images
 from messages import agent_pb2 as pb
 from messages.requests import AdapterRow
 from server.events import RunError
-from simulation.agents import sockets_folder
+from simulation.deployment import sockets_folder
 from simulation.superlink import FlowerError
 from tests.client.agent.fake import channel, predictor, running
 

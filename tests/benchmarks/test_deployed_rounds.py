@@ -20,8 +20,8 @@ from flwr.app import Context, Message, RecordDict
 
 from benchmarks.speed import deployment, empty_app
 from benchmarks.speed.deployment import RoundTime, Summary
+from messages import flower as transport
 from models import build
-from server import nodes as server_nodes
 from server.events import RunError
 from settings import Settings
 from simulation.superlink import FlowerError, program
@@ -106,7 +106,7 @@ def test_nodes_that_fail_stay_silent_or_are_missing_end_the_empty_app() -> None:
 
 def test_the_empty_app_looks_for_replies_as_ours_does() -> None:
     for name in ("POLL", "IDLE", "REST"):
-        assert getattr(empty_app, name) == getattr(server_nodes, name), name
+        assert getattr(empty_app, name) == getattr(transport, name), name
 
 
 def test_the_empty_app_has_the_networks_arrays(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def flower(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(deployment.nodes, "deployment", deployed)
     monkeypatch.setattr(deployment.nodes, "run", run)
-    monkeypatch.setattr(deployment.agents, "start_agent", lambda home, config: asked.append(config.name))
-    monkeypatch.setattr(deployment.agents, "wait_for", lambda started: asked.append(len(started)))
+    monkeypatch.setattr(deployment.nodes, "start_agent", lambda home, config: asked.append(config.name))
+    monkeypatch.setattr(deployment.nodes, "wait_for_agents", lambda started: asked.append(len(started)))
     return asked
 
 

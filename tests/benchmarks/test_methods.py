@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import methods
 from benchmarks.__main__ import main
+from benchmarks.tables import methods
 from server.methods import METHODS
 from server.trainings import TRAININGS
 from tta.base import NEEDS

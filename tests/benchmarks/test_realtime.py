@@ -17,10 +17,10 @@ from benchmarks.tables.pages import realtime_costs
 from benchmarks.tables.protocol import Network, Realtime
 from benchmarks.tables.realtime import Client, Score, Scores
 from data import Stream
-from messages.requests import AdapterRow
+from messages.requests import AdapterRow, Evaluate, TrainingTask
 from models import load_model
 from server.events import Leak
-from settings import Settings, SettingsError
+from settings import Settings, SettingsError, to_json
 from tta import Adapter
 
 QUIET = Console(quiet=True, width=200)
@@ -119,8 +119,8 @@ def init(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_on_a_slow_stream_it_is_the_evaluation_of_a_run(monkeypatch: pytest.MonkeyPatch, init: str) -> None:
     settings, model = SETTINGS.replace(init=init), load_model(init)[0]
     rows, devices, means = realtime.shared_rows(settings), [], []
-    made, joined = realtime.make_device, realtime._mean_statistics
-    monkeypatch.setattr(realtime, "make_device", lambda *words: devices.append(made(*words)) or devices[-1])
+    made, joined = realtime.client_of, realtime._mean_statistics
+    monkeypatch.setattr(realtime, "client_of", lambda *words: devices.append(made(*words)) or devices[-1])
     monkeypatch.setattr(realtime, "_mean_statistics", lambda *words: means.append(joined(*words)) or means[-1])
     clients, _ = realtime.prepare(settings, load_federation(settings), model, rows, QUIET)
     slow = {row.label: Cost.of_samples((1,), (1e-9,)) for row in rows}
@@ -129,12 +129,16 @@ def test_on_a_slow_stream_it_is_the_evaluation_of_a_run(monkeypatch: pytest.Monk
     arrays = {name: value.numpy() for name, value in model.global_state().items()}
     for number, device in enumerate(devices):
         asked = [AdapterRow(row.label, row.method.adapter, row.options, row.base) for row in rows]
-        leak, found = device.evaluate(1, realtime.TASK, arrays, means[0], asked, ("corrupted", "mixture"))
-        assert leak["leaked"] == 0
-        for one in found:
-            mine = scores[one["method"], 1.0][one["shift"]][number]
-            assert (mine.correct, mine.answered, mine.total) == (one["correct"], one["total"], one["total"])
-            assert one["total"] > 8
+        request = Evaluate(
+            settings=to_json(settings), run="test", round=realtime.ROUND, task=TrainingTask(realtime.TRAINING),
+            arrays=arrays, rows=asked, shifts=["corrupted", "mixture"], statistics=means[0],
+        )  # fmt: skip
+        evaluated = device.evaluate(request)
+        assert evaluated.leaked == 0
+        for one in evaluated.results:
+            mine = scores[one.label, 1.0][one.shift][number]
+            assert (mine.correct, mine.answered, mine.total) == (one.correct, one.total, one.total)
+            assert one.total > 8
 
 
 def test_a_cell_with_given_costs(monkeypatch: pytest.MonkeyPatch, init: str) -> None:

@@ -31,7 +31,8 @@ from benchmarks.tables.results import (
 )
 from models import load_model
 from server.events import RunError
-from server.report import Adapted, AdaptRound, Evaluation
+from server.report import WEIGHT_BINS, Evaluation
+from server.report.events import Adapted, AdaptRound
 from settings import Settings, SettingsError
 from tests.benchmarks.fabricated import results
 
@@ -132,10 +133,13 @@ def test_clients_that_count_for_a_column() -> None:
 
 
 def test_mixing_weights_e_are_summed_over_clients() -> None:
-    more = [{"weight_mean": mean, "weight_histogram": counts} for mean, counts in ((0.5, [1, 2]), (0.2, [0, 1]))]
+    rest = [0] * (WEIGHT_BINS - 2)
+    more = [
+        {"weight_mean": mean, "weight_histogram": [*counts, *rest]} for mean, counts in ((0.5, [1, 2]), (0.2, [0, 1]))
+    ]
     entries = [evaluation(0, 1, 3, **more[0]), evaluation(1, 1, 1, **more[1])]
     shift = row_content(entries, "fedavg", "t")["shifts"]["original"]
-    assert (shift["weight_mean"], shift["weight_histogram"]) == (0.425, "1 3")
+    assert (shift["weight_mean"], shift["weight_histogram"]) == (0.425, "1 3" + " 0" * len(rest))
 
 
 def adapted(partition: int, correct: list[int], total: list[int], collaboration: str = "none") -> Adapted:

@@ -15,6 +15,7 @@ from server.methods import plan
 from server.report import Results
 from settings import Settings, SettingsError
 from tests.server.test_resume import SMALL, Killed, Killer, devices, events, quicken
+from tests.test_structure import ALLOWED
 
 SETTINGS = SMALL.replace(methods="fedavg,btfl", shifts="original,corrupted")
 
@@ -88,11 +89,15 @@ def test_the_key_changes_with_all_a_training_depends_on(tmp_path: Path, monkeypa
     assert key(SETTINGS, training) != base
 
 
+def test_all_code_of_clients_and_server_counts() -> None:
+    assert set(runs.PACKAGES) == {"client", "server"} | ALLOWED["client"] | ALLOWED["server"]
+
+
 def test_a_training_that_was_cut_short_goes_on(
     started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = accuracies(evaluated(SETTINGS, tmp_path / "whole", tmp_path / "one"))
-    killer = Killer("asked", only=lambda point: point[0] == "train" and point[4:] == ("2", 1))
+    killer = Killer("asked", only=lambda point: point[0] == "train" and point[2:] == ("2", 1))
     resumed: list[str] = []
 
     def simulate(settings: Settings, folder: Path) -> None:

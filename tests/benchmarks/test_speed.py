@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.speed import adapters, bbn, command, federation, mixing, options, pieces
+from benchmarks.speed import adapters, command, federation, mixing, options, pieces
 from benchmarks.speed.measurement import Measured, Part, Ratio
 from data import CORRUPTIONS
 from models import build
@@ -152,12 +152,12 @@ def test_images_through_the_network_per_predicted_image(name: str, forward: int,
 
 
 def test_bbn_beside_a_plain_pass() -> None:
-    measured = bbn.bbn(quick=True)
+    measured = adapters.bbn(quick=True)
     assert [one.target for one in measured.ratios] == [3.5, None]
     assert all(one.ratio > 0 for one in measured.ratios)
     assert measured.details["timings"][0]["ratio"] == 1
     model = build("shallow-cnn", 10, seed=0).eval()
-    gradients = bbn.plain_pass(model, torch.rand(4, 3, 32, 32), torch.arange(4))
+    gradients = adapters.plain_pass(model, torch.rand(4, 3, 32, 32), torch.arange(4))
     missing = [name for (name, _), g in zip(model.named_parameters(), gradients, strict=True) if g is None]
     assert missing == ["personal_head.weight"]
 

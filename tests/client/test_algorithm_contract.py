@@ -12,7 +12,7 @@ from client.algorithms import ALGORITHMS, find_algorithm
 from client.algorithms.apfl import APFL
 from client.algorithms.base import LocalContext
 from client.algorithms.fedrep import FedRep
-from client.training import balanced_softmax
+from client.algorithms.training import balanced_softmax
 from models import TwoHead
 from tests.client.tiny import changed, image_set, network, settings, snapshot
 
@@ -48,9 +48,7 @@ def test_rules_by_name() -> None:
     }  # fmt: skip
     assert find_algorithm("apfl") is ALGORITHMS["apfl"]
     assert {name for name in EVERY if ALGORITHMS[name].uses_personal_head} == {"fedavg", "personalized", "ttt"}
-    with pytest.raises(
-        ValueError, match="unknown local algorithm 'scaffold'; there are: apfl, ditto, fedavg"
-    ):
+    with pytest.raises(ValueError, match="unknown local algorithm 'scaffold'; there are: apfl, ditto, fedavg"):
         find_algorithm("scaffold")
     for bad in (lambda: FedRep(0), lambda: APFL(-0.1), lambda: APFL(float("nan"))):
         with pytest.raises(ValueError, match="allowed is"):

@@ -17,7 +17,7 @@ from client.algorithms.ditto import Ditto
 from client.algorithms.fedavg import FedAvg
 from client.algorithms.fedrep import FedRep
 from client.algorithms.fedrod import FedRoD
-from client.training import TrainingSet, balanced_softmax, train_network
+from client.algorithms.training import TrainingSet, balanced_softmax, train_network
 from models import TwoHead
 from settings import Settings
 from tests.client.tiny import changed, image_set, network, settings, snapshot

@@ -14,8 +14,8 @@ from client.algorithms import fedicon as rounds
 from client.algorithms import find_algorithm
 from client.algorithms.base import LocalContext
 from client.algorithms.fedicon import Classifier
+from client.algorithms.training import contrastive_views
 from client.algorithms.ttt import TTT
-from client.training import contrastive_views
 from data import DATASETS
 from models import TwoHead
 from settings import Settings

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from client import cohort
+from client.algorithms.training import epoch
 from client.cohort import cohort_epoch, padded
 from client.state import MemoryState
-from client.training import epoch
 from data import Federation
 from messages.arrays import Arrays
 from models import TwoHead, build

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from client.algorithms.training import autocast
 from client.resources import resolve_device
-from client.training import autocast
 from settings import SettingsError
 
 

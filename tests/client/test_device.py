@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from client.algorithms.training import generator
 from client.statistics import summarise
-from client.training import generator
 from data import CORRUPTIONS
 from tests.client.tiny import (
     CLASSES,

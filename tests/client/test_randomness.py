@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from client.training import cross_entropy, generator, layers_draw_by, train_network
+from client.algorithms.training import cross_entropy, generator, layers_draw_by, train_network
 from models import build
 from tests.client.tiny import CLASSES, image_set, settings
 

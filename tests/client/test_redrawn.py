@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from client import device as device_module
+from client.algorithms.training import TrainingSet, labelled
 from client.evaluation import memorize
 from client.serving import usual_predictions
-from client.statistics import pooled_statistics
-from client.training import TrainingSet, labelled
+from client.statistics import Samples, requested_statistics
 from data import Federation, stream
 from messages.arrays import Arrays
 from messages.requests import AdapterRow as Row
@@ -115,7 +115,8 @@ def test_validation_and_statistics_are_those_of_the_round() -> None:
     np.testing.assert_allclose(local["descriptor"], z.mean(0).numpy(), rtol=1e-5)
     np.testing.assert_allclose(local["label_prior"], np.bincount(images_.labels[now.train], minlength=3) / len(z))
     held_out = labelled(current, now.validation, client.device)
-    pooled = pooled_statistics(client.model, torch.ones(3), *held_out, ["confusion"], client.settings)
+    samples = Samples(client.model, torch.ones(3), *held_out, client.settings)
+    pooled = requested_statistics(samples, ["confusion"])
     np.testing.assert_array_equal(local["confusion"], pooled["confusion"])
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from client.adaptation import refine_rates
+from client.algorithms.training import generator
 from client.state import MemoryState
-from client.training import generator
 from models import TwoHead, build
 from tests.client import tiny
 from tta.atp import Adapt, refine_with_loss, zero_rates

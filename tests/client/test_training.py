@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from client import training
-from client.training import (
+from client.algorithms import training
+from client.algorithms.training import (
     balanced_softmax,
     cross_entropy,
     epoch,

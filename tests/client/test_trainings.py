@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from client.algorithms import ALGORITHMS, LocalContext
-from client.training import TrainingSet, cross_entropy, generator
+from client.algorithms.training import TrainingSet, cross_entropy, generator
 from messages.arrays import Arrays
 from messages.requests import AdapterRow as Row
 from models import TwoHead

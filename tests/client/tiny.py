@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from client.algorithms.training import TrainingSet
 from client.device import Device
 from client.node import Node, make_device
 from client.serving import Served
 from client.state import MemoryState, NetworkStore, PrivateState, private_folder
-from client.training import TrainingSet
 from data import Federation, Images, Role
 from data.split import Split
 from messages.arrays import Arrays

@@ -70,7 +70,7 @@ EXAMPLES: list[Typed] = [
     Summarized(statistics=ONE, personal_validation_correct=1, **COUNTS),
     RefinedRates(rates=ONE, num_examples=3, loss=0.5, correct=2, seconds=0.5, context_bytes=7),
     Adapted(
-        shared=ONE, normalization=ONE, start={}, num_examples=2, corruption=1, correct=[1, 0], total=[1, 1], seconds=1.0,
+        shared=ONE, normalization=ONE, start={}, num_examples=2, corruption=1, correct=[1], total=[2], seconds=1.0,
     ),
     Evaluated(num_examples=2, checked=2, leaked=0, results=[RESULT]),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from client.algorithms import ALGORITHMS
-from client.training import OBJECTIVES
+from client.algorithms.training import OBJECTIVES
 from server import methods as table_of_methods
 from server.methods import METHODS, check_roles, choose, left_out_notes, parse_rows, plan
 from server.trainings import TRAININGS

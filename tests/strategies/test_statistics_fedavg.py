@@ -50,11 +50,12 @@ def test_weightings_that_do_not_fit() -> None:
 def test_robust_statistics_keep_distributions() -> None:
     priors = [[0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [0.0, 0.0, 1.0]]
     replies = [statistics_reply(dle=[d], label_prior=p) for d, p in zip((0.1, 0.2, 1.0), priors, strict=True)]
-    means = StatisticsFedAvg(aggregator=Median()).aggregate_statistics(1, replies)
+    scaled = StatisticsFedAvg(aggregator=Median(), distributions=("label_prior",))
+    means = scaled.aggregate_statistics(1, replies)
     assert means["dle"].numpy() == 0.2
     np.testing.assert_allclose(means["label_prior"].numpy(), np.array([0.4, 0.3, 0.2]) / 0.9)
-    plain = StatisticsFedAvg(aggregator=Median(), distributions=()).aggregate_statistics(1, replies)
+    plain = StatisticsFedAvg(aggregator=Median()).aggregate_statistics(1, replies)
     np.testing.assert_array_equal(plain["label_prior"].numpy(), [0.4, 0.3, 0.2])
     apart = [statistics_reply(label_prior=list(row)) for row in np.eye(3)]
     with pytest.raises(ValueError, match="label_prior: robust aggregation leaves 0 everywhere"):
-        StatisticsFedAvg(aggregator=Median()).aggregate_statistics(1, apart)
+        scaled.aggregate_statistics(1, apart)

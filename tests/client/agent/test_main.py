@@ -130,7 +130,8 @@ def test_the_example_program_streams_a_folder_and_needs_no_torch(tmp_path: Path)
     for name, value in (("b.png", 51), ("a.png", 204), ("c.jpg", 0)):
         Image.new("RGB", (9, 5), (value, value, value)).save(tmp_path / name)
     (tmp_path / "notes.txt").write_text("no image")
-    code = "import runpy, sys; runpy.run_module('examples.stream_images'); print('torch' in sys.modules)"
+    run = "runpy.run_module('examples.stream_images', run_name='__main__')"
+    code = f"import runpy, sys; {run}; print('torch' in sys.modules)"
     with running() as (fake, sockets):
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path), sockets.listen],
