@@ -62,7 +62,11 @@ def tests_of(module: str) -> tuple[list[str], list[str]]:
 
     imported = re.compile(rf"(from|import) {re.escape(module)}\b(?!\.)|from {'.'.join(parents)} import .*\b{last}\b")
     near = named(last) + [path for path in package + others if imported.search(path.read_text("utf-8"))]
-    near = list(dict.fromkeys(near + [path for part in parents[1:] for path in named(part)])) or named("contract")
+    near = (
+        list(dict.fromkeys(near + [path for part in parents[1:] for path in named(part)]))
+        or named("contract")
+        or package
+    )
     rest = [path for path in package if path not in near]
     return [str(path.relative_to(ROOT)) for path in near], [str(path.relative_to(ROOT)) for path in rest]
 

@@ -134,6 +134,16 @@ def test_start_is_asked_for_once_unless_it_was_given() -> None:
     np.testing.assert_array_equal(asked.start_arrays["gamma"], START["gamma"])
 
 
+@pytest.mark.parametrize("name", ["fedavgm", "pfedgraph"])
+def test_what_does_not_fit_the_start_is_refused(name: str) -> None:
+    strategy = begun(name)
+    strategy.set_start(record(**START))
+    other = {**START, "gamma": np.ones(3, np.float32)}
+    with pytest.raises(ValueError, match=r"gamma of client 1: float32\(3,\) does not fit float32\(2,\)"):
+        strategy.aggregate_train(1, [shared_reply(node, shared=record(**other)) for node in (0, 1)])
+    assert strategy.weights is None
+
+
 def test_fedavgm_by_hand() -> None:
     strategy = begun("fedavgm")
     strategy.set_start({"w": np.array([1.0]), "bn.running_var": np.array([1.0])})
