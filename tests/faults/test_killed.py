@@ -68,7 +68,7 @@ def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(tmp_path: Pa
     assert failed["round"] in (2, 3)
     assert "heartbeat" in failed["reason"]
     notes = [event["text"] for event in made.events(RUN) if event["event"] == "note"]
-    assert [note for note in notes if note.endswith("it is done again")]
+    assert [note for note in notes if note.endswith("the round is repeated")]
     # the client trains the round again from where it began, not from where it got to
     assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
 
