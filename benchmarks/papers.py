@@ -63,13 +63,13 @@ def printed(paper: str) -> tuple[Printed, ...]:
             raise ValueError(f"{path}: columns {reader.fieldnames}; allowed are {', '.join(FIELDS)}")
         lines = {f"{path}, line {reader.line_num}": line for line in reader}
     found: dict[tuple[str, ...], Printed] = {}
-    for place, line in lines.items():
+    for position, line in lines.items():
         if None in line or None in line.values():
-            raise ValueError(f"{place}: columns are missing, or there are too many")
+            raise ValueError(f"{position}: columns are missing, or there are too many")
         key = tuple(str(line[name]) for name in ("table", "setting", "row", "column"))
         if key in found:
-            raise ValueError(f"{place}: {', '.join(key)} occurs twice")
-        found[key] = _printed(line, place)
+            raise ValueError(f"{position}: {', '.join(key)} occurs twice")
+        found[key] = _printed(line, position)
     return tuple(found.values())
 
 
@@ -101,31 +101,31 @@ def numbers(paper: str, table: str, column: str | None = None, **setting: Scalar
     ValueError
         Two numbers fit: more of the setting is needed.
     """
-    known = {key.replace("_", "-"): value for key, value in setting.items()}
+    conditions = {key.replace("_", "-"): value for key, value in setting.items()}
     result: dict[str, Printed] = {}
     for one in printed(paper):
-        fits = one.table == table and column in (None, one.column) and known.items() <= one.setting.items()
+        fits = one.table == table and column in (None, one.column) and conditions.items() <= one.setting.items()
         if not (fits and one.method):
             continue
         if one.method in result:
-            raise ValueError(f"{paper}, table {table}: two numbers of {one.method} fit {column}, {known}")
+            raise ValueError(f"{paper}, table {table}: two numbers of {one.method} fit {column}, {conditions}")
         result[one.method] = one
     if not result:
-        raise Absent(f"{paper}, table {table}: no number fits {column}, {known}")
+        raise Absent(f"{paper}, table {table}: no number fits {column}, {conditions}")
     return result
 
 
-def _printed(line: Mapping[str, str], place: str) -> Printed:
+def _printed(line: Mapping[str, str], position: str) -> Printed:
     try:
         mean, sd = float(line["mean"]), float(line["sd"]) if line["sd"] else None
         setting = assignments(line["setting"], "setting")
     except (TypeError, ValueError, SettingsError) as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{position}: {error}") from error
     if not (math.isfinite(mean) and (sd is None or sd >= 0)):
-        raise ValueError(f"{place}: mean {mean}, sd {sd}; allowed are finite means and sds of 0 or more")
+        raise ValueError(f"{position}: mean {mean}, sd {sd}; allowed are finite means and sds of 0 or more")
     texts = {name: line[name] for name in ("table", "row", "method", "column", "unit")}
     if empty := [name for name, text in texts.items() if not text and name != "method"]:
-        raise ValueError(f"{place}: no {', '.join(empty)}")
+        raise ValueError(f"{position}: no {', '.join(empty)}")
     return Printed(setting=setting, mean=mean, sd=sd, **texts)
 
 

@@ -23,8 +23,8 @@ def provenance() -> dict[str, Any]:
     The load is the mean number of processes that wanted a core in the last minute, this one included: far above one per
     core, wall-clock times mean little.
     """
-    known = {key: value for key, value in describe(Settings()).items() if key != "settings"}
-    return {**known, "load_average": round(os.getloadavg()[0], 2)}
+    environment = {key: value for key, value in describe(Settings()).items() if key != "settings"}
+    return {**environment, "load_average": round(os.getloadavg()[0], 2)}
 
 
 def provenance_of_run(results: Results) -> dict[str, Any]:

@@ -367,9 +367,9 @@ def _check_stream(
     clients: int, size: int, corruptions: Sequence[str], severity: int, batch: int, orders: int, order: str | None
 ) -> None:
     """Raise ValueError for arguments of `corruption_streams` that `class_counts` does not check."""
-    known = CORRUPTIONS + EXTRA_CORRUPTIONS
-    if unknown := [name for name in corruptions if name not in known]:
-        raise ValueError(f"unknown corruption {unknown[0]!r}; there are: {', '.join(known)}")
+    all_corruptions = CORRUPTIONS + EXTRA_CORRUPTIONS
+    if unknown := [name for name in corruptions if name not in all_corruptions]:
+        raise ValueError(f"unknown corruption {unknown[0]!r}; there are: {', '.join(all_corruptions)}")
     if not corruptions or len(set(corruptions)) != len(corruptions):
         raise ValueError(f"corruptions={tuple(corruptions)} must be at least one, and different")
     if severity not in range(1, 6):

@@ -149,16 +149,16 @@ def equal(task: Task, rng: np.random.Generator) -> list[np.ndarray]:
     mixes = rng.dirichlet(np.full(len(stock), task.alpha), size=task.num_clients)  # π [N, K]
     draws = rng.random((size, task.num_clients)).tolist()
     cumulative = _cumulative(mixes, left)
-    taken: list[list[int]] = [[] for _ in range(task.num_clients)]
+    samples: list[list[int]] = [[] for _ in range(task.num_clients)]
     for turn in draws:
         for client, draw in enumerate(turn):
             # An empty class is a flat step of the cumulative mix, which the bisection never selects.
             label = bisect_right(cumulative[client], draw * cumulative[client][-1])
             left[label] -= 1
-            taken[client].append(int(stock[label][left[label]]))
+            samples[client].append(int(stock[label][left[label]]))
             if left[label] == 0 and any(left):
                 cumulative = _cumulative(mixes, left)
-    return [np.array(own) for own in taken]
+    return [np.array(own) for own in samples]
 
 
 def _cumulative(mixes: np.ndarray, left: list[int]) -> list[list[float]]:

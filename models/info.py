@@ -63,7 +63,7 @@ def choice(default: object, *others: object) -> Option:
     return Option(
         default,
         "one of " + ", ".join(repr(value) for value in values),
-        lambda value: any(type(value) is type(known) and value == known for known in values),
+        lambda value: any(type(value) is type(candidate) and value == candidate for candidate in values),
     )
 
 

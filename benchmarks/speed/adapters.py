@@ -137,14 +137,14 @@ class Client:
         means = summarize(device, 1, "cost", arrays, [need for need in ON_REQUEST if need in needs]).statistics
         private = device.state.load("cost", 1)
         assert private is not None, "statistics have just been stored"
-        known = join_statistics(private, means, 1, device.device)
+        statistics = join_statistics(private, means, 1, device.device)
         rates = {"all": dict.fromkeys(zero_rates(model), RATE)}
-        return cls(device, known, rates, memorize(model, world, 0, settings, device.device))
+        return cls(device, statistics, rates, memorize(model, world, 0, settings, device.device))
 
     def adapter(self, name: str) -> Adapter:
         """Return an adapter with default options."""
-        known = self.statistics, self.rates, self.neighbours
-        return make_adapter(AdapterRow(name, name), self.device.model, self.device.settings, *known)
+        inputs = self.statistics, self.rates, self.neighbours
+        return make_adapter(AdapterRow(name, name), self.device.model, self.device.settings, *inputs)
 
 
 def count_passes(client: Client, name: str, x: Tensor, batch: int) -> tuple[float, float]:

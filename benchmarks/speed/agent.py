@@ -139,7 +139,7 @@ def latency(
     streamed = averages.median(one_stream(stub, asked) for _ in range(repeats))
     ours, bare = ([second for turn in turns for second in turn[which]] for which in (0, 1))
     p50, p99 = (1000 * float(value) for value in np.percentile(ours, (50, 99)))
-    ratio = averages.median(sum(taken) / sum(floor) for taken, floor in turns)
+    ratio = averages.median(sum(seconds) / sum(floor) for seconds, floor in turns)
     rates = batch * len(ours) / sum(ours), batch * len(asked) / streamed
     return Latency(batch, len(ours), p50, p99, rates[0], 1000 * averages.median(bare), ratio, rates[1])
 
@@ -147,13 +147,13 @@ def latency(
 @torch.no_grad()
 def forward(served: Served, parts: Sequence[NDArray[np.uint8]]) -> list[float]:
     """Return the seconds of the network's forward pass for each batch; making the tensors is not counted."""
-    taken = []
+    seconds = []
     for part in parts:
         x = torch.from_numpy(images(part, served.shape)).contiguous(memory_format=torch.channels_last)
         start = time.perf_counter()
         served.network(x)
-        taken.append(time.perf_counter() - start)
-    return taken
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def loaded(stub: agent_pb2_grpc.PredictorStub, address: str, pixels: NDArray[np.uint8]) -> Load:

@@ -105,7 +105,7 @@ def make_inputs(samples: int, seed: int = 0) -> Inputs:
 
     everyone = observe(torch.arange(2000) % CLASSES)
     mine = observe(own[torch.arange(600) % 3])
-    known = Statistics(
+    statistics = Statistics(
         descriptor_local=mine[0].mean(0),
         descriptor_global=everyone[0].mean(0),
         dle_local=(discretise(mine[0]) == 0).double().mean(0),
@@ -115,7 +115,7 @@ def make_inputs(samples: int, seed: int = 0) -> Inputs:
     )
     labels = torch.randint(CLASSES, (samples,), generator=draw)
     inside = torch.rand(samples, generator=draw) < 0.5
-    return Inputs(*observe(torch.where(inside, labels % 3, labels)), known)
+    return Inputs(*observe(torch.where(inside, labels % 3, labels)), statistics)
 
 
 def _mean_entropy(logits: Tensor) -> float:

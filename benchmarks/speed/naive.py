@@ -30,13 +30,13 @@ def fedthe(z: Tensor, logits_global: Tensor, logits_personal: Tensor, statistics
     statistics : Statistics
         With both descriptors.
     """
-    known = _doubles(statistics)
+    doubles = _doubles(statistics)
     history = z[0].double()  # h^hist
     predictions = []
     for h, y_g, y_l in zip(z.double(), logits_global.double(), logits_personal.double(), strict=True):
         smoothed = 0.3 * h + 0.7 * history  # h', β = 0.3
-        to_global = torch.linalg.vector_norm(smoothed - known["descriptor_global"])
-        to_local = torch.linalg.vector_norm(smoothed - known["descriptor_local"])
+        to_global = torch.linalg.vector_norm(smoothed - doubles["descriptor_global"])
+        to_local = torch.linalg.vector_norm(smoothed - doubles["descriptor_local"])
         agreement = functional.cosine_similarity(y_g.softmax(0), y_l.softmax(0), dim=0)  # λ_s
         scalars = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # a_g, a_l
         adam = torch.optim.Adam([scalars], lr=0.1)
@@ -64,10 +64,10 @@ def btfl(z: Tensor, logits_global: Tensor, logits_personal: Tensor, statistics: 
     statistics : Statistics
         With both DLEs and both mean entropies.
     """
-    known = _doubles(statistics)
-    silent_local = 0.2 + 0.6 * known["dle_local"]  # P(ẑ_i = 0), smoothing 0.2
-    silent_global = 0.2 + 0.6 * known["dle_global"]
-    mean_local, mean_global = float(known["entropy_local"]), float(known["entropy_global"])
+    doubles = _doubles(statistics)
+    silent_local = 0.2 + 0.6 * doubles["dle_local"]  # P(ẑ_i = 0), smoothing 0.2
+    silent_global = 0.2 + 0.6 * doubles["dle_global"]
+    mean_local, mean_global = float(doubles["entropy_local"]), float(doubles["entropy_global"])
     external, internal = 1.0, 1.0  # a, b
     predictions = []
     for h, y_g, y_l in zip(z.double(), logits_global.double(), logits_personal.double(), strict=True):

@@ -52,10 +52,10 @@ def fabricate() -> Served:
     federation = federation_of(SETTINGS)
     spec = network_spec(federation.images, SETTINGS)
     network = build(**spec, seed=0).eval().to(memory_format=torch.channels_last)
-    known = fit(network, federation)
+    statistics = fit(network, federation)
     ordinary = usual_predictions(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
     row = AdapterRow("none", "none")
-    return serve(row, network, spec, SETTINGS, federation.images.classes, ordinary, known, None, None)
+    return serve(row, network, spec, SETTINGS, federation.images.classes, ordinary, statistics, None, None)
 
 
 def fit(network: TwoHead, federation: Federation) -> Statistics:

@@ -60,13 +60,13 @@ def requests(parts: Sequence[NDArray[np.uint8]]) -> list[pb.PredictRequest]:
 
 def unary(stub: agent_pb2_grpc.PredictorStub, asked: Sequence[pb.PredictRequest]) -> list[float]:
     """Ask one after another and return the seconds of each answer; RunError for one that is not the adapter's."""
-    taken = []
+    seconds = []
     for request in asked:
         start = time.perf_counter()
         reply = stub.Predict(request, timeout=PATIENCE)
-        taken.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
         _check_adapted(reply)
-    return taken
+    return seconds
 
 
 def one_stream(stub: agent_pb2_grpc.PredictorStub, asked: Sequence[pb.PredictRequest]) -> float:
@@ -79,11 +79,11 @@ def one_stream(stub: agent_pb2_grpc.PredictorStub, asked: Sequence[pb.PredictReq
     """
     start = time.perf_counter()
     replies = list(stub.PredictStream(iter(asked), timeout=PATIENCE))
-    taken = time.perf_counter() - start
-    load = judged([replies], [len(asked)], taken)
+    seconds = time.perf_counter() - start
+    load = judged([replies], [len(asked)], seconds)
     if load.trouble:
         raise RunError(f"one stream of {len(asked)} requests: {load.trouble}")
-    return taken
+    return seconds
 
 
 def many_streams(address: str, pixels: NDArray[np.uint8], streams: int) -> Load:

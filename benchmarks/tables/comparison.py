@@ -141,8 +141,8 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean} ± {np.std(values):.2f}" if len(values) > 1 else mean
 
 
-def place_text(table: Comparison, label: str, column: str) -> tuple[str, bool]:
-    """Return the text of one place of a table, and whether it holds the best mean of its column.
+def entry_text(table: Comparison, label: str, column: str) -> tuple[str, bool]:
+    """Return the text of one entry of a table, and whether it holds the best mean of its column.
 
     "70.10 ± 0.20 (+8.40) | 68.90 (+6.90)": ours, its gain over the baseline, and the paper's.
     """

@@ -17,7 +17,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from benchmarks.provenance import RESULTS, write_json
-from benchmarks.tables.comparison import Comparison, compare, place_text
+from benchmarks.tables.comparison import Comparison, compare, entry_text
 from benchmarks.tables.networks import check_start, initial_settings, load_federation, of_seed
 from benchmarks.tables.protocol import Cell, Protocol, read_protocol, select_cells
 from benchmarks.tables.realtime import measure_cell
@@ -160,17 +160,17 @@ def fill(job: Job, out: Path, folder: Path, every: int, console: Console) -> Ite
         write_json(job.path, content)
         yield "real time"
         return
-    place = folder / job.protocol.name / f"{job.cell.name}-{job.seed}"
+    cell_folder = folder / job.protocol.name / f"{job.cell.name}-{job.seed}"
     for training, own in missing(job.path, settings):
         name = f"{training.name}-{_plain(own.collaborations)}" if own.collaborations else training.name
-        results = evaluated(own, folder / "trainings", place / name, of=own if every else None)
+        results = evaluated(own, folder / "trainings", cell_folder / name, of=own if every else None)
         add_run(content, results, job.cell, own, training.name, start)
         if settings.collaborations:
             content["rows"][CONSTANT] = constant_row(streams_of(settings, load_federation(settings)).counts)
         write_json(job.path, content)
         yield name
     if every:
-        yield from fill_curves(job, settings, every, place, folder)
+        yield from fill_curves(job, settings, every, cell_folder, folder)
 
 
 def missing_points(path: Path, settings: Settings, every: int) -> list[tuple[int, Training, list[str]]]:
@@ -196,11 +196,11 @@ def missing_points(path: Path, settings: Settings, every: int) -> list[tuple[int
     return found
 
 
-def fill_curves(job: Job, settings: Settings, every: int, place: Path, folder: Path) -> Iterator[str]:
+def fill_curves(job: Job, settings: Settings, every: int, cell_folder: Path, folder: Path) -> Iterator[str]:
     """Run the tests at intermediate rounds; write the file after each and yield its name."""
     for round, training, labels in missing_points(job.path, settings, every):
         short = settings.replace(rounds=round, methods=",".join(labels))
-        results = evaluated(short, folder / "trainings", place / f"{training.name}-{round}", of=settings)
+        results = evaluated(short, folder / "trainings", cell_folder / f"{training.name}-{round}", of=settings)
         content = read_cell(job.path)
         curves = content.setdefault("curves", {})
         for label in labels:
@@ -220,8 +220,8 @@ def rendered(table: Comparison, weighting: str = "clients") -> Grid:
     for column in table.columns:
         grid.add_column(Text(column), justify="right")
     for label in table.values:
-        places = [place_text(table, label, column) for column in table.columns]
-        grid.add_row(Text(label), *(Text(text, style="bold" if best else "") for text, best in places))
+        entries = [entry_text(table, label, column) for column in table.columns]
+        grid.add_row(Text(label), *(Text(text, style="bold" if best else "") for text, best in entries))
     return grid
 
 

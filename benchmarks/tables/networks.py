@@ -41,13 +41,13 @@ def network_path(network: Network, seed: int, out: Path) -> Path:
         The file in `out` was trained with other settings.
     """
     name, settings = network.file.format(seed=seed), _network_settings(network, seed)
-    for place in dict.fromkeys((out, RESULTS)):
-        if (place / name).exists():
-            other = _other_training(place / name, network, settings)
+    for folder in dict.fromkeys((out, RESULTS)):
+        if (folder / name).exists():
+            other = _other_training(folder / name, network, settings)
             if not other:
-                return place / name
-            if place == out:
-                raise SettingsError(f"{place / name} was trained with other settings ({', '.join(other)})")
+                return folder / name
+            if folder == out:
+                raise SettingsError(f"{folder / name} was trained with other settings ({', '.join(other)})")
     return out / name
 
 

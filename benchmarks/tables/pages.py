@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.provenance import RESULTS
 from benchmarks.speed.command import FILE, read_speed, speed_page
 from benchmarks.tables import plots
-from benchmarks.tables.comparison import Comparison, beyond, compare, place_text, recovered, spread
+from benchmarks.tables.comparison import Comparison, beyond, compare, entry_text, recovered, spread
 from benchmarks.tables.methods import entries, kept_costs, methods_page
 from benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
 from benchmarks.tables.results import Content, read_results_of
@@ -129,8 +129,8 @@ def table_section(protocol: Protocol, table: Table, cells: Mapping[str, Mapping[
     if table.measure:
         return "\n\n".join(part for part in parts if part)
     why = next((one.why for cell in table.cells for one in cell.references), "")
-    far, known = beyond(found)
-    parts.append(f"{far} of {known} means differ from the paper's by more than both spreads: {why}." if far else "")
+    far, total = beyond(found)
+    parts.append(f"{far} of {total} means differ from the paper's by more than both spreads: {why}." if far else "")
     parts.append("\n".join(f"- {line}" for line in recovered_lines(found)))
     parts += [realtime_costs(one["realtime"]) for one in contents.values() if "realtime" in one][:1]
     parts.append("\n".join(f"- {name}, seed {seed}: {run_words(one)}." for (name, seed), one in contents.items()))
@@ -150,7 +150,7 @@ def markdown_table(found: Comparison) -> str:
     for label in found.values:
         texts = []
         for column in found.columns:
-            text, best = place_text(found, label, column)
+            text, best = entry_text(found, label, column)
             ours, bar, theirs = text.partition(" | ")
             texts.append((f"**{ours}**" if best else ours) + (f" \\| {theirs}" if bar else ""))
         lines.append(f"| `{label}` | {' | '.join(texts)} |")
@@ -187,10 +187,10 @@ def realtime_costs(content: Mapping[str, Any]) -> str:
     lines = [f"| row | {' | '.join(map(str, sizes))} | batches taken | keeps up to |"]
     lines.append("| --- |" + " --: |" * (len(sizes) + 2))
     for label, cost in content["costs"].items():
-        known = {int(size): one / int(size) for size, one in cost["milliseconds"].items()}
-        texts = [f"{known[size]:.3g}" if size in known else "" for size in sizes]
-        taken = str(cost["most"]) if cost["least"] == cost["most"] else f"{cost['least']} to {cost['most']}"
-        lines.append(f"| `{label}` | {' | '.join(texts)} | {taken} | {cost['keeps_up_to']:.3g}× |")
+        milliseconds = {int(size): one / int(size) for size, one in cost["milliseconds"].items()}
+        texts = [f"{milliseconds[size]:.3g}" if size in milliseconds else "" for size in sizes]
+        batch_sizes = str(cost["most"]) if cost["least"] == cost["most"] else f"{cost['least']} to {cost['most']}"
+        lines.append(f"| `{label}` | {' | '.join(texts)} | {batch_sizes} | {cost['keeps_up_to']:.3g}× |")
     words = (
         f"Speed 1: a sample every {content['interval_milliseconds']:.3g} ms, the time of `{content['reference']}` for "
         f"one sample; the newest {content['queue']} samples wait. Milliseconds per sample by batch size (processor "

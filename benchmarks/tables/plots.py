@@ -31,8 +31,8 @@ def accuracy_bars(table: Comparison) -> str:
     axes = figure.subplots()
     width, named = 0.8 / len(table.values), set()
     for index, (label, row) in enumerate(table.values.items()):
-        for place, column in enumerate(table.columns):
-            x = place + (index - (len(table.values) - 1) / 2) * width
+        for position, column in enumerate(table.columns):
+            x = position + (index - (len(table.values) - 1) / 2) * width
             if values := list(row.get(column, {}).values()):
                 text = None if label in named else label
                 colour = COLOURS[index % len(COLOURS)]

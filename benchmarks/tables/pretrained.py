@@ -52,10 +52,10 @@ def write_label(
     trained_on : (Images, ndarray of int64 [n]), optional
         The data set and the indices of all samples that weights were trained on.
     """
-    known: dict[str, Any] = {"kind": KINDS[train], "settings": settings.flat(), **content}
+    label: dict[str, Any] = {"kind": KINDS[train], "settings": settings.flat(), **content}
     if trained_on is not None:
-        known["trained_on"] = pack_indices(*trained_on)
-    return write_json(label_path(model), known)
+        label["trained_on"] = pack_indices(*trained_on)
+    return write_json(label_path(model), label)
 
 
 def read_label(model: Path) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def read_label(model: Path) -> dict[str, Any]:
         label = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SettingsError(f"init = '{model}': its label {path} cannot be read: {error}") from error
-    known = isinstance(label, dict) and isinstance(label.get("settings"), dict)
-    if not known or label.get("kind") not in KINDS.values():
+    has_settings = isinstance(label, dict) and isinstance(label.get("settings"), dict)
+    if not has_settings or label.get("kind") not in KINDS.values():
         raise SettingsError(f"init = '{model}': {path} is not the label of a pretrained network")
     return dict(label)
 

@@ -224,10 +224,10 @@ def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -
 
 def select_cells(protocol: Protocol, names: Sequence[str]) -> list[Cell]:
     """Return the named cells, or all; SettingsError lists the known ones."""
-    known = {cell.name: cell for cell in protocol.cells}
-    if unknown := [name for name in names if name not in known]:
-        raise SettingsError(f"{protocol.name}: cell {unknown[0]!r}; there are: {', '.join(known)}")
-    return [known[name] for name in names] if names else list(protocol.cells)
+    by_name = {cell.name: cell for cell in protocol.cells}
+    if unknown := [name for name in names if name not in by_name]:
+        raise SettingsError(f"{protocol.name}: cell {unknown[0]!r}; there are: {', '.join(by_name)}")
+    return [by_name[name] for name in names] if names else list(protocol.cells)
 
 
 def changed(config: Mapping[str, Any], changes: Sequence[str]) -> Settings:
@@ -257,22 +257,22 @@ def _expanded(protocol: str, sections: Mapping[str, Mapping[str, Any]]) -> Itera
         for values in itertools.product(*each.values()):
             if len(set(values)) < len(values):
                 continue
-            places = dict(zip(each, values, strict=True))
-            own = str(_filled(name, places))
+            variables = dict(zip(each, values, strict=True))
+            own = str(_filled(name, variables))
             if not re.fullmatch(r"[a-z0-9.-]+", own):
                 raise SettingsError(f"{protocol}: name {own!r}; allowed are lower-case letters, digits, dots, hyphens")
-            yield own, {key: _filled(value, places) for key, value in section.items() if key != "each"}
+            yield own, {key: _filled(value, variables) for key, value in section.items() if key != "each"}
 
 
-def _filled(value: Any, places: Mapping[str, Any]) -> Any:
+def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
     """Replace {variable} in a string, list or table; a string that is nothing else becomes the variable's value."""
     if isinstance(value, Mapping):
-        return {key: _filled(one, places) for key, one in value.items()}
+        return {key: _filled(one, variables) for key, one in value.items()}
     if isinstance(value, list):
-        return [_filled(one, places) for one in value]
+        return [_filled(one, variables) for one in value]
     if not isinstance(value, str):
         return value
-    for name, one in places.items():
+    for name, one in variables.items():
         if value == f"{{{name}}}":
             return one
         value = value.replace(f"{{{name}}}", str(one))
@@ -335,8 +335,10 @@ def _cell(
     if start.rates:
         settings = settings.replace(rates_rounds=0)
     own = about.get("paper", {})
-    places = [{**paper, **one} for one in (own if isinstance(own, list) else [own])]
-    if wrong := [place["name"] for place in places if "table" in place and place.get("name") not in papers()]:
+    references = [{**paper, **one} for one in (own if isinstance(own, list) else [own])]
+    if wrong := [
+        reference["name"] for reference in references if "table" in reference and reference.get("name") not in papers()
+    ]:
         raise SettingsError(f"{where}: paper {wrong[0]!r}; there are: {', '.join(papers())}")
     realtime = about.get("realtime")
     if realtime is not None:
@@ -346,7 +348,7 @@ def _cell(
         name,
         str(about.get("title", protocol if name == MAIN else name)),
         settings,
-        tuple(read_reference(place) for place in places if "table" in place),
+        tuple(read_reference(reference) for reference in references if "table" in reference),
         weighting,
         start,
         table=str(about.get("table", "")),
@@ -358,7 +360,7 @@ def _cell(
 
 
 def _tables(
-    protocol: str, cells: Sequence[Cell], sections: Mapping[str, Mapping[str, Any]], known: set[str | None]
+    protocol: str, cells: Sequence[Cell], sections: Mapping[str, Mapping[str, Any]], table_names: set[str | None]
 ) -> tuple[Table, ...]:
     """Return the tables in the order of their first cells; a cell that names no table has its own."""
     grouped: dict[str, list[Cell]] = {}
@@ -369,7 +371,7 @@ def _tables(
         where = f"{protocol}: [tables.{name}]"
         if wrong := [key for key in about if key not in TABLE_KEYS]:
             raise SettingsError(f"{where}: key {wrong[0]!r}; allowed are {', '.join(TABLE_KEYS)}")
-        if about.get("cells-of", name) not in {*known, *grouped}:
+        if about.get("cells-of", name) not in {*table_names, *grouped}:
             raise SettingsError(f"{where}: no cell belongs to it")
     for name, own in grouped.items():
         about = sections.get(name, {})

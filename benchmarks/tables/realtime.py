@@ -231,15 +231,15 @@ def _mean_statistics(
 def _client(device: Device, arrays: Arrays, means: Arrays, rows: Sequence[MethodRow], shifts: Sequence[str]) -> Client:
     """Return one client; streams without samples are left out."""
     chosen = device.settings
-    known: dict[str, Any] = {"seed": chosen.seed, "severity": chosen.severity, "natural": device.natural}
-    made = (stream(device.federation, device.partition, shift, device=device.device, **known) for shift in shifts)
+    options: dict[str, Any] = {"seed": chosen.seed, "severity": chosen.severity, "natural": device.natural}
+    made = (stream(device.federation, device.partition, shift, device=device.device, **options) for shift in shifts)
     streams = [samples for samples in made if len(samples)]
     served = {row.label: serve(device, ROUND, TRAINING, arrays, means, row.as_requested()) for row in rows}
     unadapted = serve(device, ROUND, TRAINING, arrays, None, AdapterRow("unadapted", "none")).build()
     size = chosen.eval_batch_size
     fallback = []
     for samples in streams:
-        parts = [_correct(unadapted, samples, places) for places in _split(np.arange(len(samples)), size)]
+        parts = [_correct(unadapted, samples, positions) for positions in _split(np.arange(len(samples)), size)]
         fallback.append(np.concatenate(parts))
     return Client(streams, fallback, served)
 
@@ -272,10 +272,10 @@ def play(
             for speed in realtime.speeds:
                 apart = interval / speed
                 batches = schedule(len(samples), apart, cost, realtime.queue, cost.least, cost.most)
-                places = batches_of(batches, adapter.per, size)
-                key = b"|".join(one.tobytes() for one in places)
+                positions = batches_of(batches, adapter.per, size)
+                key = b"|".join(one.tobytes() for one in positions)
                 if key not in correct:
-                    correct[key] = count_correct(adapter, samples, places)
+                    correct[key] = count_correct(adapter, samples, positions)
                 own = score(batches, apart, correct[key], fallback)
                 scores[label, speed].setdefault(samples.name, []).append(own)
     return scores
@@ -287,14 +287,14 @@ def batches_of(batches: Sequence[Batch], per: str, size: int) -> list[NDArray[np
     For a method defined per batch these are the scheduled batches; for one defined per sample, all scheduled samples
     in order, `size` at a time: the same predictions in less time.
     """
-    places = [np.arange(one.first, one.stop) for one in batches]
-    if per == "batch" or not places:
-        return places
-    return _split(np.concatenate(places), size)
+    positions = [np.arange(one.first, one.stop) for one in batches]
+    if per == "batch" or not positions:
+        return positions
+    return _split(np.concatenate(positions), size)
 
 
-def _split(places: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
-    return [places[begin : begin + size] for begin in range(0, len(places), size)]
+def _split(positions: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    return [positions[begin : begin + size] for begin in range(0, len(positions), size)]
 
 
 def count_correct(adapter: Adapter, samples: Stream, batches: Sequence[NDArray[np.int64]]) -> int:
@@ -303,9 +303,9 @@ def count_correct(adapter: Adapter, samples: Stream, batches: Sequence[NDArray[n
     return sum(int(_correct(adapter, samples, batch).sum()) for batch in batches)
 
 
-def _correct(adapter: Adapter, samples: Stream, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _correct(adapter: Adapter, samples: Stream, positions: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Predict the next samples of a stream and return which predictions are correct, [n]."""
-    chosen = torch.from_numpy(places)
+    chosen = torch.from_numpy(positions)
     return (adapter.predict(samples.x[chosen]).argmax(1) == samples.y[chosen]).numpy()
 
 

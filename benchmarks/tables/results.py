@@ -63,8 +63,8 @@ def check_kept(path: Path, settings: Settings, start: Mapping[str, Any] | None =
     content = read_cell(path)
     if other := differing(content["settings"], settings, UNRECORDED):
         raise SettingsError(f"{path} was made with other settings ({', '.join(other)}); choose another --out")
-    known = content.get("start", {}).get("sha256")
-    if start and known and start.get("sha256") not in (known, None):
+    network_hash = content.get("start", {}).get("sha256")
+    if start and network_hash and start.get("sha256") not in (network_hash, None):
         raise SettingsError(f"{path} was made from another network; choose another --out")
 
 
@@ -78,8 +78,8 @@ def wanted_rows(settings: Settings) -> list[str]:
     """
     trainings = plan(settings)
     if not settings.collaborations:
-        known = {row.label for training in trainings for row in training.rows}
-        return [row.label for row in parse_rows(settings.methods) if row.label in known]
+        labels = {row.label for training in trainings for row in training.rows}
+        return [row.label for row in parse_rows(settings.methods) if row.label in labels]
     how = parse_collaborations(settings.collaborations, settings.share)
     return [row_label(row.label, one.label) for training in trainings for row, one in collaborating(training, how)]
 
@@ -116,8 +116,8 @@ def missing(path: Path, settings: Settings) -> list[tuple[Training, Settings]]:
 def empty(protocol: str, cell: Cell, settings: Settings) -> Content:
     """Return the content of a cell's file before its first run."""
     recorded = {key: value for key, value in settings.flat().items() if key not in UNRECORDED}
-    place = {"protocol": protocol, "cell": cell.name, "seed": settings.seed, "settings": recorded}
-    return {**place, "rows": {}, "trainings": {}, "runs": [], "notes": []}
+    header = {"protocol": protocol, "cell": cell.name, "seed": settings.seed, "settings": recorded}
+    return {**header, "rows": {}, "trainings": {}, "runs": [], "notes": []}
 
 
 def add_run(
@@ -179,15 +179,15 @@ def numbers(entries: Sequence[Evaluation]) -> Content:
 
 def _weights(entries: Sequence[Evaluation]) -> Content:
     """Return the histogram over all clients of the global head's weight e, and its mean over samples."""
-    known = [
+    weights = [
         (one.total, one.weight_mean, one.weight_histogram)
         for one in entries
         if one.weight_mean is not None and one.weight_histogram is not None
     ]
-    if not known:
+    if not weights:
         return {}
-    mean = sum(total * mean for total, mean, _ in known) / sum(total for total, _, _ in known)
-    histogram = np.sum([histogram for _, _, histogram in known], axis=0).tolist()
+    mean = sum(total * mean for total, mean, _ in weights) / sum(total for total, _, _ in weights)
+    histogram = np.sum([histogram for _, _, histogram in weights], axis=0).tolist()
     return {"weight_mean": round(mean, 4), "weight_histogram": " ".join(map(str, histogram))}
 
 

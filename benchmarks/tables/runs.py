@@ -113,10 +113,10 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
 
 def key(settings: Settings, training: Training) -> str:
     """Return a name for a training that changes with all it depends on: settings, initial network, code."""
-    known = {name: value for name, value in settings.flat().items() if name not in (*LATER, *FREE)}
+    inputs = {name: value for name, value in settings.flat().items() if name not in (*LATER, *FREE)}
     if settings.init:
-        known["init"] = hashlib.sha256(Path(settings.init).read_bytes()).hexdigest()
-    text = json.dumps([training.name, known, code()], sort_keys=True)
+        inputs["init"] = hashlib.sha256(Path(settings.init).read_bytes()).hexdigest()
+    text = json.dumps([training.name, inputs, code()], sort_keys=True)
     return f"{settings.dataset}-{training.name}-{settings.seed}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 

@@ -125,8 +125,8 @@ def _nearest_crystal(rng: np.random.Generator, warp: list[np.ndarray]) -> np.nda
     """Return the direction's index of the crystal that each pixel belongs to, on a torus, borders warped."""
     centres = rng.uniform(0, SIDE, (CRYSTALS, 2, 1, 1))
     directions = rng.integers(0, DIRECTIONS, CRYSTALS)
-    places = np.indices((SIDE, SIDE)) + np.stack(warp)
-    gap = np.abs(places - centres) % SIDE  # (CRYSTALS, 2, S, S)
+    coordinates = np.indices((SIDE, SIDE)) + np.stack(warp)
+    gap = np.abs(coordinates - centres) % SIDE  # (CRYSTALS, 2, S, S)
     gap = np.minimum(gap, SIDE - gap)
     return directions[(gap**2).sum(axis=1).argmin(axis=0)]
 

@@ -79,9 +79,9 @@ def balanced_sample(labels: np.ndarray, count: int, rng: np.random.Generator) ->
     drawn = []
     left = count
     order = np.argsort(sizes, kind="stable")
-    for served, place in enumerate(order):
-        share = min(int(sizes[place]), left // (len(order) - served))
-        drawn.append(rng.permutation(np.flatnonzero(labels == classes[place]))[:share])
+    for served, index in enumerate(order):
+        share = min(int(sizes[index]), left // (len(order) - served))
+        drawn.append(rng.permutation(np.flatnonzero(labels == classes[index]))[:share])
         left -= share
     return np.sort(np.concatenate(drawn)).astype(np.int64)
 

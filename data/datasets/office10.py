@@ -52,10 +52,10 @@ def load_mosaics(
         raise ValueError(f"copies={copies!r} must be true or false")
     if request.root is None:
         raise FileNotFoundError(f"{name} needs root (or FEDTTA_DATA)")
-    below, known, count = _FACTS[name]
+    below, all_domains, count = _FACTS[name]
     folder = request.root / below
     label_file = folder / "labels.npz"
-    available = {domain: (folder / f"{domain}.jpg").is_file() for domain in known}
+    available = {domain: (folder / f"{domain}.jpg").is_file() for domain in all_domains}
     chosen, absent = select_domains(domains, available, name, f"{folder}/<domain>.jpg and {label_file}")
     stored = read_arrays(label_file, *chosen, "classes")
     classes = class_names(stored, count, label_file)

@@ -105,12 +105,12 @@ def load_natural(
     ValueError
         As `load`, or `natural` is not a natural shift of this data set.
     """
-    known = _described(name).natural
-    if natural and natural not in known:
-        raise ValueError(f"natural = {natural!r}: allowed with data set {name!r} are {', '.join(known)}")
-    if not known:
+    natural_shifts = _described(name).natural
+    if natural and natural not in natural_shifts:
+        raise ValueError(f"natural = {natural!r}: allowed with data set {name!r} are {', '.join(natural_shifts)}")
+    if not natural_shifts:
         return None
-    chosen = str(natural or known[0])
+    chosen = str(natural or natural_shifts[0])
     folder, present = _root(root), DATASETS[chosen].present
     if folder is None or present is None or not present(folder):
         return None

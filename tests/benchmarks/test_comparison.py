@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks.papers import Printed, Reference
-from benchmarks.tables.comparison import Comparison, beyond, compare, place_text, recovered, spread
+from benchmarks.tables.comparison import Comparison, beyond, compare, entry_text, recovered, spread
 from benchmarks.tables.pages import markdown_table, recovered_lines
 from benchmarks.tables.protocol import Cell, Table
 from benchmarks.tables.results import CONSTANT, row_content
@@ -69,8 +69,8 @@ def test_a_row_that_some_seeds_lack_and_the_papers_numbers() -> None:
     reference = Reference("fedthe", "1", {"alpha": 1.0})
     found = compare(one_cell(references=(reference,)), {"c": {1: kept(1), 2: kept(2, ("fedavg",))}})
     theirs = found.paper["fedavg"]["out_of_client"].mean
-    assert place_text(found, "fedavg", "out_of_client") == (f"68.75 ± 6.25 | {theirs:.2f}", True)
-    assert place_text(found, "btfl", "original") == ("75.00 (1 of 2 seeds)", False)
+    assert entry_text(found, "fedavg", "out_of_client") == (f"68.75 ± 6.25 | {theirs:.2f}", True)
+    assert entry_text(found, "btfl", "original") == ("75.00 (1 of 2 seeds)", False)
 
 
 def test_cells_joined_into_a_table_with_gains_and_suffixes() -> None:
@@ -90,8 +90,8 @@ def test_cells_joined_into_a_table_with_gains_and_suffixes() -> None:
     found = compare(table_of(*cells, baseline="fedavg"), contents)
     assert found.columns == ["left", "right", "average"]
     assert found.values["atp"]["average"] == {1: 57.0}
-    assert place_text(found, "atp", "left") == ("55.00 (+5.00)", True)  # constant predictions are not a method
-    assert place_text(found, "atp (from a)", "right") == ("40.00 (-20.00)", False)
+    assert entry_text(found, "atp", "left") == ("55.00 (+5.00)", True)  # constant predictions are not a method
+    assert entry_text(found, "atp (from a)", "right") == ("40.00 (-20.00)", False)
     assert "average" not in found.values["atp (from a)"]  # it has one of the two columns
 
 
