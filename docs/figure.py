@@ -49,7 +49,7 @@ def points() -> dict[str, tuple[list[float], list[float]]]:
 def drawn(found: Mapping[str, tuple[list[float], list[float]]]) -> str:
     """Return the figure as SVG: one mark with both standard deviations for each method."""
     seeds = len(next(iter(found.values()))[0])
-    places = {name: (_x(np.mean(own)), _y(np.mean(others))) for name, (own, others) in found.items()}
+    centers = {name: (_x(np.mean(own)), _y(np.mean(others))) for name, (own, others) in found.items()}
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="14" '
         "font-family=\"system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\">",
@@ -67,14 +67,14 @@ def drawn(found: Mapping[str, tuple[list[float], list[float]]]) -> str:
         parts.append(f'<path class="grid" d="M{LEFT} {_y(value):.1f}H{RIGHT}"/>')
         parts.append(f'<text class="small" x="{LEFT - 8}" y="{_y(value) + 4:.1f}" text-anchor="end">{value} %</text>')
     for name, (own, others) in found.items():
-        x, y = places[name]
+        x, y = centers[name]
         parts.append(
             f'<g class="{"adapted" if name in ADAPTED else "plain"}"><path class="bar" d="'
             f"M{_x(np.mean(own) - np.std(own)):.1f} {y:.1f}H{_x(np.mean(own) + np.std(own)):.1f}"
             f'M{x:.1f} {_y(np.mean(others) - np.std(others)):.1f}V{_y(np.mean(others) + np.std(others)):.1f}"/>'
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/></g>'
         )
-        crowded = any(u > x and abs(v - y) < NEAR for u, v in places.values())
+        crowded = any(u > x and abs(v - y) < NEAR for u, v in centers.values())
         left = x > (LEFT + RIGHT) / 2 and (crowded or x + LETTER * len(LABELS[name]) > RIGHT)
         anchor, shift = ("end", -10) if left else ("start", 10)
         parts.append(f'<text x="{x + shift:.1f}" y="{y - 7:.1f}" text-anchor="{anchor}">{LABELS[name]}</text>')

@@ -40,10 +40,10 @@ def section(name: str) -> str:
     return _of(SECTIONS, kind)()
 
 
-def _of(known: Mapping[str, Any], name: str) -> Any:
-    if name not in known:
-        raise KeyError(f"nothing is called {name!r}; there are: {', '.join(known)}")
-    return known[name]
+def _of(choices: Mapping[str, Any], name: str) -> Any:
+    if name not in choices:
+        raise KeyError(f"nothing is called {name!r}; there are: {', '.join(choices)}")
+    return choices[name]
 
 
 # Registries
@@ -235,8 +235,8 @@ def as_markdown(content: Mapping[str, Any], level: int = 2) -> str:
     found = [body if alone else f"{heading}\n\n{body}" for heading, body in parts]
     if single:
         found.insert(0, "\n".join(single))
-    if known := [_text(content[key]) for key in PROVENANCE if key in content]:
-        found.append(f"Measured: {'; '.join(known)}.")
+    if provenance := [_text(content[key]) for key in PROVENANCE if key in content]:
+        found.append(f"Measured: {'; '.join(provenance)}.")
     return "\n\n".join(found)
 
 

@@ -133,12 +133,12 @@ def to_content(record: Record) -> RecordDict:
     return content
 
 
-def from_content(kind: str, content: RecordDict, known: dict[int, Arrays] | None = None) -> Record:
+def from_content(kind: str, content: RecordDict, arrays_by_id: dict[int, Arrays] | None = None) -> Record:
     """Return Flower's records as a plain message.
 
     Parameters
     ----------
-    known : dict, optional
+    arrays_by_id : dict, optional
         See `request_of`.
 
     Raises
@@ -146,7 +146,7 @@ def from_content(kind: str, content: RecordDict, known: dict[int, Arrays] | None
     ValueError
         The records are no message, or an array cannot be read.
     """
-    config, known = content.config_records.get("config"), {} if known is None else known
+    config, arrays_by_id = content.config_records.get("config"), {} if arrays_by_id is None else arrays_by_id
     if config is None or not isinstance(config.get(CONTENT), str):
         raise ValueError(f"no {kind}: its config record lacks {CONTENT!r}")
     try:
@@ -156,9 +156,9 @@ def from_content(kind: str, content: RecordDict, known: dict[int, Arrays] | None
     if not isinstance(values, dict):
         raise ValueError(f"no {kind}: its values are a {type(values).__name__}")
     for record in content.array_records.values():
-        if id(record) not in known:
-            known[id(record)] = read_arrays(record)
-    return Record(kind, values, {name: known[id(record)] for name, record in content.array_records.items()})
+        if id(record) not in arrays_by_id:
+            arrays_by_id[id(record)] = read_arrays(record)
+    return Record(kind, values, {name: arrays_by_id[id(record)] for name, record in content.array_records.items()})
 
 
 def strategy_config(request: Request, settings: Mapping[str, Any]) -> ConfigRecord:
@@ -178,16 +178,16 @@ def requests_of(messages: Iterable[Message]) -> list[Addressed]:
     ValueError
         A message is no request, or a strategy wrote something into it that does not fit.
     """
-    known: dict[int, Arrays] = {}
-    return [Addressed(message.metadata.dst_node_id, request_of(message, known)) for message in messages]
+    arrays_by_id: dict[int, Arrays] = {}
+    return [Addressed(message.metadata.dst_node_id, request_of(message, arrays_by_id)) for message in messages]
 
 
-def request_of(message: Message, known: dict[int, Arrays] | None = None) -> Request:
+def request_of(message: Message, arrays_by_id: dict[int, Arrays] | None = None) -> Request:
     """Return the request in a message.
 
     Parameters
     ----------
-    known : dict, optional
+    arrays_by_id : dict, optional
         Arrays that have been read already, by the identity of their record.
 
     Raises
@@ -198,7 +198,7 @@ def request_of(message: Message, known: dict[int, Arrays] | None = None) -> Requ
     kind = str(message.metadata.message_type)
     if kind not in REQUESTS:
         raise ValueError(f"message type {kind!r}: allowed are {', '.join(REQUESTS)}")
-    record = from_content(kind, message.content, known)
+    record = from_content(kind, message.content, arrays_by_id)
     config, fields = (
         message.content.config_records["config"],
         {field.name for field in dataclasses.fields(REQUESTS[kind])},

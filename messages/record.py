@@ -105,22 +105,22 @@ class Typed:
 TypedT = TypeVar("TypedT", bound=Typed)
 
 
-def read_only(message: TypedT, known: dict[int, tuple[Arrays, Arrays]] | None = None) -> TypedT:
+def read_only(message: TypedT, views: dict[int, tuple[Arrays, Arrays]] | None = None) -> TypedT:
     """Return a message whose arrays are read-only views.
 
     Parameters
     ----------
     message : Typed
-    known : dict, optional
+    views : dict, optional
         Views that have been made already, by the identity of the named arrays; messages that share arrays share the
         views.
     """
-    known = {} if known is None else known
+    views = {} if views is None else views
 
     def view(arrays: Arrays) -> Arrays:
-        if id(arrays) not in known:
-            known[id(arrays)] = arrays, {name: _read_only(value) for name, value in arrays.items()}
-        return known[id(arrays)][1]
+        if id(arrays) not in views:
+            views[id(arrays)] = arrays, {name: _read_only(value) for name, value in arrays.items()}
+        return views[id(arrays)][1]
 
     changes: dict[str, Any] = {}
     message_: Any = message
@@ -165,15 +165,15 @@ def _required_arrays(cls: type) -> list[str]:
 def _validator(cls: type) -> TypeAdapter[Any]:
     """Return pydantic's validator of a dataclass's values, by key."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    known: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
     for one in dataclasses.fields(cls):
         if _layout(cls)[one.name] == "value":
             if one.default_factory is not dataclasses.MISSING:
                 how = Field(default_factory=one.default_factory, alias=_key(one.name))
             else:
                 how = Field(... if one.default is dataclasses.MISSING else one.default, alias=_key(one.name))
-            known[one.name] = (hints[one.name], how)
-    return TypeAdapter(create_model(cls.__name__, __config__=_STRICT, **known))
+            definitions[one.name] = (hints[one.name], how)
+    return TypeAdapter(create_model(cls.__name__, __config__=_STRICT, **definitions))
 
 
 def _checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:

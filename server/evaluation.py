@@ -144,7 +144,7 @@ def _note_missing(federation: Federation, training: str, what: str, outcome: Out
 
 def _report(federation: Federation, training: str, partition: int, result: EvaluationResult) -> None:
     """Send the event of one result; further metrics are fields of their own."""
-    known = {
+    fields = {
         "training": training,
         "method": result.label,
         "shift": result.shift,
@@ -156,4 +156,4 @@ def _report(federation: Federation, training: str, partition: int, result: Evalu
         "weight_mean": result.weight_mean,
         "seconds": float(result.seconds),
     }
-    federation.events("evaluation", **known, **{name: n for name, n in result.metrics.items() if name not in known})
+    federation.events("evaluation", **fields, **{name: n for name, n in result.metrics.items() if name not in fields})

@@ -189,12 +189,12 @@ class Nodes:
             self.unknown[answer.node] = identity
             kind, reason = answer.kind or "refused", answer.reason
             if identity is not None:
-                reason = self._refusal(identity) or self._taken(identity)
+                reason = self._refusal(identity) or self._conflict(identity)
             if reason:
                 partition = None if identity is None else identity.partition_id
                 events(kind, **about, phase="identify", partition=partition, node_id=answer.node, reason=reason)
 
-    def _taken(self, identity: Identity) -> str:
+    def _conflict(self, identity: Identity) -> str:
         """Return which connected node already holds an unknown node's partition; empty when none does."""
         holder = self.by_partition[identity.partition_id]
         return f"node {holder} holds this partition and is connected" if holder in self.transport.nodes() else ""

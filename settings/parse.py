@@ -31,14 +31,14 @@ def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settin
     SettingsError
         A key is unknown, or a value is of the wrong type or impossible.
     """
-    known, skip = fields_by_key(), set(ignore)
+    fields, skip = fields_by_key(), set(ignore)
     values: dict[str, Any] = {}
     for key, value in config.items():
         if key in skip:
             continue
-        if key not in known:
-            raise SettingsError(_unknown(key, known))
-        values[known[key].name] = value
+        if key not in fields:
+            raise SettingsError(_unknown(key, fields))
+        values[fields[key].name] = value
     return Settings(**values)
 
 
@@ -126,10 +126,10 @@ def from_arguments(arguments: argparse.Namespace, defaults: Mapping[str, Any] | 
 
 def convert(key: str, word: str) -> Scalar:
     """Turn a word from the command line into a value of the setting `key`."""
-    known = fields_by_key()
-    if key not in known:
-        raise SettingsError(_unknown(key, known))
-    kind = get_type_hints(Settings)[known[key].name]
+    fields = fields_by_key()
+    if key not in fields:
+        raise SettingsError(_unknown(key, fields))
+    kind = get_type_hints(Settings)[fields[key].name]
     if kind is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if word.lower() not in words:
@@ -173,7 +173,7 @@ def _literal(word: str) -> Scalar:
     return word
 
 
-def _unknown(key: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+def _unknown(key: str, names: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(key, names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"unknown setting {key!r}{hint}; there are: {', '.join(sorted(known))}"
+    return f"unknown setting {key!r}{hint}; there are: {', '.join(sorted(names))}"

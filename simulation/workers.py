@@ -81,8 +81,8 @@ class RayTransport:
 
     def __init__(self, clients: int, workers: Sequence[Any]) -> None:
         self.clients, self._workers = clients, list(workers)
-        self._busy = [0] * len(workers)  # of the `AHEAD` places of each worker
-        self._begun: dict[Any, tuple[int, int]] = {}  # Ray's reference → worker, places that it takes
+        self._busy = [0] * len(workers)  # of the `AHEAD` slots of each worker
+        self._begun: dict[Any, tuple[int, int]] = {}  # Ray's reference → worker, slots that it takes
 
     def nodes(self) -> list[int]:
         """Return all nodes."""
@@ -96,9 +96,9 @@ class RayTransport:
         """
         end = time.monotonic() + timeout
         nodes = set(self.nodes())
-        known = [one for one in requests if one.node in nodes]
+        addressed = [one for one in requests if one.node in nodes]
         yield from (unknown_node(one) for one in requests if one.node not in nodes)
-        queued, waiting = deque(enumerate(known)), dict[Any, tuple[int, Addressed]]()
+        queued, waiting = deque(enumerate(addressed)), dict[Any, tuple[int, Addressed]]()
         stored: dict[int, Any] = {}  # by the identity of named arrays, which `requests` keeps alive
         suspects: set[int] = set()
         while (queued or waiting) and (left := end - time.monotonic()) > 0:
@@ -120,11 +120,11 @@ class RayTransport:
             yield late(one, timeout)
 
     def _finished(self, timeout: float) -> list[Any]:
-        """Wait for results, and free the places of their workers."""
+        """Wait for results, and free the slots of their workers."""
         done, _ = ray.wait(list(self._begun), timeout=timeout)
         for reference in done:
-            worker, places = self._begun.pop(reference)
-            self._busy[worker] -= places
+            worker, slots = self._begun.pop(reference)
+            self._busy[worker] -= slots
         return list(done)
 
     def _fill(
@@ -134,11 +134,11 @@ class RayTransport:
         suspects: set[int],
         stored: dict[int, Any],
     ) -> None:
-        """Hand requests to the least busy workers while they have free places."""
+        """Hand requests to the least busy workers while they have free slots."""
         while queued and min(self._busy) < AHEAD:
             worker, (number, one) = self._busy.index(min(self._busy)), queued[0]
-            places = AHEAD if number in suspects else 1
-            if self._busy[worker] + places > AHEAD:
+            slots = AHEAD if number in suspects else 1
+            if self._busy[worker] + slots > AHEAD:
                 break
             queued.popleft()
             record = one.request.to_record()
@@ -152,8 +152,8 @@ class RayTransport:
                 list(record.arrays),
                 *(stored[id(arrays)] for arrays in record.arrays.values()),
             )
-            self._begun[reference], waiting[reference] = (worker, places), (number, one)
-            self._busy[worker] += places
+            self._begun[reference], waiting[reference] = (worker, slots), (number, one)
+            self._busy[worker] += slots
 
 
 def _answer(one: Addressed, sent: Sent) -> Answer:

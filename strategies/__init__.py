@@ -16,7 +16,7 @@ from strategies.partial import PartialFedAvg
 from strategies.pfedbbn import PFedBBN
 from strategies.pfedgraph import PFedGraph
 from strategies.qffl import QFFL
-from strategies.registry import AGGREGATIONS, COLLABORATIONS, known_aggregations
+from strategies.registry import AGGREGATIONS, COLLABORATIONS, aggregation_names
 from strategies.robust import FedKrum, FedMedian, FedMultiKrum, FedTrimmedAvg, Krum, Median, RobustFedAvg, TrimmedMean
 from strategies.statistics_fedavg import StatisticsFedAvg
 
@@ -50,7 +50,7 @@ __all__ = [
     "RobustFedAvg",
     "StatisticsFedAvg",
     "TrimmedMean",
+    "aggregation_names",
     "facts",
-    "known_aggregations",
     "weighted_mean",
 ]

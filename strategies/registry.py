@@ -43,6 +43,6 @@ COLLABORATIONS: dict[str, type[Collaborative]] = {
 }
 
 
-def known_aggregations(byzantine_robust: bool = False) -> tuple[str, ...]:
+def aggregation_names(byzantine_robust: bool = False) -> tuple[str, ...]:
     """Return the names of all aggregations, or of the Byzantine-robust ones."""
     return tuple(name for name, one in AGGREGATIONS.items() if one.byzantine_robust or not byzantine_robust)

@@ -9,7 +9,7 @@ from html import escape
 import numpy as np
 
 from server.report import plots
-from server.report.collaboration import MEASURES, Matrix, Outcome, known, mixing_rounds, plain_mixing
+from server.report.collaboration import MEASURES, Matrix, Outcome, mixing_rounds, number_or_none, plain_mixing
 from server.report.markup import breakable, counted, data_table, folded, missing, plot_figure
 from server.report.results import METRICS_FILE, Results
 from server.report.scores import ACCURACY, METRICS, Metric, Row, by_method, percent, row_labels, table, verdict
@@ -173,7 +173,7 @@ def _matrix_table(found: Matrix, measure: str) -> str:
         cells = []
         for name in found.collaborations:
             outcome = found.cells.get((method, name))
-            shown = percent(known(getattr(outcome.scores, measure))) if outcome else "–"
+            shown = percent(number_or_none(getattr(outcome.scores, measure))) if outcome else "–"
             if outcome and outcome.gap:
                 shown += f' <span class="sd">{outcome.gap}</span>'
             cells.append(f"<strong>{shown}</strong>" if shown == tops[name] else shown)
@@ -185,7 +185,7 @@ def _matrix_table(found: Matrix, measure: str) -> str:
 def _by(found: Matrix, what: str, names: Sequence[str], values: Callable[[Outcome], np.ndarray]) -> str:
     """Return a table of accuracies with a row for each cell of the matrix."""
     body = [
-        [breakable(outcome.label), *(percent(known(value)) for value in values(outcome)[:LISTED])]
+        [breakable(outcome.label), *(percent(number_or_none(value)) for value in values(outcome)[:LISTED])]
         for outcome in found.outcomes
     ]
     more = f" The first {LISTED}; all are in {COLLABORATION_FILE}." if len(names) > LISTED else ""

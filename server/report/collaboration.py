@@ -64,8 +64,8 @@ class Scores:
 
         The "Avg" of the paper's Tables 2 and 3 counts a class that does not occur as 0 instead.
         """
-        known = ~np.isnan(self.per_class)
-        return float(ratio(np.where(known, self.per_class, 0.0).sum(), known.sum()))
+        mask = ~np.isnan(self.per_class)
+        return float(ratio(np.where(mask, self.per_class, 0.0).sum(), mask.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,9 @@ class Matrix:
         """Return the best value of each collaboration as shown; incomplete cells are not compared."""
         complete = [outcome for outcome in self.outcomes if not outcome.gap]
         return {
-            name: ACCURACY.top(known(getattr(one.scores, measure)) for one in complete if one.collaboration == name)
+            name: ACCURACY.top(
+                number_or_none(getattr(one.scores, measure)) for one in complete if one.collaboration == name
+            )
             for name in self.collaborations
         }
 
@@ -141,7 +143,7 @@ class Matrix:
 MEASURES = {"accuracy": "Global accuracy in %", "mean_class": "Mean accuracy over the classes that occur, in %"}
 
 
-def known(value: float) -> float | None:
+def number_or_none(value: float) -> float | None:
     """Convert NaN to None."""
     return None if np.isnan(value) else float(value)
 

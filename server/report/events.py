@@ -324,9 +324,9 @@ def parse_event(record: Any) -> Event | None:
     return kind(**values)
 
 
-def _other_numbers(record: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, float]:
+def _other_numbers(record: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, float]:
     is_finite, _ = _checker(Finite)
-    return {name: float(value) for name, value in record.items() if name not in known and is_finite(value)}
+    return {name: float(value) for name, value in record.items() if name not in fields and is_finite(value)}
 
 
 def _fields(kind: type[Event]) -> dict[str, tuple[Check, str, bool]]:

@@ -351,13 +351,15 @@ def _settings(results: Results) -> str:
         return "<h2>Settings</h2>" + missing("The run has not recorded its settings.")
     defaults = {one.name: one.default for one in dataclasses.fields(Settings)}
     changed: list[tuple[str, str]] = []
-    usual: list[tuple[str, str]] = []
+    unchanged: list[tuple[str, str]] = []
     for name, value in results.run.settings.items():
         key = str(name).replace("-", "_")
         item = escape(str(name)), breakable(str(value)) if isinstance(value, str) and value else text(value)
-        (usual if key in defaults and defaults[key] == value else changed).append(item)
+        (unchanged if key in defaults and defaults[key] == value else changed).append(item)
     first = definitions(changed, "settings") if changed else "<p>Every setting has its default.</p>"
     resumed = f"<p>Started {counted(results.starts, 'time')}: the run was resumed.</p>" if results.starts > 1 else ""
-    rest = folded(f"{counted(len(usual), 'setting')} at the default", definitions(usual, "settings") if usual else "")
+    rest = folded(
+        f"{counted(len(unchanged), 'setting')} at the default", definitions(unchanged, "settings") if unchanged else ""
+    )
     lead = '<p class="small">Settings that differ from the default:</p>' if changed else ""
     return f"<h2>Settings</h2>{lead}{first}{resumed}{rest}"

@@ -54,8 +54,8 @@ def plots(results: Results) -> list[Plot]:
 
 def _limits(values: Iterable[float]) -> tuple[float, float]:
     """Return limits of an axis of percentages, in tens."""
-    known = [value for value in values if math.isfinite(value)] or [0.0, 100.0]
-    return max(0.0, 10 * math.floor(min(known) / 10 - 0.1)), min(100.0, 10 * math.ceil(max(known) / 10 + 0.1))
+    numbers = [value for value in values if math.isfinite(value)] or [0.0, 100.0]
+    return max(0.0, 10 * math.floor(min(numbers) / 10 - 0.1)), min(100.0, 10 * math.ceil(max(numbers) / 10 + 0.1))
 
 
 # 1. Accuracy by method and distribution
@@ -74,8 +74,8 @@ def accuracy_by_shift(rows: Sequence[Row]) -> Plot | None:
     handles = []
     for index, shift in enumerate(shifts):
         style = series_style(index) | {"linestyle": "none", "markersize": 5}
-        known = [(100 * cell.mean, y) for y, row in enumerate(ordered) if (cell := row.cells[shift])]
-        axes.plot([x for x, _ in known], [y for _, y in known], **style, clip_on=False)
+        points = [(100 * cell.mean, y) for y, row in enumerate(ordered) if (cell := row.cells[shift])]
+        axes.plot([x for x, _ in points], [y for _, y in points], **style, clip_on=False)
         handles.append(Line2D([], [], **style, label=shift))
     averages = [(100 * row.average, y) for y, row in enumerate(ordered) if row.average is not None]
     if len(shifts) > 1:
@@ -102,8 +102,10 @@ def accuracy_by_client(results: Results) -> Plot | None:
     found = client_accuracy(results)
     together = matrix(results)
     for outcome in together.outcomes if together else []:
-        known = {client: float(value) for client, value in enumerate(outcome.scores.per_client) if not np.isnan(value)}
-        found[outcome.label] = known
+        accuracies = {
+            client: float(value) for client, value in enumerate(outcome.scores.per_client) if not np.isnan(value)
+        }
+        found[outcome.label] = accuracies
     if not found:
         return None
     clients = 1 + max(client for values in found.values() for client in values)
@@ -260,8 +262,8 @@ def _weight_panel(axes: Axes, counts: np.ndarray | None, mean: float | None) -> 
     centers = (np.arange(WEIGHT_BINS) + 0.5) / WEIGHT_BINS
     axes.bar(centers, counts / counts.sum(), 0.92 / WEIGHT_BINS, color=COLORS[0])
     axes.axvline(mean, color=INK, linewidth=1)
-    place: dict[str, Any] = {"x": 0.99, "ha": "right"} if mean < 0.5 else {"x": 0.01, "ha": "left"}
-    axes.text(y=0.97, s=f"{mean:.2f}", va="top", transform=axes.transAxes, fontsize=8.5, **place)
+    anchor: dict[str, Any] = {"x": 0.99, "ha": "right"} if mean < 0.5 else {"x": 0.01, "ha": "left"}
+    axes.text(y=0.97, s=f"{mean:.2f}", va="top", transform=axes.transAxes, fontsize=8.5, **anchor)
 
 
 # 5. Learned adaptation rates (ATP, Figure 4)
@@ -312,7 +314,7 @@ def _bars(axes: Axes, series: list[dict[str, list[float]]], order: Iterable[str]
     for index, found in enumerate(series):
         x = np.array([names.index(name) for name in found]) + (index - (len(series) - 1) / 2) * width
         axes.bar(x, [float(np.mean(values)) for values in found.values()], 0.9 * width, color=COLORS[index % 7])
-        dots = [(place, value) for place, values in zip(x, found.values(), strict=True) for value in values]
+        dots = [(position, value) for position, values in zip(x, found.values(), strict=True) for value in values]
         axes.plot(*zip(*dots, strict=True), ".", color=INK, markersize=3, alpha=0.6)
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor", fontsize=8)
     axes.set_xlim(-0.6, len(names) - 0.4)
@@ -369,8 +371,10 @@ def training_curves(results: Results) -> Plot | None:
         _draw_curves(part, group)
     words = []
     for label, one in found:
-        known = [value for value in one["accuracy"] if not math.isnan(value)]
-        words.append(f"{label}: {known[0]:.1f} % to {known[-1]:.1f} %" if known else f"{label}: accuracy unknown")
+        accuracies = [value for value in one["accuracy"] if not math.isnan(value)]
+        words.append(
+            f"{label}: {accuracies[0]:.1f} % to {accuracies[-1]:.1f} %" if accuracies else f"{label}: accuracy unknown"
+        )
     return to_svg(figure, "curves", "Accuracy (from, to) and loss over the rounds. " + "; ".join(words))
 
 

@@ -64,10 +64,10 @@ class Metric:
 
     def top(self, values: Iterable[float | None]) -> str | None:
         """Best of some values as shown, so that values that read the same are all the best; None where none is best."""
-        known = [value for value in values if value is not None]
-        if not known or self.best is None:
+        numbers = [value for value in values if value is not None]
+        if not numbers or self.best is None:
             return None
-        return self.show(max(known) if self.best == "highest" else min(known))
+        return self.show(max(numbers) if self.best == "highest" else min(numbers))
 
 
 def _accuracy(entry: Evaluation) -> float:
@@ -172,10 +172,10 @@ def verdict(rows: Sequence[Row]) -> str:
     gains, losses = [], []
     for shift in base.cells:
         reference = base.mean(shift)
-        known = [(value, row.label) for row in others if (value := row.mean(shift)) is not None]
-        if reference is None or not known:
+        means = [(value, row.label) for row in others if (value := row.mean(shift)) is not None]
+        if reference is None or not means:
             continue
-        value, label = max(known)
+        value, label = max(means)
         gain = 100 * (value - reference)
         if round(gain, 1) > 0:
             gains.append(f"{shift} ({label} {gain:+.1f} points)")

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from models import write_atomically
-from server.report.collaboration import MEASURES, Matrix, known, matrix
+from server.report.collaboration import MEASURES, Matrix, matrix, number_or_none
 from server.report.results import Results
 from server.report.scores import ACCURACY, METRICS, percent, table, verdict
 
@@ -61,7 +61,7 @@ def collaboration_csv(found: Matrix) -> str:
         scores = outcome.scores
         values = [scores.accuracy, scores.mean_class, *scores.per_corruption, *scores.per_class, *scores.per_client]
         counts = [len(outcome.rounds), int(outcome.total.sum())]
-        shown = [percent(known(value), 2, missing="") for value in values]
+        shown = [percent(number_or_none(value), 2, missing="") for value in values]
         lines.append([outcome.method, outcome.collaboration, *counts, *shown])
     return _csv([head, *lines])
 
@@ -120,7 +120,7 @@ def _render_matrix(found: Matrix, measure: str) -> Table:
         cells = []
         for collaboration in found.collaborations:
             outcome = found.cells.get((method, collaboration))
-            shown = percent(known(getattr(outcome.scores, measure))) if outcome else "–"
+            shown = percent(number_or_none(getattr(outcome.scores, measure))) if outcome else "–"
             incomplete = outcome is not None and bool(outcome.gap)
             text = _bold_if(shown, None if incomplete else tops[collaboration])
             cells.append(text.append("*", style="not bold") if incomplete else text)
@@ -137,7 +137,7 @@ def _render_clients(found: Matrix) -> Table:
     for client in range(min(found.clients, LISTED)):
         rendered.add_column(str(client), justify="right", no_wrap=True)
     for outcome in found.outcomes:
-        shown = [percent(known(value), 0) for value in outcome.scores.per_client[:LISTED]]
+        shown = [percent(number_or_none(value), 0) for value in outcome.scores.per_client[:LISTED]]
         rendered.add_row(Text(outcome.method), Text(outcome.collaboration), *shown)
     return rendered
 

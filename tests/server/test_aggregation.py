@@ -25,7 +25,7 @@ from server.events import QuorumMissed
 from server.methods import plan
 from server.trainings import TRAININGS, TrainingStage
 from settings import Settings, SettingsError
-from strategies import AGGREGATIONS, FedAvg, RobustFedAvg, known_aggregations
+from strategies import AGGREGATIONS, FedAvg, RobustFedAvg, aggregation_names
 from tests.flower import record, reply
 from tests.server.test_nodes import IDENTITY, raises
 from tests.server.test_rounds import Place, client
@@ -40,7 +40,7 @@ def test_an_unknown_aggregation_is_refused_before_training() -> None:
         plan(Settings(aggregation="fedavgg"))
     assert type(make_strategy(TrainingStage(), Settings())) is FedAvg
     assert robust_aggregator(Settings()) is None
-    assert set(LEAST) == set(known_aggregations(byzantine_robust=True))
+    assert set(LEAST) == set(aggregation_names(byzantine_robust=True))
 
 
 @pytest.mark.parametrize("changes", [{"leave_one_out": True}, {"statistics_weighting": "examples"}])

@@ -14,7 +14,7 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from settings import Settings
-from strategies import AGGREGATIONS, COLLABORATIONS, Aggregation, Collaborative, facts, known_aggregations
+from strategies import AGGREGATIONS, COLLABORATIONS, Aggregation, Collaborative, aggregation_names, facts
 from strategies.arrays import Named, as_numpy, mix
 from tests.flower import LocalGrid, record, reply, request
 from tests.strategies.nodes import Device, begun, rounds, shared_reply
@@ -156,8 +156,8 @@ def test_a_restored_state_continues_with_the_same_bits(name: str) -> None:
 
 
 def test_the_registry_states_which_aggregations_are_robust() -> None:
-    assert Settings.aggregation in known_aggregations()
-    robust = known_aggregations(byzantine_robust=True)
+    assert Settings.aggregation in aggregation_names()
+    robust = aggregation_names(byzantine_robust=True)
     assert robust == tuple(name for name, one in AGGREGATIONS.items() if one.robust_aggregator(PLAIN))
     assert [AGGREGATIONS[name].min_clients(PLAIN) for name in robust] == [3, 5, 5, 6]
     assert {name: one.client_metrics for name, one in AGGREGATIONS.items() if one.client_metrics} == {
