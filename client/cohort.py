@@ -250,10 +250,10 @@ def padded(batches: Sequence[tuple[Tensor, Tensor]]) -> Batch:
     x, y = batches[0]
     images = x.new_zeros(len(batches), width, *x.shape[1:])
     labels, mask = y.new_zeros(len(batches), width), x.new_zeros(len(batches), width)
-    for place, (own, classes) in enumerate(batches):
-        images[place, : len(own)] = own
-        labels[place, : len(own)] = classes
-        mask[place, : len(own)] = 1
+    for row, (own, classes) in enumerate(batches):
+        images[row, : len(own)] = own
+        labels[row, : len(own)] = classes
+        mask[row, : len(own)] = 1
     return Batch(images, labels, mask)
 
 

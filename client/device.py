@@ -38,7 +38,7 @@ from client.network import (
     trained_indices,
 )
 from client.resources import network_spec
-from client.serving import Served, missing_heads, serve, usual_predictions
+from client.serving import Served, baseline_predictions, missing_heads, serve
 from client.state import NetworkStore, PrivateState
 from client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
 from data import CORRUPTIONS, DATASETS, Federation, Images, Role, Stream, resolve, stream
@@ -346,11 +346,12 @@ class Device:
         if row.base == "personalised":
             self._personalize(request, private)
         federation, size = self.federation.in_round(request.round), self.settings.eval_batch_size
-        usual = usual_predictions(self.model, federation, self.partition, self.device, size, self.role != "target")
+        labelled = self.role != "target"
+        baseline = baseline_predictions(self.model, federation, self.partition, self.device, size, labelled)
         network, neighbours = copy.deepcopy(self.model), self._neighbours([row], request.round)
         rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
         classes, spec = self.federation.images.classes, network_spec(self.federation.images, self.settings)
-        return serve(row, network, spec, self.settings, classes, usual, statistics, rates, neighbours)
+        return serve(row, network, spec, self.settings, classes, baseline, statistics, rates, neighbours)
 
     def _require_source(self) -> None:
         if self.role == "target":
@@ -417,8 +418,8 @@ class Device:
 
     def _stream(self, shift: str) -> Stream:
         """Return a test stream of this client."""
-        known: dict[str, Any] = {"seed": self.settings.seed, "severity": self.settings.severity}
-        return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **known)
+        conditions: dict[str, Any] = {"seed": self.settings.seed, "severity": self.settings.severity}
+        return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **conditions)
 
 
 def rates_of(arrays: Mapping[str, NDArray[Any]]) -> dict[str, float]:

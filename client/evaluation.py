@@ -83,11 +83,11 @@ def make_adapter(
     ValueError
         As `tta.create`.
     """
-    known = (rates or {}).get(str(row.options.get("adapt", "all")))
-    known_options = info(row.adapter).options
-    applied = {name: value for name, value in given.items() if name in known_options}
+    variant_rates = (rates or {}).get(str(row.options.get("adapt", "all")))
+    declared_options = info(row.adapter).options
+    applied = {name: value for name, value in given.items() if name in declared_options}
     options = {**_defaults(row.adapter, settings), **applied, **row.options}
-    adapter = create(row.adapter, model, statistics, known, neighbours.store if neighbours else None, **options)
+    adapter = create(row.adapter, model, statistics, variant_rates, neighbours.store if neighbours else None, **options)
     if isinstance(adapter, KNNPer) and neighbours is not None and "weight" not in row.options:
         adapter.weight = neighbours.best_weight(adapter, settings.eval_batch_size)
     return adapter
@@ -151,8 +151,8 @@ def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
     """Return the options of an adapter that follow from the run's settings, where a row does not set them."""
     follow: dict[str, Any] = {"seed": settings.seed}
     if views := info(adapter).views:
-        known = DATASETS[settings.dataset]
-        follow["augment"] = views.for_data(flip=known.flip, crop=known.crop)
+        dataset_info = DATASETS[settings.dataset]
+        follow["augment"] = views.for_data(flip=dataset_info.flip, crop=dataset_info.crop)
     if settings.leave_one_out:
         follow["leave_one_out"] = settings.clients
     return {name: value for name, value in follow.items() if name in info(adapter).options}

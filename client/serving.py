@@ -30,7 +30,7 @@ NETWORK, REST = "network.safetensors", "rest.safetensors"
 
 
 @dataclass(frozen=True)
-class Usual:
+class Baseline:
     """A client's usual predictions, against which the guard judges; they never leave the device.
 
     Parameters
@@ -45,7 +45,7 @@ class Usual:
     entropy: float = 0.0
 
     @classmethod
-    def unknown(cls, classes: int) -> Usual:
+    def unknown(cls, classes: int) -> Baseline:
         """Return the value for a client without samples: all classes alike."""
         return cls(np.full(classes, 1 / classes))
 
@@ -64,7 +64,7 @@ class Served:
     settings : dict
         Those that adapters' options follow from (group "adapter"), by field name.
     classes : tuple of str
-    usual : Usual
+    baseline : Baseline
     statistics : Statistics or None
     rates : mapping
         variant → module → α.
@@ -80,7 +80,7 @@ class Served:
     spec: Mapping[str, Any]
     settings: Mapping[str, Scalar]
     classes: tuple[str, ...]
-    usual: Usual
+    baseline: Baseline
     statistics: Statistics | None = None
     rates: Mapping[str, Mapping[str, float]] | None = None
     datastore: Datastore | None = None
@@ -148,7 +148,7 @@ class Served:
             spec,
             about["settings"],
             tuple(about["classes"]),
-            Usual(arrays["usual.shares"], float(arrays["usual.entropy"])),
+            Baseline(arrays["usual.shares"], float(arrays["usual.entropy"])),
             Statistics.from_arrays(_part(arrays, "statistics."), device) if about["statistics"] else None,
             _rates(arrays, about["variants"]),
             _datastore(arrays, device),
@@ -176,7 +176,7 @@ class Served:
 
     def _arrays(self) -> Arrays:
         """Return the arrays other than the network's."""
-        arrays: Arrays = {"usual.shares": self.usual.shares, "usual.entropy": np.array(self.usual.entropy)}
+        arrays: Arrays = {"usual.shares": self.baseline.shares, "usual.entropy": np.array(self.baseline.entropy)}
         if self.statistics is not None:
             arrays |= {f"statistics.{name}": value for name, value in self.statistics.to_arrays().items()}
         for variant, rates in (self.rates or {}).items():
@@ -193,7 +193,7 @@ def serve(
     spec: Mapping[str, Any],
     settings: Settings,
     classes: tuple[str, ...],
-    usual: Usual,
+    baseline: Baseline,
     statistics: Statistics | None,
     rates: Mapping[str, Mapping[str, float]] | None,
     neighbours: Neighbours | None,
@@ -211,7 +211,7 @@ def serve(
     variant = str(row.options.get("adapt", "all"))
     own = {variant: dict((rates or {})[variant])} if "rates" in info(row.adapter).needs else None
     store = neighbours.store if neighbours else None
-    served = Served(row, network, dict(spec), followed, classes, usual, statistics, own, store, chosen)
+    served = Served(row, network, dict(spec), followed, classes, baseline, statistics, own, store, chosen)
     served.build()
     return served
 
@@ -223,9 +223,9 @@ def missing_heads(adapter: str, algorithm: LocalAlgorithm) -> list[str]:
 
 
 @torch.no_grad()
-def usual_predictions(
+def baseline_predictions(
     network: TwoHead, federation: Federation, partition: int, device: torch.device, batch_size: int, labelled: bool
-) -> Usual:
+) -> Baseline:
     """Return a client's usual predictions under a network in evaluation mode.
 
     Predictions are those of its validation split, or of its training split where that is empty.
@@ -239,14 +239,14 @@ def usual_predictions(
     index = split.validation if len(split.validation) else split.train
     classes = len(images.classes)
     if not len(index):
-        return Usual.unknown(classes)
+        return Baseline.unknown(classes)
     parts = [index[begin : begin + batch_size] for begin in range(0, len(index), batch_size)]
     rows = [torch.softmax(network(images.batch(part, device)), 1).cpu().numpy() for part in parts]
     p = np.concatenate(rows)
     shares = np.bincount(p.argmax(1), minlength=classes) / len(p)
     if labelled and len(split.train):
         shares = np.maximum(shares, np.bincount(images.labels[split.train], minlength=classes) / len(split.train))
-    return Usual(shares, float(entropy(p).mean()))
+    return Baseline(shares, float(entropy(p).mean()))
 
 
 def entropy(probabilities: NDArray[Any]) -> NDArray[np.float64]:
@@ -269,5 +269,5 @@ def _rates(arrays: Arrays, variants: list[str]) -> dict[str, dict[str, float]] |
 
 
 def _datastore(arrays: Arrays, device: torch.device) -> Datastore | None:
-    known = {name: torch.tensor(value, device=device) for name, value in _part(arrays, "datastore.").items()}
-    return Datastore(**known) if known else None
+    tensors = {name: torch.tensor(value, device=device) for name, value in _part(arrays, "datastore.").items()}
+    return Datastore(**tensors) if tensors else None

@@ -173,9 +173,9 @@ def outdated(tags: list[int], newest: int, keep: Collection[int] = ()) -> list[i
 
     For each round in `keep`, the newest tag up to it stays.
     """
-    known = sorted(tag for tag in tags if tag <= newest)
-    back = {max(before) for round in keep if (before := [tag for tag in known if tag <= round])}
-    return [tag for tag in tags if tag not in known[-KEPT:] and tag not in back]
+    past_tags = sorted(tag for tag in tags if tag <= newest)
+    back = {max(before) for round in keep if (before := [tag for tag in past_tags if tag <= round])}
+    return [tag for tag in tags if tag not in past_tags[-KEPT:] and tag not in back]
 
 
 def by_key(entries: Collection[tuple[str, int]]) -> dict[str, list[int]]:

@@ -111,10 +111,10 @@ class Constants:
         if isinstance(like, np.ndarray):
             return self._host
         if like.device not in self._elsewhere:
-            self._elsewhere[like.device] = {name: place(value, like) for name, value in self._host.items()}
+            self._elsewhere[like.device] = {name: to_device_of(value, like) for name, value in self._host.items()}
         return self._elsewhere[like.device]
 
 
-def place(value: np.ndarray, like: Array) -> Array:
+def to_device_of(value: np.ndarray, like: Array) -> Array:
     """Return the numpy array `value` where `like` lives."""
     return value if isinstance(like, np.ndarray) else torch.from_numpy(value).to(like.device)

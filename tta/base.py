@@ -169,9 +169,9 @@ class Adapter(ABC):
 
     def take_report(self) -> dict[str, Any]:
         """Return `report()` and start a new one; what was learned stays. For endless streams."""
-        taken = self.report()
+        report = self.report()
         self._records = {}
-        return taken
+        return report
 
     def _note(self, **columns: Tensor | np.ndarray) -> None:
         """Append per-sample values [B, ...] to the report, on the CPU; arrays are not copied, leave them alone."""

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tta.arrays import Array, Constants, class_major, from_tensor, namespace, place, softmax_entropy, to_tensor
+from tta.arrays import Array, Constants, class_major, from_tensor, namespace, softmax_entropy, to_device_of, to_tensor
 from tta.base import Adapter
 from tta.checks import check_choice, check_number
 from tta.heads import check_two_heads, statistic_vector, two_heads
@@ -88,18 +88,18 @@ class BTFL(Adapter):
         record: bool = True,
     ) -> None:
         features = check_two_heads(model, "btfl")
-        known = statistics or Statistics()
-        known.require("btfl", "dle_local", "dle_global", "entropy_local", "entropy_global")
+        statistics = statistics or Statistics()
+        statistics.require("btfl", "dle_local", "dle_global", "entropy_local", "entropy_global")
         check_number("strength", strength, 0, math.inf, open_low=True)
         check_number("smoothing", smoothing, 0, 0.5)
         check_choice("rectify", rectify, RECTIFICATIONS)
         super().__init__(model, record=record)
         self.strength, self.rectify = strength, rectify
-        local = _frequency("dle_local", known.dle_local, features)
-        global_ = _frequency("dle_global", known.dle_global, features)
+        local = _frequency("dle_local", statistics.dle_local, features)
+        global_ = _frequency("dle_global", statistics.dle_global, features)
         global_ = without_own_share(global_, local, leave_one_out)
         table, offset = likelihood_table(smooth(local, smoothing), smooth(global_, smoothing))
-        self._mean_entropy = _mean_entropies(known)
+        self._mean_entropy = _mean_entropies(statistics)
         pace = np.maximum(np.array(self._mean_entropy)[:, None], SMALL)  # H̄ above a fraction line, (2, 1)
         self._fixed = Constants(table=table, offset=offset, pace=pace)
         # An event adds one count to at most `strength`, and pruning leaves a sum of 3.
@@ -123,7 +123,7 @@ class BTFL(Adapter):
         pairs = zip(log_tau.tolist(), entropy.T.tolist(), strict=True)
         events = [detect_event(ratio, pair, self._mean_entropy) for ratio, pair in pairs]
         path, prior = prior_path(events, self._prior, self.strength)
-        priors = place(np.array(path), features)  # (B, 2)
+        priors = to_device_of(np.array(path), features)  # (B, 2)
         log_tau_hat = self._rectified(likelihood, entropy)
         e = self._rule.mean(priors, log_tau_hat)  # (B,)
         mixed = probabilities[:, 0] + e * (probabilities[:, 1] - probabilities[:, 0])  # (K, B)
@@ -249,9 +249,9 @@ def _frequency(name: str, value: Tensor | None, features: int) -> np.ndarray:
     return frequency
 
 
-def _mean_entropies(known: Statistics) -> tuple[float, float]:
+def _mean_entropies(statistics: Statistics) -> tuple[float, float]:
     """Return (H̄_l, H̄_g); raise ValueError naming one that is negative or not finite."""
-    local, global_ = float(cast(float, known.entropy_local)), float(cast(float, known.entropy_global))
+    local, global_ = float(cast(float, statistics.entropy_local)), float(cast(float, statistics.entropy_global))
     check_number("entropy_local", local, 0, math.inf)
     check_number("entropy_global", global_, 0, math.inf)
     return local, global_

@@ -45,8 +45,8 @@ def check_parts(model: nn.Module, method: str, *parts: str) -> None:
 
 def class_count(model: nn.Module, num_classes: int | None, least: int = 2) -> int:
     """Return K: as given, or `model.num_classes`; raise ValueError where there is neither, or K is below `least`."""
-    known = getattr(model, "num_classes", None) if num_classes is None else num_classes
-    if not isinstance(known, int):
+    count = getattr(model, "num_classes", None) if num_classes is None else num_classes
+    if not isinstance(count, int):
         raise ValueError(f"num_classes is needed: {type(model).__name__} does not state how many classes it has")
-    check_least(least, num_classes=known)
-    return known
+    check_least(least, num_classes=count)
+    return count

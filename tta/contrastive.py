@@ -246,9 +246,9 @@ class ContrastiveViews:
 
     def _recolour(self, x: Tensor, signed: Tensor, order: Tensor, jittered: Tensor) -> None:
         """Apply the jitter in place to those of x [n, C, H, W] with `jittered` [n]; `signed` [n, 4] is in [-1, 1)."""
-        for place in range(len(JITTER)):
+        for position in range(len(JITTER)):
             for code, (name, spread) in enumerate(JITTER.items()):
-                index = torch.nonzero(jittered & (order[:, place] == code)).flatten()
+                index = torch.nonzero(jittered & (order[:, position] == code)).flatten()
                 if len(index) == 0 or (x.shape[1] == 1 and name in COLOURED_ONLY):
                     continue
                 parameter = (name != "hue") + signed[index, code] * spread * self.strength

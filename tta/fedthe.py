@@ -29,8 +29,8 @@ from tta.arrays import (
     from_tensor,
     largest,
     namespace,
-    place,
     softmax,
+    to_device_of,
     to_host,
     to_tensor,
 )
@@ -95,8 +95,8 @@ class FedTHE(Adapter):
         record: bool = True,
     ) -> None:
         features = check_two_heads(model, "fedthe")
-        known = statistics or Statistics()
-        known.require("fedthe", "descriptor_local", "descriptor_global")
+        statistics = statistics or Statistics()
+        statistics.require("fedthe", "descriptor_local", "descriptor_global")
         check_number("alpha", alpha, 0, 1)
         check_number("beta", beta, 0, 1)
         check_number("steps", steps, 1, math.inf)
@@ -108,8 +108,8 @@ class FedTHE(Adapter):
         self.per = "sample" if history == "sample" else "batch"
         self._features = features
         self._descriptors = Constants(
-            global_=statistic_vector("descriptor_global", known.descriptor_global, features),
-            local=statistic_vector("descriptor_local", known.descriptor_local, features),
+            global_=statistic_vector("descriptor_global", statistics.descriptor_global, features),
+            local=statistic_vector("descriptor_local", statistics.descriptor_local, features),
         )
         self._schedule = adam_schedule(steps, lr)
         self._history: np.ndarray | None = None
@@ -149,7 +149,7 @@ class FedTHE(Adapter):
 
     def _past(self, features: Array) -> Array:
         """Return the history before each sample, and after the last one: [B+1, d]."""
-        start = features[0] if self._history is None else place(self._history, features)
+        start = features[0] if self._history is None else to_device_of(self._history, features)
         kept_out = 1 if self.history == "batch" else 0
         return running_average(features[kept_out:], start, self.alpha, repeat=1 + kept_out)
 
@@ -164,9 +164,9 @@ class FedTHE(Adapter):
         self._history = None
 
     def _state(self) -> dict[str, Tensor]:
-        known = self._history is not None
+        has_history = self._history is not None
         history = self._history if self._history is not None else np.zeros(self._features)
-        return {"history": torch.from_numpy(history), "has_history": torch.tensor(known)}
+        return {"history": torch.from_numpy(history), "has_history": torch.tensor(has_history)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
         self._history = to_host(from_tensor(state["history"])) if bool(state["has_history"]) else None

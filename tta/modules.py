@@ -122,14 +122,14 @@ def call_with(model: nn.Module, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     two names twice, and then put the wrong tensor back.
     """
     names = {id(value): name for name, value in module_tensors(model).items()}
-    places = {}
+    replacements = {}
     for path, layer in model.named_modules():  # each layer under one name
         prefix = f"{path}." if path else ""
-        for place in (layer.named_parameters, layer.named_buffers):
-            for own, value in place(recurse=False, remove_duplicate=False):
+        for named_tensors in (layer.named_parameters, layer.named_buffers):
+            for own, value in named_tensors(recurse=False, remove_duplicate=False):
                 if id(value) in names:
-                    places[prefix + own] = w[names[id(value)]]
-    return functional_call(model, places, (x,), tie_weights=False)
+                    replacements[prefix + own] = w[names[id(value)]]
+    return functional_call(model, replacements, (x,), tie_weights=False)
 
 
 @contextmanager

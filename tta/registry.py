@@ -111,9 +111,9 @@ def create(
         or memorised samples that the adapter needs are missing.
     """
     adapter = info(name)
-    known = adapter.options
+    declared_options = adapter.options
     for option, value in options.items():
-        expected = _option_type(adapter, known, option)
+        expected = _option_type(adapter, declared_options, option)
         if not _fits(value, expected):
             raise ValueError(f"{name}: {option}={value!r} is not {_describe(expected)}")
     constructor: Any = adapter
@@ -141,14 +141,17 @@ def parse_options(name: str, texts: dict[str, str]) -> dict[str, Any]:
         The name or an option is unknown, or a text is no value of the option's type; the message says what is allowed.
     """
     adapter = info(name)
-    known = adapter.options
-    return {option: _parse(name, option, text, _option_type(adapter, known, option)) for option, text in texts.items()}
+    declared_options = adapter.options
+    return {
+        option: _parse(name, option, text, _option_type(adapter, declared_options, option))
+        for option, text in texts.items()
+    }
 
 
-def _option_type(adapter: type[Adapter], known: dict[str, tuple[Any, Any]], option: str) -> Any:
-    if option not in known:
-        raise ValueError(f"{adapter.name} has no option {option!r}; there are: {_listed(known)}")
-    return known[option][0]
+def _option_type(adapter: type[Adapter], declared_options: dict[str, tuple[Any, Any]], option: str) -> Any:
+    if option not in declared_options:
+        raise ValueError(f"{adapter.name} has no option {option!r}; there are: {_listed(declared_options)}")
+    return declared_options[option][0]
 
 
 def _alternatives(expected: Any) -> tuple[Any, ...]:

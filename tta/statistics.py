@@ -71,11 +71,11 @@ STATISTICS: dict[str, Statistic] = {
 }
 
 #: Statistics that are sent only if an adapter needs them; those whose numbers sum to one.
-ON_REQUEST = tuple(name for name, known in STATISTICS.items() if known.on_request)
-DISTRIBUTIONS = tuple(name for name, known in STATISTICS.items() if known.distribution)
+ON_REQUEST = tuple(name for name, statistic in STATISTICS.items() if statistic.on_request)
+DISTRIBUTIONS = tuple(name for name, statistic in STATISTICS.items() if statistic.distribution)
 #: Needs of adapters that the statistics round meets, and those for which a client needs training data of its own.
-STATISTICS_NEEDS = frozenset(known.need for known in STATISTICS.values())
-OWN_NEEDS = frozenset(known.need for known in STATISTICS.values() if known.own)
+STATISTICS_NEEDS = frozenset(statistic.need for statistic in STATISTICS.values())
+OWN_NEEDS = frozenset(statistic.need for statistic in STATISTICS.values() if statistic.own)
 
 
 @dataclass(frozen=True)
@@ -118,20 +118,20 @@ class Statistics:
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the fields that are known, as arrays by name; numbers have no dimension."""
-        known = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: value.detach().cpu().numpy() if isinstance(value, Tensor) else np.array(value, np.float64)
-            for name, value in known.items()
+            for name, value in values.items()
             if value is not None
         }
 
     @classmethod
     def from_arrays(cls, arrays: Arrays, device: torch.device | None = None) -> Statistics:
         """Return what `to_arrays` was made of; arrays without a dimension become numbers."""
-        known: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: torch.tensor(value, device=device) if value.ndim else float(value) for name, value in arrays.items()
         }
-        return cls(**known)
+        return cls(**values)
 
     @classmethod
     def combine(cls, own: Arrays, means: Arrays, device: torch.device | None = None) -> Statistics:
@@ -140,10 +140,10 @@ class Statistics:
         A client without training data of its own passes `own = {}` and the statistics `ON_REQUEST` alone.
         """
         found: dict[str, NDArray[Any]] = {}
-        for name, known in STATISTICS.items():
-            for field, arrays in ((known.own, own), (known.mean, means)):
+        for name, statistic in STATISTICS.items():
+            for field, arrays in ((statistic.own, own), (statistic.mean, means)):
                 if field and name in arrays:
-                    found[field] = arrays[name] if known.shape else arrays[name][0]
+                    found[field] = arrays[name] if statistic.shape else arrays[name][0]
         return cls.from_arrays(found, device)
 
 
@@ -152,9 +152,9 @@ def statistics_shapes(needs: Collection[str], model: TwoHead) -> dict[str, tuple
     names = [name for name in model.global_state() if not name.startswith(ROTATION_PREFIX)]
     sizes = {"features": model.feature_dim, "classes": model.num_classes, "blocks": len(by_block(model, names))}
     return {
-        name: (known.sized(sizes), "float64")
-        for name, known in STATISTICS.items()
-        if not known.on_request or known.need in needs
+        name: (statistic.sized(sizes), "float64")
+        for name, statistic in STATISTICS.items()
+        if not statistic.on_request or statistic.need in needs
     }
 
 

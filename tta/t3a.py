@@ -105,12 +105,12 @@ class T3A(Adapter):
             self._sums[k] += direction
         else:
             ranked, kept = self._entropies[k], self._supports[k]  # by rising entropy
-            place = int(np.searchsorted(ranked[: self._counts[k]], entropy, side="right"))
-            if place == self.support:
+            rank = int(np.searchsorted(ranked[: self._counts[k]], entropy, side="right"))
+            if rank == self.support:
                 return
             n = self._counts[k] = min(self._counts[k] + 1, self.support)
-            ranked[place + 1 : n], kept[place + 1 : n] = ranked[place : n - 1].copy(), kept[place : n - 1].copy()
-            ranked[place], kept[place] = entropy, direction
+            ranked[rank + 1 : n], kept[rank + 1 : n] = ranked[rank : n - 1].copy(), kept[rank : n - 1].copy()
+            ranked[rank], kept[rank] = entropy, direction
             self._sums[k] = kept[:n].sum(0)
         self._prototypes[k] = self._prototypes_of(self._sums[k], self._counts[k])
 

@@ -207,9 +207,9 @@ class Views:
 
     def _recolour(self, x: Tensor, signed: Tensor, order: Tensor) -> Tensor:
         """Apply the colour operations to x [n, C, H, W], in place, with parameters from `signed` [n, 5] in [-1, 1)."""
-        for place in range(len(COLOURS)):
+        for position in range(len(COLOURS)):
             for code, (name, (function, spread)) in enumerate(COLOURS.items()):
-                index = torch.nonzero(order[:, place] == code).flatten()
+                index = torch.nonzero(order[:, position] == code).flatten()
                 if len(index) == 0 or (x.shape[1] == 1 and name in COLOURED_ONLY):
                     continue
                 parameter = (name != "hue") + signed[index, code] * (spread / 2 if self.soft else spread)

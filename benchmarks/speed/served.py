@@ -19,7 +19,7 @@ from torch import Tensor
 
 from client.agent.store import Store
 from client.resources import federation_of, network_spec
-from client.serving import Served, serve, usual_predictions
+from client.serving import Served, baseline_predictions, serve
 from data import Federation
 from messages.requests import AdapterRow
 from models import TwoHead, build
@@ -52,8 +52,13 @@ def fabricate() -> Served:
     federation = federation_of(SETTINGS)
     spec = network_spec(federation.images, SETTINGS)
     network = build(**spec, seed=0).eval().to(memory_format=torch.channels_last)
+<<<<<<< HEAD
     statistics = fit(network, federation)
     ordinary = usual_predictions(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
+=======
+    known = fit(network, federation)
+    ordinary = baseline_predictions(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
+>>>>>>> refs/heads/na
     row = AdapterRow("none", "none")
     return serve(row, network, spec, SETTINGS, federation.images.classes, ordinary, statistics, None, None)
 

@@ -137,8 +137,8 @@ class AgentConfig:
         from tta.registry import info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
-        if known := info(name).whole_set:
-            option, value = known
+        if whole_set := info(name).whole_set:
+            option, value = whole_set
             if options.get(option, info(name).options[option][1]) == value:
                 raise SettingsError(
                     f"adapter = {self.adapter!r}: {option}={value} needs a whole test set, but requests are a stream"
@@ -206,16 +206,16 @@ class AgentConfig:
     @classmethod
     def from_mapping(cls, content: Mapping[str, Scalar], folder: Path = Path()) -> AgentConfig:
         """Build a config from flat hyphenated keys; relative paths are relative to `folder`."""
-        known = {key_of(field.name): field for field in dataclasses.fields(cls)}
+        fields_by_key = {key_of(field.name): field for field in dataclasses.fields(cls)}
         for key in content:
-            if key not in known:
-                close = difflib.get_close_matches(key, known, n=1)
+            if key not in fields_by_key:
+                close = difflib.get_close_matches(key, fields_by_key, n=1)
                 hint = f" (did you mean {close[0]}?)" if close else ""
-                raise SettingsError(f"unknown key {key!r}{hint}; there are: {', '.join(sorted(known))}")
-        required = [key for key, field in known.items() if field.default is dataclasses.MISSING]
+                raise SettingsError(f"unknown key {key!r}{hint}; there are: {', '.join(sorted(fields_by_key))}")
+        required = [key for key, field in fields_by_key.items() if field.default is dataclasses.MISSING]
         if missing := [key for key in required if key not in content]:
             raise SettingsError(f"{', '.join(missing)}: must be set")
-        values: dict[str, Any] = {known[key].name: value for key, value in content.items()}
+        values: dict[str, Any] = {fields_by_key[key].name: value for key, value in content.items()}
         for name in PATHS:
             if isinstance(values.get(name), str) and values[name]:
                 values[name] = str(folder / Path(values[name]).expanduser())

@@ -23,7 +23,7 @@ from the unadapted model's, so the accuracy is at most `margin` below its accura
 is detected when it fills about `one_class` of the window. While the guard holds, the adapter does not run; after
 `retry` samples it is tried again, from its last good state.
 
-A skewed class distribution that is usual for a client is not degenerate: see `client.serving.Usual`.
+A skewed class distribution that is usual for a client is not degenerate: see `client.serving.Baseline`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from client.agent.config import Limits
-from client.serving import Usual, entropy
+from client.serving import Baseline, entropy
 
 COLLAPSES = ("non-finite", "collapse", "disagreement")
 DEGENERATE = ("one-class", "constant", "noise", "small-batch")
@@ -74,7 +74,7 @@ class Guard:
     Parameters
     ----------
     limits : Limits
-    usual : Usual
+    baseline : Baseline
         For K classes.
     per_batch : bool
         Whether the adapter's results depend on how the stream is cut into batches.
@@ -85,9 +85,9 @@ class Guard:
         Kind → number of times that the guard has begun to act on it.
     """
 
-    def __init__(self, limits: Limits, usual: Usual, per_batch: bool) -> None:
-        self.limits, self.usual, self.per_batch = limits, usual, per_batch
-        self.classes = len(usual.shares)
+    def __init__(self, limits: Limits, baseline: Baseline, per_batch: bool) -> None:
+        self.limits, self.baseline, self.per_batch = limits, baseline, per_batch
+        self.classes = len(baseline.shares)
         self.events = dict.fromkeys(KINDS, 0)
         self.restart()
 
@@ -186,24 +186,25 @@ class Guard:
             return ""
         adapted, unadapted = self._shares(answered[:, ADAPTED]), self._shares(answered[:, UNADAPTED])
         top = int(adapted.argmax())
-        suspicious = adapted[top] >= self.limits.collapse_share and self.usual.shares[top] <= HALF
+        suspicious = adapted[top] >= self.limits.collapse_share and self.baseline.shares[top] <= HALF
         if suspicious and unadapted[top] <= adapted[top] / 2:
             return "collapse"
         sure = answered[:, ADAPTED_ENTROPY].mean() <= self.limits.low_entropy * math.log(self.classes)
         split = (answered[:, ADAPTED] != answered[:, UNADAPTED]).mean() >= HALF
-        excess = [np.maximum(shares - self.usual.shares, 0).sum() for shares in (adapted, unadapted)]
+        excess = [np.maximum(shares - self.baseline.shares, 0).sum() for shares in (adapted, unadapted)]
         return "disagreement" if sure and split and excess[0] >= HALF and excess[0] > excess[1] else ""
 
     def _degenerate(self, window: NDArray[np.float64], batch: int) -> str:
         """Return the kind of degenerate input in the window or its last batch; empty for none."""
         shares, limits = self._shares(window[:, UNADAPTED]), self.limits
         top = int(shares.argmax())
-        if self.usual.shares[top] <= HALF and shares[top] >= max(limits.one_class, (1 + self.usual.shares[top]) / 2):
+        share = self.baseline.shares[top]
+        if share <= HALF and shares[top] >= max(limits.one_class, (1 + share) / 2):
             return "one-class"
         if window[:, FLAT].mean() >= limits.one_class:
             return "constant"
         most = math.log(self.classes)
-        if window[:, UNADAPTED_ENTROPY].mean() >= max(limits.high_entropy * most, (most + self.usual.entropy) / 2):
+        if window[:, UNADAPTED_ENTROPY].mean() >= max(limits.high_entropy * most, (most + self.baseline.entropy) / 2):
             return "noise"
         return "small-batch" if self.per_batch and batch < limits.least_batch else ""
 

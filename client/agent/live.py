@@ -48,7 +48,7 @@ class Live:
         self.digest = served.digest()
         self.version = f"{served.origin}/{self.digest[:8]}"
         self.samples = 0
-        self.guard = None if limits is None else Guard(limits, served.usual, self.adapter.per == "batch")
+        self.guard = None if limits is None else Guard(limits, served.baseline, self.adapter.per == "batch")
         self._good = LastGood(self.adapter.state_dict(), limits.window if limits else 1)
         self._before: NDArray[Any] | None = None  # the last image, which the next one may repeat
         self._noted = dict(self.guard.events) if self.guard else {}

@@ -11,7 +11,7 @@ import torch
 from client import device as device_module
 from client.algorithms.training import TrainingSet, labelled
 from client.evaluation import memorize
-from client.serving import usual_predictions
+from client.serving import baseline_predictions
 from client.statistics import Samples, requested_statistics
 from data import Federation, stream
 from messages.arrays import Arrays
@@ -129,8 +129,8 @@ def test_neighbours_and_what_is_usual_are_of_the_last_split() -> None:
     assert served.datastore is not None
     assert torch.equal(served.datastore.features, expected.store.features)
     assert torch.equal(served.datastore.labels, expected.store.labels)
-    ordinary = usual_predictions(client.model, now, 2, client.device, 16, labelled=True)
-    assert served.usual.entropy == ordinary.entropy
+    ordinary = baseline_predictions(client.model, now, 2, client.device, 16, labelled=True)
+    assert served.baseline.entropy == ordinary.entropy
     before = memorize(client.model, client.federation, 2, client.settings, client.device)
     assert not torch.equal(before.store.features, expected.store.features)
 

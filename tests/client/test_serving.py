@@ -13,7 +13,7 @@ import torch
 from client.algorithms import find_algorithm
 from client.evaluation import make_adapter, memorize
 from client.node import make_device
-from client.serving import NETWORK, REST, Served, Usual, missing_heads
+from client.serving import NETWORK, REST, Baseline, Served, missing_heads
 from messages.requests import AdapterRow
 from tests.client.agent.world import SETTINGS, sample_images, served, trained
 
@@ -42,7 +42,7 @@ def test_files_give_the_same_predictions(tmp_path: Path, name: str, base: str, o
     two = Served.load(tmp_path, CPU)
     assert (two.row, two.origin, two.classes, two.shape) == (one.row, one.origin, one.classes, one.shape)
     assert two.digest() == one.digest()
-    np.testing.assert_array_equal(two.usual.shares, one.usual.shares)
+    np.testing.assert_array_equal(two.baseline.shares, one.baseline.shares)
     first, second = one.build(), two.build()
     for x in stream():
         assert torch.equal(first.predict(x), second.predict(x))
@@ -81,14 +81,14 @@ def test_other_weights_options_or_statistics_have_other_digests() -> None:
         replace(one, row=AdapterRow("fedthe", "fedthe", {"beta": 0.1})),
         replace(one, statistics=moved),
         replace(one, origin="other"),
-        replace(one, usual=Usual.unknown(10)),
+        replace(one, baseline=Baseline.unknown(10)),
         served("fedthe", "personalised"),
     ]
     assert len({one.digest(), *(other.digest() for other in others)}) == 6
 
 
 def test_what_is_usual_is_the_clients_own_mix() -> None:
-    usual = served("none").usual
+    usual = served("none").baseline
     node, request = trained()
     device = make_device(request, node)
     labels = device.federation.images.labels[device.federation.splits[0].train]

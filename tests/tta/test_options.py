@@ -158,7 +158,7 @@ def test_options_out_of_range_are_named(name: str, option: str, value: Any) -> N
 @pytest.mark.parametrize("name", ["rotta", "roid", "bbn", "eata"])
 def test_the_number_of_classes_must_be_known_and_right(name: str) -> None:
     plain = nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, CLASSES)).double()
-    with pytest.raises(ValueError, match="num_classes is needed: Sequential does not tell"):
+    with pytest.raises(ValueError, match="num_classes is needed: Sequential does not state"):
         ADAPTERS[name](plain)
     with pytest.raises(ValueError, match="num_classes=0 must be at least"):
         ADAPTERS[name](plain, num_classes=0)  # type: ignore[call-arg]

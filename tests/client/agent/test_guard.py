@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from client.agent.config import Limits
 from client.agent.guard import COLLAPSES, Guard, LastGood, Verdict, flat_images
 from client.agent.live import Live, images
-from client.serving import Usual, entropy
+from client.serving import Baseline, entropy
 from tests.client.agent.world import served, unseen
 
 K = 4
@@ -22,8 +22,8 @@ LIMITS = Limits(window=16, margin=0.25, retry=20, least_batch=2)  # at most 4 of
 
 
 def guard(limits: Limits = LIMITS, shares: list[float] | None = None, per_batch: bool = False) -> Guard:
-    usual = Usual.unknown(K) if shares is None else Usual(np.array(shares))
-    return Guard(limits, usual, per_batch)
+    baseline = Baseline.unknown(K) if shares is None else Baseline(np.array(shares))
+    return Guard(limits, baseline, per_batch)
 
 
 def rows(classes: list[int], sure: float = 0.9) -> NDArray[np.float64]:

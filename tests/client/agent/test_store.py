@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from client.agent.store import SCHEMA, StateInUse, Store
-from client.serving import Served, Usual
+from client.serving import Baseline, Served
 from messages.arrays import Arrays
 from messages.requests import AdapterRow
 from models import build
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 @lru_cache(maxsize=4)
 def model(seed: int = 1) -> Served:
     spec = {"name": "cnn", "num_classes": 2, "in_channels": 1, "image_size": 16, "seed": seed}
-    return Served(AdapterRow("none", "none"), build(**spec), spec, {"seed": seed}, ("a", "b"), Usual.unknown(2))
+    return Served(AdapterRow("none", "none"), build(**spec), spec, {"seed": seed}, ("a", "b"), Baseline.unknown(2))
 
 
 def state(value: float) -> Arrays:
