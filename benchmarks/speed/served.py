@@ -52,13 +52,8 @@ def fabricate() -> Served:
     federation = federation_of(SETTINGS)
     spec = network_spec(federation.images, SETTINGS)
     network = build(**spec, seed=0).eval().to(memory_format=torch.channels_last)
-<<<<<<< HEAD
     statistics = fit(network, federation)
-    ordinary = usual_predictions(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
-=======
-    known = fit(network, federation)
     ordinary = baseline_predictions(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
->>>>>>> refs/heads/na
     row = AdapterRow("none", "none")
     return serve(row, network, spec, SETTINGS, federation.images.classes, ordinary, statistics, None, None)
 
