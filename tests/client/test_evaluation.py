@@ -335,7 +335,7 @@ def test_a_leak_at_another_client_is_seen_in_the_out_of_client_stream() -> None:
 
 
 def test_samples_that_were_trained_on_in_an_earlier_round_are_remembered() -> None:
-    """The published code draws the split again in every round; a device would notice."""
+    """The published code redraws the split in every round; a device would notice."""
     moved = federation(seed=77)  # another split of the same images_
     before = device(0, world=moved)
     arrays, _ = before.train(1, Task("t"), global_arrays(network()))

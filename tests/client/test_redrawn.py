@@ -1,4 +1,4 @@
-"""Clients whose splits are drawn again: each phase on its round's samples, and a leak that is counted as it happened."""
+"""Clients whose splits are redrawn: each phase uses the samples of its round, and the leak is counted."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return Log(monkeypatch)
 
 
-def world(again: bool = True) -> Federation:
-    return Federation.create(images(240), 3, "iid", seed=1, resample_splits=again)
+def world(redraw: bool = True) -> Federation:
+    return Federation.create(images(240), 3, "iid", seed=1, resample_splits=redraw)
 
 
 def trained(rounds: int = ROUNDS, statistics: bool = True) -> tuple[list[Device], Arrays, Arrays | None]:
@@ -152,7 +152,7 @@ def test_rates_are_refined_on_the_rounds_validation_samples(monkeypatch: pytest.
 
 
 def test_drawn_once_clients_train_on_the_one_split(log: Log) -> None:
-    client = device(0, world=world(again=False))
+    client = device(0, world=world(redraw=False))
     arrays = global_arrays(client.model)
     for round in (1, 2):
         arrays, _ = client.train(round, Task("t"), arrays)
