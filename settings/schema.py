@@ -107,7 +107,50 @@ class Settings:
     download: bool = setting(False, "allow the data set to be downloaded", group="source")
     fraction: float = setting(1.0, "class-balanced part of the data set to use", above=0, high=1, group="data")
     image_size: int = setting(32, "images are resized to this edge", low=8, high=1024, group="data")
-    clients: int = setting(10, "number of clients", low=1, high=100_000, group=("data", "adapter"))
+    channels: int = setting(3, "channels of the images: 1 (grayscale) or 3", low=1, high=3, group="data")
+    resize: str = setting(
+        "stretch",
+        "how images become square: stretch, crop (shorter edge, then the center) or pad (longer edge, then a border)",
+        choices=("stretch", "crop", "pad"),
+        group="data",
+    )
+    interpolation: str = setting(
+        "bilinear", "filter that resizes images", choices=("nearest", "bilinear", "bicubic", "lanczos"), group="data"
+    )
+    crop_fraction: float = setting(1.0, "resize = crop: share of the edge that is kept", above=0, high=1, group="data")
+    window: str = setting(
+        "", "raw values 'low,high' that become black and white; empty: the file's bit depth", group="data"
+    )
+    normalization: str = setting(
+        "auto",
+        "mean and standard deviation of the network's input: auto (pretrained weights', else the data set's), half "
+        "(0.5), imagenet, or 'mean,...;std,...'",
+        group="model",
+    )
+    classes: str = setting(
+        "",
+        "class names of devices with data of their own: 'covid,normal,...', or a text file, a name a line",
+        group="data",
+    )
+    devices: str = setting(
+        "",
+        "simulation of devices with data of their own: their files, e.g. 'sites/*.toml'; empty: divide the data set",
+        group=("source", "paths"),
+    )
+    max_skipped: float = setting(
+        0.1,
+        "a device refuses to train if more than this share of its files cannot be used",
+        low=0,
+        high=1,
+        group=("data", "node"),
+    )
+    max_megapixels: float = setting(100.0, "larger images of a device are skipped", above=0, group=("data", "node"))
+    image_cache_mb: int = setting(
+        512, "memory for images that a device has read from its files, MiB", low=1, group=("execution", "node")
+    )
+    clients: int = setting(
+        10, "number of clients; in a deployment the number waited for", low=1, high=100_000, group=("data", "adapter")
+    )
     partition: str = setting(
         "equal",
         "how the data set is divided among the clients of a simulation",
@@ -231,6 +274,12 @@ class Settings:
     leave_one_out: bool = setting(
         False, "BTFL: exclude the client's own share from the global DLE", group=("evaluation", "adapter")
     )
+    min_clients: int = setting(
+        0, "begin with this many clients if node-timeout has passed (0: clients)", low=0, group="availability"
+    )
+    max_clients: int = setting(
+        0, "most clients of a deployment, with those that join later (0: no limit)", low=0, group="availability"
+    )
     node_timeout: float = setting(
         300.0,
         "seconds to wait for all clients at the start, or for enough of them later",
@@ -345,6 +394,12 @@ class Settings:
                 raise SettingsError(f"{key_of(field.name)} = {value!r}: allowed with split = 'published' is {words}")
         if self.min_replies > self.clients:
             raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most clients = {self.clients}")
+        if self.min_clients > self.clients:
+            raise SettingsError(f"min-clients = {self.min_clients}: allowed is at most clients = {self.clients}")
+        if self.max_clients and self.max_clients < self.clients:
+            raise SettingsError(f"max-clients = {self.max_clients}: allowed is at least clients = {self.clients}, or 0")
+        if self.channels == 2:
+            raise SettingsError("channels = 2: allowed are 1, 3")
         if "/" in self.run_name or self.run_name in (".", ".."):
             raise SettingsError(f"run-name = {self.run_name!r}: allowed is a plain folder name")
 
