@@ -35,11 +35,12 @@ class Reply(Typed):
 
 @dataclass(frozen=True, kw_only=True)
 class Identity(Reply):
-    """Which partition a client holds, and what its data are like; no label counts.
+    """A client's name, and what its data are like; no label counts.
 
     Parameters
     ----------
-    partition_id, num_partitions : int
+    name : str
+        The device's name; "0" to "N-1" for clients of a divided data set.
     classes : list of str
     channels : int
     mean, std : list of float
@@ -58,12 +59,23 @@ class Identity(Reply):
         Length of the test-time streams in rounds.
     saved : dict
         Key → tags (rounds) of the private state that the client still has of this run.
+    own_data : bool
+        Whether the device has data of its own; otherwise it holds a part of the run's data set.
+    labelled : bool
+        Whether its samples have labels. A client without them is a target that is never asked for what needs labels.
+    samples, skipped : int
+        Files of a device, and those of them that cannot be used; 0 without data of its own.
+    classes_present : int or None
+        How many of the classes occur in its training split; None where that cannot be known.
+    notes : list of str
+        What the run's report says about this client's data: files skipped by reason, classes it lacks.
     """
 
     kind: ClassVar[str] = "identity"
 
-    partition_id: int
-    num_partitions: Count
+    name: str = ""
+    partition_id: int = -1
+    num_partitions: Count = 0
     classes: list[str]
     channels: Count
     mean: list[Finite]
@@ -75,6 +87,12 @@ class Identity(Reply):
     corruptions: list[str] = field(default_factory=list)
     stream_rounds: Count = 0
     saved: dict[str, list[int]] = field(default_factory=dict)
+    own_data: bool = False
+    labelled: bool = True
+    samples: Count = 0
+    skipped: Count = 0
+    classes_present: Count | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
