@@ -1,7 +1,8 @@
-"""Random generators of the data package: every draw has a generator named by its purpose."""
+"""Random generators of the data package, one for each purpose; numbers and order of clients by name."""
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 
 import numpy as np
@@ -29,3 +30,26 @@ def generator(*keys: int | str) -> np.random.Generator:
     if min(words) < 0:
         raise ValueError(f"seeds must not be negative: {keys}")
     return np.random.default_rng(np.random.SeedSequence(words))
+
+
+def client_number(name: str) -> int:
+    """Return the number of a client in seeds: that of a decimal name ("0", "17"), else one above all of these.
+
+    Parameters
+    ----------
+    name : str
+        The client's name; clients of a divided data set are called "0" to "N-1".
+    """
+    if _decimal(name):
+        return int(name)
+    return 2**32 + (int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2)
+
+
+def name_order(name: str) -> tuple[int, int, str]:
+    """Return the sort key of a client's name: decimal names come first, by value, then the others as text."""
+    return (0, int(name), "") if _decimal(name) else (1, 0, name)
+
+
+def _decimal(name: str) -> bool:
+    """Tell whether a name is a number below 2^32 as `str` writes it."""
+    return name.isascii() and name.isdigit() and name == str(int(name)) and int(name) < 2**32

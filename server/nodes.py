@@ -20,7 +20,7 @@ from server.events import Events, NodesMissing, RunError
 
 #: Fields of `Identity` that all clients must agree on.
 COMMON = (
-    "num_partitions", "classes", "channels", "mean", "std", "shifts", "note", "corruptions", "stream_rounds",
+    "classes", "channels", "mean", "std", "shifts", "note", "corruptions", "stream_rounds",
 )  # fmt: skip
 #: What else a client that comes back must report unchanged.
 OWN = ("sizes", "role")
@@ -78,7 +78,7 @@ class FederationInfo:
                 if getattr(identity, name) != getattr(first, name):
                     value, other = getattr(identity, name), getattr(first, name)
                     raise RunError(f"client {partition}: {_key(name)} = {value!r}, others have {other!r}")
-        common = {name: getattr(first, name) for name in COMMON if name != "num_partitions"}
+        common = {name: getattr(first, name) for name in COMMON}
         ordered = [identity for _, identity in sorted(identities.items())]
         return cls(sizes=[list(one.sizes) for one in ordered], roles=[one.role for one in ordered], **common)
 
@@ -170,9 +170,9 @@ class Nodes:
         replaced: dict[int, int] = {}
         for node in others:
             identity = self.unknown[node]
-            if identity is None or identity.partition_id not in missing or self._refusal(identity):
+            if identity is None or int(identity.name) not in missing or self._refusal(identity):
                 continue
-            partition = identity.partition_id
+            partition = int(identity.name)
             missing.remove(partition)
             del self.unknown[node]
             replaced[partition], self.by_partition[partition] = self.by_partition[partition], node
@@ -191,17 +191,17 @@ class Nodes:
             if identity is not None:
                 reason = self._refusal(identity) or self._conflict(identity)
             if reason:
-                partition = None if identity is None else identity.partition_id
+                partition = None if identity is None else int(identity.name)
                 events(kind, **about, phase="identify", partition=partition, node_id=answer.node, reason=reason)
 
     def _conflict(self, identity: Identity) -> str:
         """Return which connected node already holds an unknown node's partition; empty when none does."""
-        holder = self.by_partition[identity.partition_id]
+        holder = self.by_partition[int(identity.name)]
         return f"node {holder} holds this partition and is connected" if holder in self.transport.nodes() else ""
 
     def _refusal(self, identity: Identity) -> str:
         """Return why a node cannot replace another, whichever is missing; empty if it can."""
-        partition = identity.partition_id
+        partition = int(identity.name)
         if partition not in self.by_partition or partition not in self.identities:
             return f"partition-id = {partition!r}: allowed are {', '.join(map(str, sorted(self.identities)))}"
         return difference(self.identities[partition], identity)
@@ -246,7 +246,7 @@ def identify(
         identity = answer.reply
         if not isinstance(identity, Identity):
             failures[answer.node] = answer.reason
-        elif (partition := identity.partition_id) in by_partition:
+        elif (partition := int(identity.name)) in by_partition:
             doubled.append(f"nodes {by_partition[partition]} and {answer.node} both hold partition {partition}")
         else:
             by_partition[partition], identities[partition] = answer.node, identity

@@ -21,14 +21,14 @@ from tests.transports import Client, Clock, FakeTransport
 SILENT = Events()
 WHO = Identify(settings="{}", run="run")
 IDENTITY = Identity(
-    partition_id=0, num_partitions=3, classes=["cat", "dog"], channels=3, mean=[0.5], std=[0.2], shifts=["original"],
+    name="0", classes=["cat", "dog"], channels=3, mean=[0.5], std=[0.2], shifts=["original"],
     note="", corruptions=["fog"], stream_rounds=15, sizes=[5, 4, 3], role="both",
 )  # fmt: skip
 
 
 def says(partition: int, **changes: Any) -> Client:
     """A node that reports an identity."""
-    return lambda request: replace(IDENTITY, partition_id=partition, **changes)
+    return lambda request: replace(IDENTITY, name=str(partition), **changes)
 
 
 def raises(request: Request) -> Reply:
@@ -46,7 +46,7 @@ def test_nodes_are_identified_by_their_partition() -> None:
     transport = FakeTransport({70: says(1), 50: says(0)}, order=lambda found: found[::-1])
     by_partition, identities = identify(transport, [70, 50], WHO, 5, SILENT)
     assert by_partition == {0: 50, 1: 70}
-    assert [identity.partition_id for identity in identities.values()] == [0, 1]
+    assert [int(identity.name) for identity in identities.values()] == [0, 1]
 
 
 def test_nodes_that_cannot_be_identified_are_named() -> None:
@@ -115,7 +115,7 @@ class Place:
         self.clock, self.events = Clock(), list[Event]()
         self.transport = FakeTransport({100: silent, 102: silent}, clock=self.clock)
         self.transport.clients.update({int(name.removeprefix("n")): client for name, client in others.items()})
-        identities = {i: replace(IDENTITY, partition_id=i) for i in range(3)}
+        identities = {i: replace(IDENTITY, name=str(i)) for i in range(3)}
         by_partition = {i: 100 + i for i in range(3)}
         self.nodes = Nodes(self.transport, by_partition, identities, self.clock, self.clock.sleep)
 

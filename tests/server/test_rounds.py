@@ -75,7 +75,7 @@ class Place:
         self.clock, self.events = Clock(), list[Event]()
         self.transport = FakeTransport({100 + i: one for i, one in clients.items()}, order, self.clock)
         self.clients = self.transport.clients
-        identities: dict[int, Identity] = {i: replace(IDENTITY, partition_id=i) for i in clients}
+        identities: dict[int, Identity] = {i: replace(IDENTITY, name=str(i)) for i in clients}
         by_partition = {i: 100 + i for i in clients}
         self.nodes = Nodes(self.transport, by_partition, identities, self.clock, self.clock.sleep)
         chosen = {"round_timeout": 60.0, "node_timeout": 300.0, "clients": len(clients), **settings}
