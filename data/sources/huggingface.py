@@ -113,9 +113,8 @@ def _load(text: str) -> dict[str, Any]:
     path = Path(text).expanduser()
     saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
     try:
-        loaded = (
-            datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path) if path.exists() else text)
-        )
+        load = datasets.load_from_disk if saved else datasets.load_dataset
+        loaded = load(str(path) if path.exists() else text)
     except Exception as error:  # the library has no common class of errors
         raise ValueError(f"data = 'hf:{text}' cannot be loaded: {error}") from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}

@@ -69,7 +69,7 @@ class Index:
 
 
 def _parse(content: Any, key: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[str]]:
-    """Return entries and tested identities; any of several errors if the content is not of the form that `save` writes."""
+    """Return entries and tested identities; an error of some type for another form than that of `save`."""
     if content["schema"] != SCHEMA:
         raise ValueError(f"schema {content['schema']}")
     tested = content["tested"]

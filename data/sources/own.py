@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from models.preprocessing import Preprocessing
 from .base import SPLITS, notes_of, open_source
 from .index import Index
 from .pixels import LazyPixels
-from .scan import Reader, Sample, Scanned, reasons, scan
+from .scan import Reader, Sample, Scanned, VerifiedReader, reasons, scan
 from .splits import assign
 
 MIB = 1 << 20
@@ -117,35 +118,39 @@ def own_data(
     """
     max_pixels = int(max_megapixels * 1e6)
     key = {"source": source_text, "preprocessing": preprocessing.to_dict(), "max_pixels": max_pixels}
-    index = Index.load(index_file, json.loads(json.dumps(key)))
-    source = open_source(source_text)
-    reader = Reader(source, preprocessing, max_pixels)
+    index = Index.load(index_file, key)
+    reader = Reader(open_source(source_text), preprocessing, max_pixels)
     scanned, entries = scan(reader, index)
     _check_skipped(source_text, scanned, max_skipped)
-    role = role or ("both" if scanned.labelled else "target")
-    if not scanned.labelled and role != "target":
-        raise ValueError(f"data = {source_text!r} have no labels: role = {role!r} is not possible, only 'target'")
     labels = _labels(source_text, scanned.samples, classes, class_map or {})
-    if scanned.labelled:
-        splits, left_out = assign(scanned.samples, role, index.tested)
-    else:
-        splits, left_out = ["test"] * len(scanned.samples), {}
-    if role != "target" and "train" not in splits:
-        raise ValueError(
-            f"data = {source_text!r}: none of {len(splits)} samples is in the training split; state the splits in "
-            "labels.csv, or use smaller groups"
-        )
-    # Written before anything is tested, so that a device that fails in its run remembers, too.
+    role = role or ("both" if scanned.labelled else "target")
+    splits, left_out = _splits(source_text, scanned, role, index)
+    # Written before anything is tested, so that a device whose run fails remembers, too.
     tested = zip(scanned.samples, splits, strict=True) if scanned.labelled else ()
     index.save(entries, {sample.identity for sample, split in tested if split == "test"})
 
     used = [i for i, split in enumerate(splits) if split]
-    samples, splits, labels = [scanned.samples[i] for i in used], [splits[i] for i in used], labels[used]
+    samples = [scanned.samples[i] for i in used]
     shape = (len(samples), preprocessing.channels, preprocessing.image_size, preprocessing.image_size)
-    pixels = LazyPixels(_verified(reader, samples), shape, cache_mb * MIB)
-    images = Images(source_text, pixels, labels, classes, labelled=scanned.labelled)
+    pixels = LazyPixels(VerifiedReader(reader, samples), shape, cache_mb * MIB)
+    images = Images(source_text, pixels, labels[used], classes, labelled=scanned.labelled)
+    notes = [*notes_of(reader.source), index.note, *_counts(scanned, left_out)]
+    return _assembled(images, samples, [splits[i] for i in used], role, scanned, left_out, notes, key)
+
+
+def _assembled(
+    images: Images,
+    samples: Sequence[Sample],
+    splits: Sequence[str],
+    role: Role,
+    scanned: Scanned,
+    left_out: Mapping[str, str],
+    notes: Sequence[str],
+    key: Mapping[str, Any],
+) -> OwnData:
+    """Return the data of a device, given the samples in use."""
     split = Split(*(np.flatnonzero(np.array(splits) == name) for name in SPLITS))
-    present = split.test if role == "target" else split.train
+    present = np.unique(images.labels[split.test if role == "target" else split.train])
     rows = [(one.name, one.identity, one.label, part) for one, part in zip(samples, splits, strict=True)]
     return OwnData(
         images=images,
@@ -157,9 +162,9 @@ def own_data(
         groups=tuple(one.group for one in samples),
         samples=scanned.total,
         skipped={**scanned.skipped, **left_out},
-        notes=_notes(notes_of(source), index.note, scanned, left_out, images, split, present),
-        classes_present=len(np.unique(labels[present])) if scanned.labelled else None,
-        fingerprint=hashlib.sha256(json.dumps([rows, classes, key]).encode()).hexdigest(),
+        notes=tuple(note for note in (*notes, *_gaps(images, split, present)) if note),
+        classes_present=len(present) if scanned.labelled else None,
+        fingerprint=hashlib.sha256(json.dumps([rows, images.classes, key]).encode()).hexdigest(),
     )
 
 
@@ -180,7 +185,7 @@ def _labels(
     source_text: str, samples: Sequence[Sample], classes: tuple[str, ...], class_map: Mapping[str, str]
 ) -> NDArray[np.int64]:
     """Return the samples' class numbers in the run, -1 without labels; ValueError for classes of no number."""
-    allowed = ", ".join(classes)
+    allowed = ", ".join(classes) or "none"
     if unknown := sorted(set(class_map.values()) - set(classes)):
         raise ValueError(f"class-map: the run has no class {', '.join(unknown)}; allowed are {allowed}")
     counts = Counter(one.label for one in samples if one.label is not None)
@@ -190,53 +195,42 @@ def _labels(
     if foreign := sorted(set(counts) - set(numbers)):
         named = ", ".join(f"{name} ({counts[name]} samples)" for name in foreign)
         raise ValueError(
-            f"data = {source_text!r} have classes that the run does not have: {named}; allowed are {allowed or 'none'}. "
+            f"data = {source_text!r} have classes that the run does not have: {named}; allowed are {allowed}. "
             f"Map them with class-map = '{foreign[0]}=...', or declare them in the run's classes"
         )
     return np.array([-1 if one.label is None else numbers[one.label] for one in samples], np.int64)
 
 
-class _verified:
-    """Reads the pixels of a sample in use; what has changed since the scan is an error."""
-
-    def __init__(self, reader: Reader, samples: Sequence[Sample]) -> None:
-        self._reader = reader
-        self._samples = [(one.index, one.name, one.identity) for one in samples]
-
-    def __call__(self, i: int) -> NDArray[np.uint8]:
-        index, name, expected = self._samples[i]
-        try:
-            identity, pixels = self._reader.read(index)
-        except ValueError as error:
-            raise ValueError(
-                f"{name} cannot be read any more: {error}; the data are scanned again in the next run"
-            ) from error
-        if identity != expected:
-            raise ValueError(f"{name} has changed since the scan; the data are scanned again in the next run")
-        return pixels
+def _splits(source_text: str, scanned: Scanned, role: Role, index: Index) -> tuple[list[str], dict[str, str]]:
+    """Return the split of every sample and who is left out, see `assign`; ValueError if the role does not fit them."""
+    if not scanned.labelled:
+        if role != "target":
+            raise ValueError(f"data = {source_text!r} have no labels: role = {role!r} is not possible, only 'target'")
+        return ["test"] * len(scanned.samples), {}
+    splits, left_out = assign(scanned.samples, role, index.tested)
+    if role != "target" and "train" not in splits:
+        raise ValueError(
+            f"data = {source_text!r}: none of {len(splits)} samples is in the training split; state the splits in "
+            "labels.csv, or use smaller groups"
+        )
+    return splits, left_out
 
 
-def _notes(
-    own: tuple[str, ...],
-    index_note: str,
-    scanned: Scanned,
-    left_out: Mapping[str, str],
-    images: Images,
-    split: Split,
-    present: NDArray[np.int64],
-) -> tuple[str, ...]:
-    """Return what a reader of the report has to know, a line each."""
-    notes = [*own, index_note]
+def _counts(scanned: Scanned, left_out: Mapping[str, str]) -> Iterator[str]:
+    """Yield notes on samples that are not used, by reason."""
     if scanned.skipped:
-        notes.append(f"{len(scanned.skipped)} of {scanned.total} samples cannot be used: {reasons(scanned.skipped)}")
+        yield f"{len(scanned.skipped)} of {scanned.total} samples cannot be used: {reasons(scanned.skipped)}"
     for reason, count in Counter(left_out.values()).items():
-        notes.append(f"{count} samples left out: {reason}")
-    if scanned.labelled:
-        lacking = set(range(images.num_classes)) - set(images.labels[present].tolist())
-        if lacking:
-            notes.append(f"no sample of {', '.join(images.classes[one] for one in sorted(lacking))}")
-        parts = {"validation": split.validation, "test": split.test} if len(split.train) else {}
-        notes += [f"no sample in the {name} split" for name, part in parts.items() if not len(part)]
-    else:
-        notes.append("no labels: nothing is trained on or measured here")
-    return tuple(note for note in notes if note)
+        yield f"{count} samples left out: {reason}"
+
+
+def _gaps(images: Images, split: Split, present: NDArray[np.int64]) -> Iterator[str]:
+    """Yield notes on labels, classes and splits that there are not."""
+    if not images.labelled:
+        yield "no labels: nothing is trained on or measured here"
+        return
+    if lacking := sorted(set(range(images.num_classes)) - set(present.tolist())):
+        yield f"no sample of {', '.join(images.classes[one] for one in lacking)}"
+    if len(split.train):
+        parts = {"validation": split.validation, "test": split.test}
+        yield from (f"no sample in the {name} split" for name, part in parts.items() if not len(part))

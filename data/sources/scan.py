@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from .index import Index
 
 #: Hexadecimal digits of an identity: 128 bits of SHA-256.
 DIGITS = 32
+AGAIN = "the data are scanned again at the start of a run"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,31 @@ class Reader:
             raise
         except Exception as error:  # of a decoder, or of a source of one's own
             raise ValueError(f"{error or type(error).__name__}") from error
+
+
+@dataclass(frozen=True)
+class VerifiedReader:
+    """Reads the pixels of the samples in use; one that has changed since the scan is an error that names it."""
+
+    reader: Reader
+    samples: Sequence[Sample]
+
+    def __call__(self, i: int) -> NDArray[np.uint8]:
+        """Return image i, uint8 [C, S, S].
+
+        Raises
+        ------
+        ValueError
+            It cannot be read any more, or its content is another one.
+        """
+        sample = self.samples[i]
+        try:
+            identity, pixels = self.reader.read(sample.index)
+        except ValueError as error:
+            raise ValueError(f"{sample.name} cannot be read any more: {error}; {AGAIN}") from error
+        if identity != sample.identity:
+            raise ValueError(f"{sample.name} has changed since the scan; {AGAIN}")
+        return pixels
 
 
 def array_identity(array: NDArray[Any]) -> str:

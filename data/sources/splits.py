@@ -1,11 +1,12 @@
 """Splits of a device's samples by hash: new samples never move old ones, and no seed matters.
 
-u in [0, 1) is a hash of a sample's group, or of its content where it has none. With shares (0.6, 0.2, 0.2), u < 0.6 is in
-the training split, u < 0.8 in the validation split, and the rest in the test split. A stated split comes before the hash,
-for the whole group. So a group is never in two splits, and equal content without groups is in one.
+u in [0, 1) is a hash of a sample's group, or of its content where it has none. With shares (0.6, 0.2, 0.2), u < 0.6 is
+in the training split, u < 0.8 in the validation split, and the rest in the test split. A stated split comes before the
+hash, for the whole group. So a group is never in two splits, and equal content without groups is in one.
 
-Two rules leave samples out. What was ever in the test split never trains or validates; and content that groups or stated
-splits put into several splits is used in one of them only: test comes before validation, and validation before training.
+Two rules leave samples out. What was ever in the test split never trains or validates; and content that groups or
+stated splits put into several splits is used in one of them only: test comes before validation, and validation before
+training.
 """
 
 from __future__ import annotations
