@@ -153,8 +153,7 @@ class Device:
         for key, found in (*self.state.tags().items(), *self.memory.tags().items()):
             tags.setdefault(key, set()).update(found)
         return Identity(
-            partition_id=self.partition,
-            num_partitions=federation.num_clients,
+            name=str(self.partition),
             classes=list(images.classes),
             channels=channels,
             mean=list(mean),
