@@ -10,8 +10,7 @@ from pathlib import Path
 from client.names import absolute_source, parse_class_map
 from client.node import Node
 from client.state import MemoryState
-from data import name_order
-from settings import Settings, SettingsError, from_toml, keys_in
+from settings import Settings, SettingsError, from_toml, keys_in, name_order
 
 #: Keys of a device's file that say where it runs, which the simulation decides.
 ELSEWHERE = ("state-dir", "device")

@@ -17,7 +17,7 @@ from .federation import Federation
 from .images import Images
 from .imbalanced_streams import Batch, CorruptionStream, class_counts, corruption_streams
 from .partition import SCHEMES, partition
-from .rng import client_number, name_order
+from .rng import client_number
 from .split import Split, split
 from .streams import BRFL, BTGFL, SHIFTS, Shift, Stream, available, check_no_leak, resolve, stream
 
@@ -48,7 +48,6 @@ __all__ = [
     "crop_flip",
     "load",
     "load_natural",
-    "name_order",
     "partition",
     "resolve",
     "split",

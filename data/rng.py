@@ -1,4 +1,4 @@
-"""Random generators of the data package, one for each purpose; numbers and order of clients by name."""
+"""Random generators of the data package, one for each purpose, and the clients' numbers in seeds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import zlib
 
 import numpy as np
+
+from settings import is_number
 
 
 def generator(*keys: int | str) -> np.random.Generator:
@@ -33,23 +35,13 @@ def generator(*keys: int | str) -> np.random.Generator:
 
 
 def client_number(name: str) -> int:
-    """Return the number of a client in seeds: that of a decimal name ("0", "17"), else one above all of these.
+    """Return the number of a client in seeds: that of a decimal name ("0", "17"), else a hash of the name above 2^32.
 
     Parameters
     ----------
     name : str
         The client's name; clients of a divided data set are called "0" to "N-1".
     """
-    if _decimal(name):
+    if is_number(name):
         return int(name)
     return 2**32 + (int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2)
-
-
-def name_order(name: str) -> tuple[int, int, str]:
-    """Return the sort key of a client's name: decimal names come first, by value, then the others as text."""
-    return (0, int(name), "") if _decimal(name) else (1, 0, name)
-
-
-def _decimal(name: str) -> bool:
-    """Tell whether a name is a number below 2^32 as `str` writes it."""
-    return name.isascii() and name.isdigit() and name == str(int(name)) and int(name) < 2**32
