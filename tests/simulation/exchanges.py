@@ -65,9 +65,9 @@ Played = dict[str, list[Heard]]
 def play(transport: Transport, settings: Settings = SETTINGS, too_short: float = TOO_SHORT) -> Played:
     """Exchange the requests of the contract and return the answers to each exchange, sorted by partition.
 
-    `too_short` is a timeout in which no two clients train, in seconds. Over gRPC every request costs a process, so one
-    exchange shows several things: the first finds the nodes, the last is in reversed order, and one has a node that fails
-    and a node that is not there.
+    `too_short` is a timeout in which no two clients train, in seconds. Over gRPC each request costs a process, so an
+    exchange shows several things: the first one finds the nodes; one goes to a client that fails and to a node that is
+    not there, too; the last one is in reversed order.
     """
     nodes, model = _nodes(transport), _model(settings)
     sent = {name: value.tobytes() for name, value in model.items()}

@@ -17,7 +17,6 @@ from tests.tta.streams import make_stream
 from tta.arrays import softmax_entropy
 from tta.fedthe import FedTHE, adam_schedule, running_average, solve_weight, weight_gradient
 
-
 SHORT = 24  # samples where the length of the stream is not what a test is about: the reference is slow
 
 
