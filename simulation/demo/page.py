@@ -96,8 +96,8 @@ def _gained(outcomes: Sequence[Outcome]) -> str:
         for one in outcomes
     ]
     caption = (
-        f"Accuracy in % on {outcomes[0].arrivals} new images without a shift: of a model that the site trains alone, in "
-        f"as many rounds, and of the federated one. Standard error: at most {_error(outcomes[0].arrivals)} points."
+        f"Accuracy in % on {outcomes[0].arrivals} new images without a shift: of a model that the site trains alone, "
+        f"in as many rounds, and of the federated one. Standard error: at most {_error(outcomes[0].arrivals)} points."
     )
     return data_table(["site", "alone", "federated", "gain"], rows, caption)
 
@@ -113,8 +113,8 @@ def _adapted(outcomes: Sequence[Outcome]) -> str:
     lost = [one.site.name for one in outcomes if one.adapted <= one.shifted]
     finding = f"Adaptation did not pay at: {', '.join(lost)}." if lost else "Adaptation paid at every site."
     caption = (
-        "Accuracy in % on the new images: without the shift, under it with the model as it came, and with the agent that "
-        "adapts the model to what it is asked, without labels."
+        "Accuracy in % on the new images: without the shift, under it with the model as it came, and with the agent "
+        "that adapts the model to what it is asked, without labels."
     )
     head = ["site", "what changed", "before", "after, as it came", "after, adapted", "gain"]
     return f'<p class="finding">{escape(finding)}</p>' + data_table(head, rows, caption) + "".join(strips)
