@@ -33,7 +33,7 @@ ENDINGS = (*SUFFIXES, ".dcm")
 MAX_PIXELS = 100_000_000
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A regular file of a folder: the path it is read from, its size and its modification time in ns."""
 
@@ -42,7 +42,7 @@ class Entry:
     modified: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A sample of a folder; see `Source`."""
 

@@ -23,7 +23,7 @@ DIGITS = 32
 AGAIN = "the data are scanned again at the start of a run"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A sample that can be used; `index` is its number in the source, `identity` the hash of its content."""
 
