@@ -393,6 +393,14 @@ def test_npz_without_labels_and_bad_ones(tmp_path: Path) -> None:
         open_source(f"npz:{tmp_path / 'fifo.npz'}")
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the library keep its copies in a folder of the test."""
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+
+
 def encoded(value: int) -> dict[str, Any]:
     buffer = io.BytesIO()
     Image.fromarray(np.full((8, 8), value, np.uint8)).save(buffer, "png")
@@ -427,14 +435,15 @@ def test_hugging_face_from_disk(tmp_path: Path) -> None:
     assert (made.classes, made.label(0)) == ((), None)
 
 
+@pytest.mark.usefixtures("cache")
 def test_hugging_face_by_path(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     hugging_face([5, 6], label=["x", "y"]).to_parquet(tmp_path / "files" / "a.parquet")
     made = open_source(f"hf:{tmp_path / 'files'}")
     assert [made.label(i) for i in range(2)] == ["x", "y"]
     assert (Reader(made, PREPARED, 100).read(1)[1] == 6).all()
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_hugging_face_data_set_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     outside = png(tmp_path / "secret.png")
