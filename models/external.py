@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +169,7 @@ def _encoder(owner: str, source: Source, head_name: str, shape: tuple[int, ...])
         with torch.no_grad():
             logits = network(x) if head_name else None
             if head_name:
-                head = network.get_submodule(head_name)
+                head = cast(nn.Linear, network.get_submodule(head_name))
                 _replace(network, head_name, nn.Identity())
             _split_batchnorm(owner, network)
             z, last = _traced(network, x)
@@ -212,7 +212,7 @@ def _split_batchnorm(owner: str, network: nn.Module) -> None:
             raise ValueError(f"{name} ({type(layer).__name__}) is a BatchNorm layer with a forward function of its own")
         norm = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         norm.load_state_dict({key: value for key, value in layer.state_dict().items() if "." not in key})
-        split = OrderedDict[str, nn.Module](norm=norm, drop=layer.drop, act=layer.act)
+        split = OrderedDict(norm=norm, drop=cast(nn.Module, layer.drop), act=cast(nn.Module, layer.act))
         _replace(network, name, nn.Sequential(split).train(layer.training))
 
 
