@@ -15,7 +15,7 @@ from client.resources import federation_of, network_spec, resolve_device
 from data import resolve
 from messages.flower import allow_messages
 from models import build
-from models.vectorized import is_stochastic
+from models.vectorized import is_stackable
 from server.adaptation import check_collaborations
 from server.app import run_folder, serve
 from server.events import Listener
@@ -92,7 +92,7 @@ def engine(settings: Settings, our_app: bool = True) -> str:
     images = federation_of(settings).images
     network = build(seed=0, **network_spec(images, settings))
     size = sum(value.nbytes for value in network.global_state().values())
-    return "vectorised" if size <= SMALL and not is_stochastic(network) else "ray"
+    return "vectorised" if size <= SMALL and is_stackable(network) else "ray"
 
 
 def check(settings: Settings) -> list[list[int]]:
