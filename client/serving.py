@@ -115,7 +115,7 @@ class Served:
         """Return the SHA-256 of all that predictions depend on, so that a state can tell its model."""
         total = hashlib.sha256(self._about().encode())
         state = {name: value.detach().cpu().numpy() for name, value in self.network.state_dict().items()}
-        for name, value in sorted({**state, **self._arrays()}.items()):
+        for name, value in sorted({**state, **self.arrays()}.items()):
             if value.dtype.kind == "f":  # counters, such as BatchNorm's, are not saved
                 total.update(f"{name} {value.dtype} {value.shape}".encode())
                 total.update(np.ascontiguousarray(value).tobytes())
@@ -125,7 +125,7 @@ class Served:
         """Write two files to `folder`; ValueError if the network is not what its spec says."""
         save_model(folder / NETWORK, self.network, self.spec, personal=True)
         metadata = {"format": FORMAT, "version": VERSION, "about": self._about(), "digest": self.digest()}
-        save_arrays(folder / REST, self._arrays(), metadata)
+        save_arrays(folder / REST, self.arrays(), metadata)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Served:
@@ -174,7 +174,7 @@ class Served:
         }
         return json.dumps(about, sort_keys=True, allow_nan=False)
 
-    def _arrays(self) -> Arrays:
+    def arrays(self) -> Arrays:
         """Return the arrays other than the network's."""
         arrays: Arrays = {"usual.shares": self.baseline.shares, "usual.entropy": np.array(self.baseline.entropy)}
         if self.statistics is not None:

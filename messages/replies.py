@@ -238,6 +238,8 @@ class Evaluated(Reply):
     checked, leaked : int
         Test samples compared with everything trained on, and how many of them had been trained on.
     results : list of EvaluationResult
+    served : str
+        What a resident agent did with the model; empty without one.
     """
 
     kind: ClassVar[str] = "evaluated"
@@ -245,6 +247,7 @@ class Evaluated(Reply):
     checked: Count
     leaked: Count
     results: list[EvaluationResult]
+    served: str = ""
 
 
 #: Every reply by its name on the wire.
