@@ -15,6 +15,7 @@ from models.balanced import BalancedBatchNorm, balance
 from models.checkpoint import load_model, save_model
 from models.info import ModelInfo
 from models.layers import Normalise
+from models.preprocessing import Preprocessing
 from models.registry import MODELS, build
 from models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
 
@@ -25,6 +26,7 @@ __all__ = [
     "BalancedBatchNorm",
     "ModelInfo",
     "Normalise",
+    "Preprocessing",
     "TwoHead",
     "balance",
     "build",

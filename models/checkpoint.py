@@ -1,4 +1,7 @@
-"""Model files: the weights of a network and its `build` arguments, in one safetensors file."""
+"""Model files: the weights of a network and its `build` arguments, in one safetensors file.
+
+The arguments include the preprocessing of images and the class names; older files lack both.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.arrays import load_arrays, save_arrays
-from models.registry import build, check_build
+from models.registry import build, check_build, check_description
 from models.two_head import PERSONAL_PREFIX, TwoHead
 
 FORMAT = "fedtta-model"
 VERSION = 1
 
 SIZES = {"in_channels": 3, "image_size": 32}  # the defaults of `build`
+DESCRIPTION = ("preprocessing", "classes")
 
 
 def save_model(
@@ -35,7 +39,7 @@ def save_model(
         The network, on any device, in float16, float32 or float64.
     spec : Mapping
         The arguments of `models.build` as JSON values: "name", "num_classes", and any of "in_channels",
-        "image_size" and the options.
+        "image_size", "preprocessing", "classes" and the options.
     personal : bool
         Write the personal head too. Such a file must not leave its device.
 
@@ -101,10 +105,13 @@ def _check_spec(spec: object, owner: str) -> None:
     """Raise ValueError, naming `owner`, unless `build` takes these arguments and JSON can hold them."""
     if not isinstance(spec, Mapping) or not {"name", "num_classes"} <= set(spec):
         raise ValueError(f"{owner}: spec must be a mapping with at least 'name' and 'num_classes', got {spec!r}")
-    options = {key: value for key, value in spec.items() if key not in ("name", "num_classes", *SIZES)}
+    own = ("name", "num_classes", *SIZES, *DESCRIPTION)
+    options = {key: value for key, value in spec.items() if key not in own}
     sizes = {key: spec.get(key, default) for key, default in SIZES.items()}
+    description = {key: spec.get(key) for key in DESCRIPTION}
     try:
         check_build(spec["name"], spec["num_classes"], options=options, **sizes)
+        check_description(spec["name"], spec["num_classes"], **sizes, **description)
         json.dumps(dict(spec), allow_nan=False)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{owner}: {error}") from error

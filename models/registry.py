@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from models import cct, cnn, resnet
 from models.info import ModelInfo, complete, is_whole
 from models.layers import Normalise
+from models.preprocessing import Preprocessing
 from models.two_head import TwoHead
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(
@@ -31,7 +32,16 @@ MODELS: Mapping[str, ModelInfo] = MappingProxyType(
 )
 
 
-def build(name: str, num_classes: int, in_channels: int = 3, image_size: int = 32, **options: Any) -> TwoHead:
+def build(
+    name: str,
+    num_classes: int,
+    in_channels: int = 3,
+    image_size: int = 32,
+    *,
+    preprocessing: Mapping[str, Any] | None = None,
+    classes: Sequence[str] | None = None,
+    **options: Any,
+) -> TwoHead:
     """Build a two-head network on the CPU.
 
     Parameters
@@ -42,6 +52,10 @@ def build(name: str, num_classes: int, in_channels: int = 3, image_size: int = 3
         K, at least 1.
     in_channels, image_size : int
         Images are [B, in_channels, image_size, image_size], floats in [0, 1]; the encoder normalizes them.
+    preprocessing : mapping, optional
+        `Preprocessing.to_dict()` of the images' preprocessing. The network does not depend on it; model files keep it.
+    classes : sequence of str, optional
+        Class names, K of them, for model files as well.
     **options
         The common options `mean`, `std` (one number, or one per channel; 0.5 and 0.5 map [0, 1] onto [-1, 1]),
         `personal_bias` (False: the personal head has no bias), `rotation_head` (see `TwoHead`) and `seed`, and those of
@@ -56,6 +70,7 @@ def build(name: str, num_classes: int, in_channels: int = 3, image_size: int = 3
         The file of pretrained weights does not exist.
     """
     settings = check_build(name, num_classes, in_channels, image_size, options)
+    check_description(name, num_classes, in_channels, image_size, preprocessing, classes)
     info = MODELS[name]
     own = {key: settings[key] for key in info.own_options}
     with _generator(settings["seed"]), torch.device("cpu"):
@@ -88,6 +103,34 @@ def check_build(
         if not is_whole(value, 1):
             raise ValueError(f"{owner}: {key}={value!r} is not allowed; it must be a whole number of at least 1")
     return complete(owner, MODELS[name].options, options)
+
+
+def check_description(
+    name: str,
+    num_classes: int,
+    in_channels: int,
+    image_size: int,
+    preprocessing: Mapping[str, Any] | None,
+    classes: Sequence[str] | None,
+) -> None:
+    """Check those arguments of `build` that describe the network's input and output.
+
+    Raises
+    ------
+    ValueError
+        `preprocessing` is none or makes images of another shape, or `classes` are not `num_classes` different names.
+    """
+    if preprocessing is not None:
+        made = Preprocessing.from_dict(preprocessing)
+        if (made.channels, made.image_size) != (in_channels, image_size):
+            raise ValueError(
+                f"model {name!r}: preprocessing makes {made.channels} channels of {made.image_size} pixels, the "
+                f"network takes {in_channels} of {image_size}"
+            )
+    if classes is not None:
+        names = [] if isinstance(classes, str) or not isinstance(classes, Sequence) else list(classes)
+        if len(set(names)) != num_classes or not all(isinstance(one, str) and one for one in names):
+            raise ValueError(f"model {name!r}: classes={classes!r} must be {num_classes} different names")
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from models.preprocessing import Preprocessing
+
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 #: Errors that numpy, zipfile and Pillow raise for truncated or overwritten files.
@@ -101,16 +103,16 @@ def class_names(stored: dict[str, np.ndarray], count: int, path: Path) -> tuple[
 # Images in folders --------------------------------------------------------------------------------------------------
 
 
-def read_image(path: Path, size: int) -> np.ndarray:
-    """Read an image as uint8 [3, size, size], resized bilinearly; raises ValueError if it is damaged."""
-    with reading(path), Image.open(path) as opened:
-        rgb = opened.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
-        return np.asarray(rgb).transpose(2, 0, 1)
+def read_image(path: Path, preprocessing: Preprocessing) -> np.ndarray:
+    """Read an image as uint8 [C, S, S]; raises ValueError if it is damaged."""
+    with reading(path):
+        return preprocessing.apply(preprocessing.decode(path.read_bytes()))
 
 
 def read_images(paths: Sequence[Path], size: int) -> np.ndarray:
-    """Read images as uint8 [n, 3, size, size]."""
-    return np.stack([read_image(path, size) for path in paths])
+    """Read images as uint8 [n, 3, size, size], resized bilinearly."""
+    preprocessing = Preprocessing(size)
+    return np.stack([read_image(path, preprocessing) for path in paths])
 
 
 def subfolders(folder: Path) -> list[str]:

@@ -54,6 +54,43 @@ def test_pretrained_weights_are_not_needed_again(tmp_path: Path) -> None:
     assert torch.equal(loaded.head.weight, model.head.weight)
 
 
+DESCRIBED = {
+    **SPEC,
+    "classes": ["a", "b", "c", "d"],
+    "preprocessing": models.Preprocessing(16, resize="crop", window=(0, 4095)).to_dict(),
+}
+
+
+def test_preprocessing_and_class_names_are_kept(tmp_path: Path) -> None:
+    model = models.build(**DESCRIBED, seed=1)
+    assert torch.equal(model.head.weight, models.build(**SPEC, seed=1).head.weight)
+    models.save_model(tmp_path / "m", model, DESCRIBED)
+    loaded, spec = models.load_model(tmp_path / "m")
+    assert spec == DESCRIBED
+    assert models.Preprocessing.from_dict(spec["preprocessing"]).window == (0.0, 4095.0)
+    assert torch.equal(loaded.head.weight, model.head.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"classes": ["a", "b", "c"]}, "must be 4 different names"),
+        ({"classes": ["a", "b", "c", "c"]}, "must be 4 different names"),
+        ({"classes": "abcd"}, "must be 4 different names"),
+        ({"classes": ["a", "b", "c", 4]}, "must be 4 different names"),
+        ({"preprocessing": {"image_size": 32}}, "makes 3 channels of 32 pixels, the network takes 3 of 16"),
+        ({"preprocessing": {"image_size": 16, "channels": 1}}, "makes 1 channels of 16 pixels"),
+        ({"preprocessing": {"image_size": 16, "resize": "squash"}}, "resize='squash'"),
+        ({"preprocessing": "stretch"}, "must be a mapping"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        models.build(**{**DESCRIBED, **change})
+    with pytest.raises(ValueError, match=words):
+        models.save_model(tmp_path / "m", models.build(**SPEC), {**DESCRIBED, **change})
+
+
 def test_every_truncation_is_refused_by_name(saved: Path) -> None:
     content = saved.read_bytes()
     for length in (0, 1, 7, 8, 9, 100, len(content) // 2, len(content) - 1):
