@@ -61,7 +61,7 @@ class Samples:
         labelled = device.role != "target"
         for index, known in ((split.validation, labelled), (split.train, labelled), (split.test, False)):
             if len(index):
-                chosen = index[np.linspace(0, len(index) - 1, min(len(index), MOST)).astype(np.int64)]
+                chosen = spaced(index)
                 return cls(np.asarray(images.pixels[chosen]), np.asarray(images.labels[chosen]) if known else None)
         return cls(np.asarray(images.pixels[:0]))
 
@@ -81,6 +81,11 @@ class Check:
 
     reason: str = ""
     figures: dict[str, float] = field(default_factory=dict)
+
+
+def spaced(index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return at most `MOST` values of an index, evenly spaced."""
+    return index[np.linspace(0, len(index) - 1, min(len(index), MOST)).astype(np.int64)]
 
 
 def comparable(one: Served, other: Served | None) -> bool:

@@ -105,9 +105,7 @@ class Lifecycle:
             try:
                 self.live = self._fitted(found)
             except ValueError as error:
-                self._note(
-                    f"the model kept does not fit adapter = {self.config.adapter}: {error}; waiting for one"
-                )
+                self._note(f"the model kept does not fit adapter = {self.config.adapter}: {error}; waiting for one")
                 return
             if model != served:
                 self._note(f"model {served.version} cannot be read: {model.version} is served")
