@@ -248,14 +248,13 @@ class Shadow:
             return
         try:
             rows, _, _ = self.live.predict(pixels)
+            new, old = rows.argmax(1), answered.argmax(1)
+            for row, predicted in enumerate((new, old)):
+                self._counts[row] += np.bincount(predicted, minlength=self._counts.shape[1])
+            self.seen += len(new)
+            self.agreed += int((new == old).sum())
         except Exception as error:  # the request has been answered: whatever happens here is the shadow's own
             self.failure = f"failed in shadow: {error}"
-            return
-        new, old = rows.argmax(1), answered.argmax(1)
-        for row, predicted in enumerate((new, old)):
-            self._counts[row] += np.bincount(predicted, minlength=self._counts.shape[1])
-        self.seen += len(new)
-        self.agreed += int((new == old).sum())
 
     def result(self, limits: Acceptance) -> Check:
         """Return whether the model may be promoted."""

@@ -430,6 +430,11 @@ class Agent:
         while not self._closed:
             self._due.wait(self.config.save_every_seconds)
             self._due.clear()
-            if not self._closed:
+            if self._closed:
+                return
+            try:
                 self._models.conclude()
                 self._save()
+            except Exception as error:  # this thread must go on
+                self._note(f"not saved: {error}")
+                self.log.write("not saved", error=str(error))

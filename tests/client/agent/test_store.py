@@ -107,7 +107,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_used(tmp_path: Path, how
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     filled(tmp_path)
     store, _ = opened(tmp_path)
-    with pytest.raises(ValueError, match="no snapshot .000004.; there are: none"):
+    with pytest.raises(ValueError, match=r"no snapshot '000004'; there are: none"):
         store.load(model(2).digest(), "000004")
     store.close()
 
