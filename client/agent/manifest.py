@@ -136,17 +136,25 @@ class Manifest:
     def pruned(self, models: int, snapshots: int) -> Manifest:
         """Return the manifest with at most so many models besides the next one, and so many snapshots of each.
 
-        Of refused models as many records remain, the newest ones.
+        Those that were withdrawn go first, then the ones served longest ago. Of a withdrawn one the record remains, as
+        of a refused one; there are as many records as models, the newest ones.
         """
         kept = [model for model in self.models if model.state == "kept"]
-        refused = [model for model in self.models if model.state == "refused"]
+        kept.sort(key=lambda model: (not model.reason, model.served_at))
         room = models - (self.served is not None)
-        gone = {model.name for model in (*kept[: max(0, len(kept) - room)], *refused[:-models])}
-        left = tuple(model for model in self.models if model.name not in gone)
+        gone = {model.name: model for model in kept[: max(0, len(kept) - room)]}
+        left = [
+            replace(model, state="refused") if model.name in gone else model
+            for model in self.models
+            if model.name not in gone or model.reason
+        ]
+        old = [model.name for model in left if model.state == "refused"][:-models]
+        left = [model for model in left if model.name not in old]
         entries = []
         for model in left:
-            entries += [entry for entry in self.snapshots if entry.model == model.digest][-snapshots:]
-        return replace(self, models=left, snapshots=tuple(sorted(set(entries), key=lambda entry: entry.name)))
+            if model.state != "refused":
+                entries += [entry for entry in self.snapshots if entry.model == model.digest][-snapshots:]
+        return replace(self, models=tuple(left), snapshots=tuple(sorted(set(entries), key=lambda entry: entry.name)))
 
     def to_json(self) -> bytes:
         """Return the file's content."""
