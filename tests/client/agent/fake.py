@@ -44,13 +44,23 @@ def trained(request: Train) -> Trained:
     )
 
 
+class FakeLog:
+    """The events that have been written."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def write(self, event: str, **values: Any) -> None:
+        self.events.append((event, values))
+
+
 class FakeAgent:
     """Answers a sample with its first pixel: probabilities (p, 1 - p, 0), e = p. `seen` has the pixels in order."""
 
     per = "batch"  # one request a batch, so that a test knows how many have begun
 
     def __init__(self, config: AgentConfig) -> None:
-        self.config = config
+        self.config, self.log = config, FakeLog()
         self.seen: list[float] = []
         self.model = True
         self.gate = threading.Event()  # closed: a prediction that has begun does not end

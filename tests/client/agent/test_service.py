@@ -163,7 +163,7 @@ def test_a_stream_is_answered_in_order_and_outlives_a_refused_request(agent: Any
     replies = list(stub.PredictStream(iter(asked), timeout=TIMEOUT))
     assert [reply.id for reply in replies] == [f"r{i}" for i in range(20)]
     assert {reply.id: reply.error for reply in replies if reply.error} == {
-        "r7": "images hold NaN", "r8": "images of kind 0: allowed are UINT8 and FLOAT32",
+        "r7": "images hold NaN", "r8": "images of kind 0: allowed are UINT8 and FLOAT32, and files with ENCODED",
     }  # fmt: skip
     good = [value for i, value in enumerate(values) if i not in (7, 8)]
     assert [first(reply) for reply in replies if not reply.error] == good == fake.seen

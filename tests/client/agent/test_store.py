@@ -42,7 +42,7 @@ def opened(folder: Path, kept: int = 3) -> tuple[Store, list[str]]:
 
 def filled(folder: Path, saves: int = 4, kept: int = 3) -> None:
     store, _ = opened(folder, kept)
-    store.save_model(model())
+    store.add(model(), "served")
     for i in range(1, saves + 1):
         store.save(state(i), 10 * i, model().digest())
     store.close()
@@ -79,17 +79,6 @@ def test_a_new_folder_is_for_this_user_alone(tmp_path: Path) -> None:
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_new_model_takes_the_old_ones_snapshots_away(tmp_path: Path) -> None:
-    filled(tmp_path)
-    store, _ = opened(tmp_path)
-    store.save_model(model(2))
-    assert (store.names, newest(store)) == ([], None)
-    assert len(list((tmp_path / "models").iterdir())) == 1
-    with pytest.raises(ValueError, match="another model"):
-        store.save(state(1), 1, model().digest())
-    store.close()
-
-
 def damage(path: Path, how: str) -> None:
     content = path.read_bytes()
     if how == "half":
@@ -118,7 +107,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_used(tmp_path: Path, how
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     filled(tmp_path)
     store, _ = opened(tmp_path)
-    with pytest.raises(ValueError, match="state of another model"):
+    with pytest.raises(ValueError, match=r"no snapshot '000004'; there are: none"):
         store.load(model(2).digest(), "000004")
     store.close()
 
@@ -166,7 +155,7 @@ def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     store, notes = opened(tmp_path)
     assert store.load_model(CPU) is None
     assert "network.safetensors" in notes[0]
-    store.save_model(model())  # and life goes on
+    store.add(model(), "served")  # and life goes on
     assert store.load_model(CPU) is not None
     store.close()
 
@@ -199,7 +188,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, fails: str, monkeypatch: py
         with pytest.raises(OSError, match="No space"):
             store.save(state(5), 50, model().digest())
         with pytest.raises(OSError, match="No space"):
-            store.save_model(model(2))
+            store.add(model(2), "served")
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
     assert newest(store) == ("000004", 40, 4.0)
     assert store.save(state(5), 50, model().digest()).name == "000005"
@@ -210,13 +199,13 @@ def save_for_ever(pipe: Connection, folder: Path) -> None:
     """Save as fast as it goes; say what is durable."""
     store = Store(folder, 2, lambda text: None)
     if store.load_model(CPU) is None:
-        store.save_model(model())
+        store.add(model(), "served")
     found = newest(store)
     count = 0 if found is None else found[1]
     while True:
         count += 1
         if count % 10 == 0:
-            store.save_model(model())
+            store.add(model(), "served")
         store.save(state(count), count, model().digest())
         pipe.send(count)
 

@@ -1,0 +1,90 @@
+"""The device's own data as the agent sees them outside a run: counted on request, and read to check a model file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from client.agent.candidate import Samples, spaced
+from client.agent.config import AgentConfig
+from client.serving import Served
+from settings import assignments
+
+if TYPE_CHECKING:
+    from data.sources import OwnData
+
+INDEX = "scan.json"  # in `state-dir`: what the last scan has read
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What a scan of the device's own data has found.
+
+    Parameters
+    ----------
+    samples, used, skipped : int
+        Files, those that can be used, and those that cannot.
+    notes : tuple of str
+        Skipped files by reason.
+    """
+
+    samples: int = 0
+    used: int = 0
+    skipped: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def scan(config: AgentConfig, served: Served | None) -> Scan:
+    """Scan the device's own data, with the classes and the preprocessing of the served model, if there is one.
+
+    Raises
+    ------
+    ValueError
+        There are no data of its own, or they cannot be used; the message says why.
+    """
+    found = _own(config, served)
+    return Scan(found.samples, found.used, len(found.skipped), tuple(found.notes))
+
+
+def samples_of(config: AgentConfig, served: Served) -> Samples:
+    """Return the samples that a model without a run is checked on; none without data of the device's own."""
+    if not _source(config):
+        return Samples.none(served.shape)
+    found = _own(config, served)
+    choices = ((found.split.validation, found.labelled), (found.split.train, found.labelled), (found.split.test, False))
+    for index, known in choices:
+        if len(index):
+            chosen = spaced(index)
+            labels = np.asarray(found.images.labels[chosen]) if known else None
+            return Samples(np.asarray(found.images.pixels[chosen]), labels)
+    return Samples.none(served.shape)
+
+
+def _source(config: AgentConfig) -> str:
+    return str(getattr(config, "data", ""))
+
+
+def _own(config: AgentConfig, served: Served | None) -> OwnData:
+    if not _source(config):
+        raise ValueError("this device has no data of its own: its file says no data = ...")
+    from data.sources import open_source, own_data
+    from models.preprocessing import Preprocessing
+
+    words = assignments(str(getattr(config, "class_map", "")), "class-map")
+    class_map = {name: str(value) for name, value in words.items()}
+    if served is None:
+        classes = tuple(dict.fromkeys(class_map.get(name, name) for name in open_source(_source(config)).classes))
+    else:
+        classes = served.classes
+    return own_data(
+        _source(config),
+        classes=classes,
+        class_map=class_map,
+        preprocessing=Preprocessing() if served is None else served.preprocessing,
+        max_skipped=1.0,  # told, not refused: that is the run's decision
+        max_megapixels=config.max_megapixels,
+        role="target" if config.role == "target" else None,
+        index_file=config.state_folder / INDEX,
+    )
