@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from messages.arrays import array_bytes
 from messages.flower import bytes_record, read_arrays, reply_message, request_of
 from messages.replies import Adapted, RefinedRates
-from settings import SettingsError, keys_in
+from settings import Settings, SettingsError, from_json, keys_in
 
 if TYPE_CHECKING:
     from client.node import Node
@@ -42,7 +42,7 @@ def answer(message: Message, context: Context) -> Message:
     else:
         from client.node import perform
 
-        reply = perform(request, node_of(context))
+        reply = perform(request, node_of(context, from_json(request.settings)))
     if isinstance(reply, RefinedRates | Adapted):  # small replies: what Flower ships beside them counts
         reply = replace(reply, context_bytes=_context_bytes(context))
     return reply_message(reply, message)
@@ -56,23 +56,26 @@ app.train("adapt")(answer)
 app.evaluate()(answer)
 
 
-def node_of(context: Context) -> Node:
-    """Return the node's own facts from its node config.
+def node_of(context: Context, settings: Settings) -> Node:
+    """Return the node's own facts from its node config; in Flower's simulation they follow from the run's settings.
 
     Raises
     ------
     SettingsError
-        The node config has no name, or one that is not allowed.
+        The node config has no name, or something in it is not allowed; or as `client.sites.simulated_nodes`.
     """
     from client.names import parse_class_map
     from client.node import Node
+    from client.sites import simulated_nodes
 
     config = context.node_config
-    name = config.get("name", config.get("partition-id"))  # the latter is what Flower's simulation sets
-    if name is None:
+    if "name" not in config and "partition-id" not in config:
         raise SettingsError("the node config lacks name; start the node with --node-config")
+    if "name" not in config and settings.devices:
+        node = simulated_nodes(settings)[int(config["partition-id"])]
+        return replace(node, state=ContextState(context.state))
     return Node(
-        str(name),
+        str(config.get("name", config.get("partition-id"))),
         ContextState(context.state),
         str(config.get("data", "")),
         str(config["role"]) if "role" in config else None,

@@ -37,11 +37,12 @@ from client.network import (
     receive,
     trained_indices,
 )
-from client.resources import network_spec
+from client.own import PINNED, Own
+from client.resources import network_spec, normalization_of
 from client.serving import Served, baseline_predictions, missing_heads, serve
 from client.state import NetworkStore, PrivateState
 from client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
-from data import CORRUPTIONS, DATASETS, Federation, Images, Role, Stream, client_number, resolve, stream
+from data import CORRUPTIONS, UNCORRUPTED, Federation, Images, Role, Stream, client_number, resolve, stream
 from messages.arrays import Arrays
 from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
 from messages.requests import (
@@ -119,6 +120,8 @@ class Device:
         See `Node`.
     name : str
         The client's name; seeds and private state go by it.
+    own : Own or None
+        Its own data, if it has any; `federation` is of this device alone then.
     """
 
     federation: Federation
@@ -133,6 +136,7 @@ class Device:
     natural: Images | None = None
     lends: bool = False
     name: str = "0"
+    own: Own | None = None
 
     @property
     def number(self) -> int:
@@ -149,13 +153,13 @@ class Device:
         """
         federation, settings = self.federation, self.settings
         split, images = federation.splits[self.partition], federation.images
-        shifts, note = resolve(settings.shifts, self.natural is not None)
+        shifts, note = self._shifts()
         if "unseen_domain" in shifts and not len(federation.unseen):
             raise ValueError("shifts: unseen_domain is a test distribution with unseen-domain only")
         if " without " in images.name:  # some of its domains are not at hand
             note = "; ".join(filter(None, (note, f"images: {images.name}")))
-        channels = int(images.pixels.shape[1])
-        mean, std = DATASETS[settings.dataset].normalisation(channels)
+        channels = images.shape[0]
+        mean, std = normalization_of(settings, channels)
         collaborates = bool(settings.collaborations)  # in test-time rounds over streams; shifts play no part then
         tags: dict[str, set[int]] = {}
         for key, found in (*self.state.tags().items(), *self.memory.tags().items()):
@@ -170,10 +174,36 @@ class Device:
             shifts=list(shifts),
             note="" if collaborates else note or "",
             role=self.role,
-            corruptions=list(CORRUPTIONS) if collaborates else [],
+            corruptions=list(self._corruptions) if collaborates else [],
             stream_rounds=streams_of(settings, federation).rounds if collaborates else 0,
-            saved={key: sorted(tags[key]) for key in sorted(tags)},
+            saved={key: sorted(tags[key]) for key in sorted(tags) if key != PINNED},
+            **self._data_facts(),
         )
+
+    def _shifts(self) -> tuple[tuple[str, ...], str | None]:
+        """Return the test distributions that the settings stand for here, and a note; none without labels."""
+        if not self.federation.images.labelled:
+            return (), None
+        return resolve(self.settings.shifts, self.natural is not None, alone=not self.federation.divided)
+
+    def _data_facts(self) -> dict[str, Any]:
+        """Return the fields of an identity that describe a device's own data."""
+        if self.own is None:
+            return {}
+        data = self.own.data
+        return {
+            "own_data": True,
+            "labelled": data.labelled,
+            "samples": data.samples,
+            "skipped": len(data.skipped),
+            "classes_present": data.classes_present,
+            "notes": list(self.own.notes),
+        }
+
+    @property
+    def _corruptions(self) -> tuple[str, ...]:
+        """Return the conditions of the test-time streams."""
+        return CORRUPTIONS if self.federation.divided else (UNCORRUPTED,)
 
     def train(self, request: Train) -> Trained:
         """Do one round: the personal head on the received encoder if the algorithm has one, then the local algorithm.
@@ -307,7 +337,7 @@ class Device:
             normalization=adapted.normalization if request.send_normalization else None,
             start=adapted.start if request.send_start else None,
             num_examples=len(labels),
-            corruption=CORRUPTIONS.index(corruption),
+            corruption=self._corruptions.index(corruption),
             seconds=adapted.seconds,
             correct=correct,
             total=total,
@@ -319,10 +349,14 @@ class Device:
         Raises
         ------
         ValueError
-            The arrays do not fit, or this client has no statistics of that round.
+            The arrays do not fit, this client has no statistics of that round, or there are shifts and no labels.
         """
         rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
         private, statistics = self._trained(request)
+        if not request.shifts:  # the model is only installed
+            return Evaluated(num_examples=1, checked=0, leaked=0, results=[])
+        if not self.federation.images.labelled:
+            raise ValueError(f"client {self.name} has no labels: its predictions cannot be evaluated")
         streams = [self._stream(shift) for shift in request.shifts]
         results = []
         for base in ("global", "personalised"):
@@ -335,7 +369,7 @@ class Device:
                     results.append(evaluate_row(row, self.model, statistics, samples, self.settings, rates, neighbours))
         used = self._trained_on(request.rows, private, request.round)
         checked = sum(len(samples.y) for samples in streams)
-        leaked = sum(int(np.isin(samples.index, used).sum()) for samples in streams)
+        leaked = sum(int(self.federation.among(samples.index, used).sum()) for samples in streams)
         return Evaluated(num_examples=max(checked, 1), checked=checked, leaked=leaked, results=results)
 
     def serve(self, request: Evaluate, row: AdapterRow) -> Served:
@@ -353,11 +387,12 @@ class Device:
         if row.base == "personalised":
             self._personalize(request, private)
         federation, size = self.federation.in_round(request.round), self.settings.eval_batch_size
-        labelled = self.role != "target"
+        labelled = self.role != "target"  # a target's labels are for evaluation only
         baseline = baseline_predictions(self.model, federation, self.partition, self.device, size, labelled)
         network, neighbours = copy.deepcopy(self.model), self._neighbours([row], request.round)
         rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
-        classes, spec = self.federation.images.classes, network_spec(self.federation.images, self.settings)
+        classes = self.federation.images.classes
+        spec = network_spec(self.federation.images, self.settings, self.federation.divided)
         return serve(row, network, spec, self.settings, classes, baseline, statistics, rates, neighbours)
 
     def _require_source(self) -> None:

@@ -7,7 +7,7 @@ Neither Flower nor the transport matters here: the ClientApp, the simulation's w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import torch
 
 from client.device import Device
 from client.names import check_name
-from client.resources import federation_of, resolve_device, shared_network
+from client.own import ignored, own_of_run, settings_alone
+from client.resources import federation_of, network_spec, resolve_device, shared_network
 from client.state import DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
 from data import Federation, Role, client_number, load_natural
 from messages.replies import Reply
@@ -103,32 +104,45 @@ def make_device(request: Request, node: Node) -> Device:
     """
     torch.set_num_threads(1)
     settings = _settings_of(request.settings, tuple(node.settings.items()))
-    partition = client_number(node.name)
-    if partition >= settings.clients:
-        allowed = f"'0' to '{settings.clients - 1}', for the run divides one data set; other names need data"
-        raise SettingsError(f"name = {node.name!r}: allowed are {allowed}")
-    federation = federation_of(settings)
     folder = Path(settings.state_dir).expanduser() if settings.state_dir and node.memory is None else None
     state = DirectoryState(folder, request.run, node.name) if folder else node.state
     # on disk unless the node lives as long as the run: Flower would ship its context with every message
     memory = node.memory or DirectoryState(private_folder(settings), request.run, node.name)
-    network_settings = from_config(settings.select("model", "data", "execution"))
-    options = assignments(settings.dataset_options, "dataset-options")
-    natural: Any = options.get("natural", "")
+    given, own, natural = settings, None, None
+    if node.source:
+        settings = settings_alone(settings)
+        own = own_of_run(node.source, node.name, node.role, node.class_map, settings, request.run, memory)
+        federation, partition = own.federation, 0
+        own = replace(own, notes=tuple(filter(None, (ignored(given), *own.notes))))
+    else:
+        federation, partition = federation_of(settings), _partition(node.name, settings)
+        options: dict[str, Any] = dict(assignments(settings.dataset_options, "dataset-options"))
+        images = options.get("natural", "")
+        natural = load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=images)
     return Device(
         federation,
         partition,
-        shared_network(federation, network_settings),
+        shared_network(network_spec(federation.images, settings, federation.divided), settings.device),
         ResumableState(state, request.checkpoint_rounds),
         ResumableState(memory, request.checkpoint_rounds),
         settings,
         resolve_device(settings.device),
-        _role(federation, partition, node.role),
+        own.data.role if own else _role(federation, partition, node.role),
         NetworkStore(private_folder(settings) / "networks"),
-        load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=natural),
+        natural,
         node.lends,
         node.name,
+        own,
     )
+
+
+def _partition(name: str, settings: Settings) -> int:
+    """Return the position of a client in the run's divided data set."""
+    partition = client_number(name)
+    if partition >= settings.clients:
+        allowed = f"'0' to '{settings.clients - 1}', for the run divides one data set; other names need data"
+        raise SettingsError(f"name = {name!r}: allowed are {allowed}")
+    return partition
 
 
 @lru_cache(maxsize=64)

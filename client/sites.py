@@ -27,7 +27,11 @@ def simulated_nodes(settings: Settings) -> list[Node]:
         No file is found, one cannot be read, has no name or no data, or two have the same name.
     """
     if settings.devices:
-        return [replace(node, state=MemoryState()) for node in _from_files(settings.devices)]
+        nodes = _from_files(settings.devices)
+        memory = max(1, settings.image_cache_mb // len(nodes))  # they share this machine's
+        return [
+            replace(node, state=MemoryState(), settings={"image-cache-mb": memory, **node.settings}) for node in nodes
+        ]
     return [Node(str(i), MemoryState()) for i in range(settings.clients)]
 
 
