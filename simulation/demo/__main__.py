@@ -73,8 +73,8 @@ class Demo:
         """
         keys = make_keys(self.home / "keys", len(SITES))[0]
         own = [(keys.ca, keys.node(number)[0]) for number in range(len(SITES))]
-        with ExitStack() as stack:
-            fleet = stack.enter_context(superlink.superlink(self.home, simulation=False, keys=keys))
+        # leaving the SuperLink stops all processes of its home, before the stack waits for them
+        with ExitStack() as stack, superlink.superlink(self.home, simulation=False, keys=keys) as fleet:
             superlink.register(self.home, [keys.node(number)[1] for number in range(len(SITES))])
             agents = {
                 self.address(site, "a"): deployment.start_agent(self.home / f"agent-{site.name}", self.device(site))
