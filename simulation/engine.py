@@ -12,6 +12,7 @@ from flwr.clientapp import ClientApp
 
 from client.app import app as default_client_app
 from client.resources import federation_of, network_spec, resolve_device
+from client.sites import simulated_nodes
 from data import resolve
 from messages.flower import allow_messages
 from models import build
@@ -64,7 +65,7 @@ def simulate(
         if name != "flower":
             allow_messages()  # strategies configure their rounds in Flower's messages
         if name == "vectorised":
-            transport = VectorizedTransport(settings.clients, settings.stacked_clients, on_disk)
+            transport = VectorizedTransport(simulated_nodes(settings), settings.stacked_clients, on_disk)
             serve(transport, settings, folder, listeners, class_counts)
         elif name == "ray":
             from simulation.workers import ray_transport  # imports Ray
