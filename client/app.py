@@ -62,20 +62,22 @@ def node_of(context: Context) -> Node:
     Raises
     ------
     SettingsError
-        The node config does not say which client this is.
+        The node config has no name, or one that is not allowed.
     """
+    from client.names import parse_class_map
     from client.node import Node
 
     config = context.node_config
-    for key in ("partition-id", "num-partitions"):
-        if key not in config:
-            raise SettingsError(f"the node config lacks {key}; start the node with --node-config")
+    name = config.get("name", config.get("partition-id"))  # the latter is what Flower's simulation sets
+    if name is None:
+        raise SettingsError("the node config lacks name; start the node with --node-config")
     return Node(
-        int(config["partition-id"]),
-        int(config["num-partitions"]),
+        str(name),
         ContextState(context.state),
+        str(config.get("data", "")),
         str(config["role"]) if "role" in config else None,
         {key: config[key] for key in keys_in("node") if key in config},
+        class_map=parse_class_map(str(config.get("class-map", ""))),
     )
 
 

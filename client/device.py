@@ -41,7 +41,7 @@ from client.resources import network_spec
 from client.serving import Served, baseline_predictions, missing_heads, serve
 from client.state import NetworkStore, PrivateState
 from client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
-from data import CORRUPTIONS, DATASETS, Federation, Images, Role, Stream, resolve, stream
+from data import CORRUPTIONS, DATASETS, Federation, Images, Role, Stream, client_number, resolve, stream
 from messages.arrays import Arrays
 from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
 from messages.requests import (
@@ -99,7 +99,7 @@ class Device:
     federation : Federation
         Images and the splits of all clients, drawn from the seed; `in_round` gives those of a round.
     partition : int
-        Which client this is.
+        The client's position in the federation.
     model : TwoHead
         The network, on `device`; every method loads what it needs into it.
     state : PrivateState
@@ -117,6 +117,8 @@ class Device:
         Networks that are sent once.
     lends : bool
         See `Node`.
+    name : str
+        The client's name; seeds and private state go by it.
     """
 
     federation: Federation
@@ -130,6 +132,12 @@ class Device:
     networks: NetworkStore
     natural: Images | None = None
     lends: bool = False
+    name: str = "0"
+
+    @property
+    def number(self) -> int:
+        """The client's number in seeds."""
+        return client_number(self.name)
 
     def identify(self, request: Identify) -> Identity:
         """Return what the server may know of this client: sizes and kinds of its data, no label counts.
@@ -153,8 +161,7 @@ class Device:
         for key, found in (*self.state.tags().items(), *self.memory.tags().items()):
             tags.setdefault(key, set()).update(found)
         return Identity(
-            partition_id=self.partition,
-            num_partitions=federation.num_clients,
+            name=self.name,
             classes=list(images.classes),
             channels=channels,
             mean=list(mean),
@@ -267,7 +274,7 @@ class Device:
         start = time.perf_counter()
         federation = self.federation.in_round(request.round)
         x, y = labelled(federation, federation.splits[self.partition].validation, self.device)
-        draw = generator(self.settings.seed, "rates", request.round, self.partition)
+        draw = generator(self.settings.seed, "rates", request.round, self.number)
         refined = refine_rates(self.model, x, y, rates or zero_rates(self.model), request.variant, self.settings, draw)
         return RefinedRates(
             rates={name: np.asarray(value, np.float64) for name, value in refined.rates.items()},
@@ -355,7 +362,7 @@ class Device:
 
     def _require_source(self) -> None:
         if self.role == "target":
-            raise ValueError(f"client {self.partition} is a target: it has no labels to train on")
+            raise ValueError(f"client {self.name} is a target: it has no labels to train on")
 
     def _algorithm(self, task: TrainingTask) -> LocalAlgorithm:
         return find_algorithm(task.algorithm)
@@ -378,12 +385,12 @@ class Device:
     def _context(
         self, data: TrainingSet, task: TrainingTask, private: Arrays, purpose: str, round: int, proximal_mu: float = 0.0
     ) -> LocalContext:
-        draw = generator(self.settings.seed, purpose, round, self.partition)
+        draw = generator(self.settings.seed, purpose, round, self.number)
         own, objective = own_tensors(private, self.device), find_objective(task.objective)
         return LocalContext(self.model, data, objective, self.settings, draw, own, proximal_mu)
 
     def _train_head(self, data: TrainingSet, purpose: str, round: int) -> None:
-        draw = generator(self.settings.seed, purpose, round, self.partition)
+        draw = generator(self.settings.seed, purpose, round, self.number)
         train_personal_head(self.model, data, self.settings, draw)
 
     def _trained(self, request: Evaluate) -> tuple[Arrays, Statistics | None]:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from client.device import Device
+from client.names import check_name
 from client.resources import federation_of, resolve_device, shared_network
 from client.state import DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
-from data import Federation, Role, load_natural
+from data import Federation, Role, client_number, load_natural
 from messages.replies import Reply
 from messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
 from settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
@@ -29,10 +30,12 @@ class Node:
 
     Parameters
     ----------
-    partition, num_partitions : int
-        Which client it is, of how many.
+    name : str
+        The client's name. Without `source` it is "0" to "N-1": a client of the run's divided data set.
     state : PrivateState
         Where private state lives when neither node nor run sets `state-dir`.
+    source : str
+        The node's own data (`data.sources.open_source`); all of them are this client's.
     role : "both", "source", "target" or None
         None: what its data allow.
     settings : mapping
@@ -42,15 +45,26 @@ class Node:
     lends : bool
         Reply with the network's own memory: the reply is read before this node, or another one that shares the network,
         is asked for anything else.
+    class_map : mapping
+        Class name in the node's own data → what the run calls it.
+
+    Raises
+    ------
+    SettingsError
+        The name is not allowed.
     """
 
-    partition: int
-    num_partitions: int
+    name: str
     state: PrivateState
+    source: str = ""
     role: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     memory: PrivateState | None = None
     lends: bool = False
+    class_map: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
 
 
 def perform(request: Request, node: Node) -> Reply:
@@ -59,7 +73,7 @@ def perform(request: Request, node: Node) -> Reply:
     Raises
     ------
     SettingsError
-        A setting is unknown or impossible, or the run has another number of clients.
+        A setting is unknown or impossible, or the run has no client of this name.
     ValueError, FloatingPointError
         As the methods of `Device`.
     """
@@ -83,36 +97,37 @@ def make_device(request: Request, node: Node) -> Device:
     Raises
     ------
     SettingsError
-        A setting is unknown or impossible, or the run has another number of clients.
+        A setting is unknown or impossible, or the run has no client of this name.
     ValueError
-        Data that cannot be read, a partition that does not exist, or a role that its data do not allow.
+        Data that cannot be read, or a role that they do not allow.
     """
     torch.set_num_threads(1)
     settings = _settings_of(request.settings, tuple(node.settings.items()))
-    if node.num_partitions != settings.clients:
-        raise SettingsError(f"clients = {settings.clients}: this node is one of {node.num_partitions}")
+    partition = client_number(node.name)
+    if partition >= settings.clients:
+        allowed = f"'0' to '{settings.clients - 1}', for the run divides one data set; other names need data"
+        raise SettingsError(f"name = {node.name!r}: allowed are {allowed}")
     federation = federation_of(settings)
-    if not 0 <= node.partition < federation.num_clients:
-        raise ValueError(f"partition-id = {node.partition}: allowed are 0 to {federation.num_clients - 1}")
     folder = Path(settings.state_dir).expanduser() if settings.state_dir and node.memory is None else None
-    state = DirectoryState(folder, request.run, node.partition) if folder else node.state
+    state = DirectoryState(folder, request.run, node.name) if folder else node.state
     # on disk unless the node lives as long as the run: Flower would ship its context with every message
-    memory = node.memory or DirectoryState(private_folder(settings), request.run, node.partition)
+    memory = node.memory or DirectoryState(private_folder(settings), request.run, node.name)
     network_settings = from_config(settings.select("model", "data", "execution"))
     options = assignments(settings.dataset_options, "dataset-options")
     natural: Any = options.get("natural", "")
     return Device(
         federation,
-        node.partition,
+        partition,
         shared_network(federation, network_settings),
         ResumableState(state, request.checkpoint_rounds),
         ResumableState(memory, request.checkpoint_rounds),
         settings,
         resolve_device(settings.device),
-        _role(federation, node.partition, node.role),
+        _role(federation, partition, node.role),
         NetworkStore(private_folder(settings) / "networks"),
         load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=natural),
         node.lends,
+        node.name,
     )
 
 

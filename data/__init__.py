@@ -17,6 +17,7 @@ from .federation import Federation
 from .images import Images
 from .imbalanced_streams import Batch, CorruptionStream, class_counts, corruption_streams
 from .partition import SCHEMES, partition
+from .rng import client_number
 from .split import Split, split
 from .streams import BRFL, BTGFL, SHIFTS, Shift, Stream, available, check_no_leak, resolve, stream
 
@@ -41,6 +42,7 @@ __all__ = [
     "available",
     "check_no_leak",
     "class_counts",
+    "client_number",
     "corrupt",
     "corruption_streams",
     "crop_flip",

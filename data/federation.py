@@ -40,6 +40,8 @@ class Federation:
         Shares used to split a client's samples.
     resample_splits : bool
         Redraw the splits in every training round (`in_round`), as the published code of FedTHE and BTFL does.
+    numbers : tuple of int
+        Number of each client in seeds (`data.rng.client_number`). Default: 0 to N-1.
     """
 
     images: Images
@@ -51,11 +53,13 @@ class Federation:
     unseen: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
     resample_splits: bool = False
+    numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", self.roles or ("both",) * len(self.splits))
         object.__setattr__(self, "domains", self.domains or (None,) * len(self.splits))
         object.__setattr__(self, "origins", self.origins or (None,) * len(self.splits))
+        object.__setattr__(self, "numbers", self.numbers or tuple(range(len(self.splits))))
 
     @classmethod
     def create(

@@ -76,7 +76,7 @@ class Sources:
         return match_class_mixes(self.federation.class_counts(), self.natural.labels, self.seed)
 
     def _rng(self, purpose: str) -> np.random.Generator:
-        return generator("recipe", purpose, self.seed, self.partition)
+        return generator("recipe", purpose, self.seed, self.federation.numbers[self.partition])
 
 
 def original(sources: Sources) -> list[Part]:
@@ -309,7 +309,8 @@ def stream(
     if natural is not None and (natural.classes != images.classes or natural.shape != images.shape):
         raise ValueError(f"{natural.name} does not fit {images.name}: classes or image shapes differ")
     parts = SHIFTS[shift].recipe(Sources(federation, partition, seed, natural))
-    order = generator("order", shift, seed, partition).permutation(sum(len(indices) for _, indices in parts))
+    draw = generator("order", shift, seed, federation.numbers[partition])
+    order = draw.permutation(sum(len(indices) for _, indices in parts))
     rendered = [_render(part, images, natural, seed, severity, device) for part in parts]
     permutation = torch.from_numpy(order).to(device)
     return Stream(

@@ -12,10 +12,11 @@ from flwr.clientapp import ClientApp
 
 from client.app import app as default_client_app
 from client.resources import federation_of, network_spec, resolve_device
+from client.sites import simulated_nodes
 from data import resolve
 from messages.flower import allow_messages
 from models import build
-from models.vectorized import is_stochastic
+from models.vectorized import is_stackable
 from server.adaptation import check_collaborations
 from server.app import run_folder, serve
 from server.events import Listener
@@ -64,7 +65,7 @@ def simulate(
         if name != "flower":
             allow_messages()  # strategies configure their rounds in Flower's messages
         if name == "vectorised":
-            transport = VectorizedTransport(settings.clients, settings.stacked_clients, on_disk)
+            transport = VectorizedTransport(simulated_nodes(settings), settings.stacked_clients, on_disk)
             serve(transport, settings, folder, listeners, class_counts)
         elif name == "ray":
             from simulation.workers import ray_transport  # imports Ray
@@ -92,7 +93,7 @@ def engine(settings: Settings, our_app: bool = True) -> str:
     images = federation_of(settings).images
     network = build(seed=0, **network_spec(images, settings))
     size = sum(value.nbytes for value in network.global_state().values())
-    return "vectorised" if size <= SMALL and not is_stochastic(network) else "ray"
+    return "vectorised" if size <= SMALL and is_stackable(network) else "ray"
 
 
 def check(settings: Settings) -> list[list[int]]:

@@ -15,7 +15,7 @@ from messages.requests import Evaluate, Request, Summarize, Train
 from models import load_arrays, load_model
 from server.app import run_folder, serve
 from server.events import NodesMissing, NoReplies
-from server.nodes import FederationInfo
+from server.members import FederationInfo
 from server.report import read_results, table
 from server.run import initial_model, model_spec
 from settings import Settings, SettingsError
@@ -147,7 +147,7 @@ def test_means_that_do_not_speak_for_all_clients_say_so(tmp_path: Path) -> None:
     folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,btfl", rounds=1), watch)
     notes = [event["text"] for event in events(folder) if event["event"] == "note"]
     assert notes[-2:] == [
-        f"cross_entropy: {what} of 2 of 3 clients only; missing: [1]" for what in ("statistics", "accuracies")
+        f"cross_entropy: {what} of 2 of 3 clients only; missing: 1" for what in ("statistics", "accuracies")
     ]
     assert notes[-1] in (folder / "report.html").read_text()
 

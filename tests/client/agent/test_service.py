@@ -269,9 +269,9 @@ def test_a_stop_answers_what_was_accepted_and_takes_no_more() -> None:
         stopping.start()
         probe = health_pb2_grpc.HealthStub(line)
         until(lambda: probe.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT).status == 2)  # NOT_SERVING
-        until(
-            lambda: "stopping" in refused(lambda: stub.Predict(request(1.0), timeout=0.5), grpc.StatusCode.UNAVAILABLE)
-        )
+        until(lambda: stub.Predict.future(request(1.0), timeout=0.5).code() is grpc.StatusCode.UNAVAILABLE)
+        told = refused(lambda: stub.Predict(request(1.0), timeout=TIMEOUT), grpc.StatusCode.UNAVAILABLE)
+        assert "stopping" in told
         fake.gate.set()
         assert [next(stream).id, next(stream).id] == ["a", "b"]
         assert refused(lambda: next(stream), grpc.StatusCode.UNAVAILABLE) == "the agent is stopping"
