@@ -134,8 +134,9 @@ def test_residual_sums_are_not_taken_for_rectified() -> None:
 def test_stacked_networks(name: str) -> None:
     """Networks without dropout are trained at once, with the results of single training."""
     model = build(name)
-    if name == "torchvision:mobilenet_v3_small":
-        assert not is_stackable(model)  # dropout of 0.2
+    if name in ("torchvision:mobilenet_v3_small", "tests.models.nets:tied"):
+        # dropout of 0.2; a layer under two names, which `functional_call` exchanges twice
+        assert not is_stackable(model)
         return
     assert is_stackable(model)
     both = [build(name).double(), build(name, seed=1).double()]
