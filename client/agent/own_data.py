@@ -15,6 +15,7 @@ from settings import assignments
 if TYPE_CHECKING:
     from data.sources import OwnData
 
+NAMED = 50  # skipped files that are named
 INDEX = "scan.json"  # in `state-dir`: what the last scan has read
 
 
@@ -25,9 +26,9 @@ class Scan:
     Parameters
     ----------
     samples, used, skipped : int
-        Files, those that can be used, and those that cannot.
+        Samples, those in use, and all others.
     notes : tuple of str
-        Skipped files by reason.
+        Counts by reason, then the skipped samples by name.
     """
 
     samples: int = 0
@@ -45,7 +46,10 @@ def scan(config: AgentConfig, served: Served | None) -> Scan:
         There are no data of its own, or they cannot be used; the message says why.
     """
     found = _own(config, served)
-    return Scan(found.samples, found.used, len(found.skipped), tuple(found.notes))
+    named = [f"{name!r}: {reason}" for name, reason in found.skipped.items()]
+    more = [f"and {len(named) - NAMED} more"] if len(named) > NAMED else []
+    notes = (*found.notes, *named[:NAMED], *more)
+    return Scan(found.samples, found.used, found.samples - found.used, notes)
 
 
 def samples_of(config: AgentConfig, served: Served) -> Samples:
@@ -75,7 +79,8 @@ def _own(config: AgentConfig, served: Served | None) -> OwnData:
     words = assignments(str(getattr(config, "class_map", "")), "class-map")
     class_map = {name: str(value) for name, value in words.items()}
     if served is None:
-        classes = tuple(dict.fromkeys(class_map.get(name, name) for name in open_source(_source(config)).classes))
+        known = dict.fromkeys(class_map.get(name, name) for name in open_source(_source(config)).classes)
+        classes = tuple(known) or ("unlabelled",)  # only counted
     else:
         classes = served.classes
     return own_data(
