@@ -13,7 +13,7 @@ from messages.arrays import Arrays, channels_last
 from messages.flower import held_record
 from messages.requests import Identify
 from messages.transport import Transport
-from models import TwoHead, build, load_model, save_arrays, save_model
+from models import Preprocessing, TwoHead, build, load_model, save_arrays, save_model
 from server.adaptation import Collaboration, adaptation_rounds, cells, check_collaborations, rounds_of
 from server.aggregation import make_strategy
 from server.checkpoints import Checkpoints, Position
@@ -213,7 +213,18 @@ def notes(
 
 
 def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
-    """Return the arguments that build the run's network, as `models.build` takes them."""
+    """Return the arguments that build the run's network, as `models.build` takes them; model files have them, too.
+
+    Raises
+    ------
+    SettingsError
+        The images' preprocessing is not possible.
+    """
+    keys = ("image_size", "resize", "interpolation", "crop_fraction", "window")
+    try:
+        preprocessing = Preprocessing(channels=info.channels, **{key: getattr(settings, key) for key in keys})
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     return {
         "name": settings.model,
         "num_classes": len(info.classes),
@@ -221,6 +232,8 @@ def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
         "image_size": settings.image_size,
         "mean": info.mean,
         "std": info.std,
+        "preprocessing": preprocessing.to_dict(),
+        "classes": info.classes,
         **assignments(settings.model_options, "model-options"),
     }
 

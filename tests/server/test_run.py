@@ -83,7 +83,8 @@ def test_no_test_sample_was_trained_on(finished: Path) -> None:
 
 def test_statistics_file_is_the_mean_over_clients_of_the_saved_model(finished: Path) -> None:
     model, spec = load_model(finished / "model.safetensors")
-    assert spec["name"] == "cnn"
+    assert (spec["name"], spec["classes"]) == ("cnn", list("0123456789"))
+    assert (spec["preprocessing"]["image_size"], spec["preprocessing"]["channels"]) == (16, spec["in_channels"])
     federation = federation_of(SMALL)
     means = []
     for split in federation.splits:
@@ -226,7 +227,7 @@ def test_unknown_names_stop_the_run_before_training_and_list_what_exists(
 
 
 def test_fewer_nodes_than_clients(tmp_path: Path) -> None:
-    with pytest.raises(NodesMissing, match="3 of 5"):
+    with pytest.raises(NodesMissing, match=r"of 5 clients are there after 0\.05 s"):
         serve(devices(SMALL), SMALL.replace(clients=5, node_timeout=0.05), tmp_path / "r")
 
 
@@ -237,6 +238,8 @@ def test_bad_model_options_and_init_files_are_settings_errors(tmp_path: Path) ->
     settings = Settings(model_options="widht=3")
     with pytest.raises(SettingsError, match="widht"):
         initial_model(settings, model_spec(settings, INFO))
+    with pytest.raises(SettingsError, match="window='9,1'"):
+        model_spec(Settings(window="9,1"), INFO)
     path = tmp_path / "cut.safetensors"
     path.write_bytes(b"half a file")
     with pytest.raises(SettingsError, match=r"cut\.safetensors"):
