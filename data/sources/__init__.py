@@ -7,6 +7,6 @@
 """
 
 from .base import Source, open_source
-from .own import OwnData, own_data
+from .own import OwnData, UnusableData, own_data
 
-__all__ = ["OwnData", "Source", "open_source", "own_data"]
+__all__ = ["OwnData", "Source", "UnusableData", "open_source", "own_data"]

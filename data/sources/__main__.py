@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -14,8 +13,7 @@ from rich.text import Text
 from models.preprocessing import Preprocessing
 
 from .base import SPLITS, open_source
-from .own import OwnData, own_data
-from .scan import reasons
+from .own import OwnData, UnusableData, own_data
 
 SHOWN = 20
 
@@ -29,15 +27,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--role", choices=("both", "source", "target"), help="default: both with labels, else target")
     made.add_argument("--window", default="", metavar="LOW,HIGH", help="raw values that become black and white")
     made.add_argument("--max-megapixels", type=float, default=100.0, help="larger images are skipped (100)")
-    made.add_argument("--index", type=Path, help="the device's index file, which speeds up a second look")
+    made.add_argument("--max-skipped", type=float, default=0.1, help="share of samples that may be unusable (0.1)")
     made.add_argument("--all", action="store_true", help=f"list all skipped samples, not only {SHOWN}")
     return made
 
 
 def main(words: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """Scan a source and print its tables; exit status 2 if it cannot take part."""
+    """Scan a source and print its tables; exit status 2 if it cannot take part. Nothing is written."""
     arguments = parser().parse_args(words)
     console = console or Console()
+    shown = None if arguments.all else SHOWN
     pairs = [pair.partition("=") for pair in arguments.class_map.split(";") if pair]
     class_map = {own.strip(): name.strip() for own, _, name in pairs}
     try:
@@ -50,46 +49,52 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
             classes=classes,
             class_map=class_map,
             preprocessing=Preprocessing(window=arguments.window or None),
-            max_skipped=1.0,  # shown, not refused
+            max_skipped=1.0,  # shown before it is refused
             max_megapixels=arguments.max_megapixels,
             role=arguments.role,
-            index_file=arguments.index,
         )
     except (ValueError, OSError) as error:
+        if isinstance(error, UnusableData):
+            show_skipped(error.skipped, console, shown)
         console.print(Text(f"error: {error}"))
         return 2
-    show(data, console, None if arguments.all else SHOWN)
+    show(data, console)
+    show_skipped(data.skipped, console, shown)
+    for note in data.notes:
+        console.print(Text(f"- {note}"))
+    if data.unusable > arguments.max_skipped * data.samples:
+        console.print(f"error: a run with max-skipped = {arguments.max_skipped:g} refuses these data")
+        return 2
     return 0
 
 
-def show(data: OwnData, console: Console, shown: int | None) -> None:
-    """Print classes by split, what is skipped, and the notes."""
+def show(data: OwnData, console: Console) -> None:
+    """Print the samples and groups of each class and split."""
     split = {name: getattr(data.split, name) for name in SPLITS}
-    table = Table(title=Text(f"{data.images.name}: {data.used} of {data.samples} samples are used, role {data.role}"))
+    console.print(Text(f"{data.images.name}: {data.used} of {data.samples} samples are used, role {data.role}"))
+    table = Table()
     for column in ("class", *SPLITS, "all"):
         table.add_column(column, justify="left" if column == "class" else "right")
-    rows = {name: [int((data.images.labels[part] == i).sum()) for part in split.values()] for i, name in numbered(data)}
-    for name, counts in rows.items():
+    for number, name in numbered(data):
+        counts = [int((data.images.labels[part] == number).sum()) for part in split.values()]
         table.add_row(Text(name), *map(str, counts), str(sum(counts)))
-    groups = [len({data.groups[i] for i in part} - {""}) for part in split.values()]
-    sizes = [len(part) for part in split.values()]
     table.add_section()
-    table.add_row("samples", *map(str, sizes), str(sum(sizes)))
-    table.add_row("groups", *map(str, groups), str(sum(groups)))
+    groups = [len({data.groups[i] for i in part} - {""}) for part in split.values()]
+    for title, counts in (("samples", [len(part) for part in split.values()]), ("groups", groups)):
+        table.add_row(title, *map(str, counts), str(sum(counts)))
     console.print(table)
-    if data.skipped:
-        skipped = Table(
-            title=Text(f"{len(data.skipped)} of {data.samples} samples are skipped: {reasons(data.skipped)}")
-        )
-        skipped.add_column("sample", overflow="fold")
-        skipped.add_column("reason", overflow="fold")
-        for name, reason in list(data.skipped.items())[:shown]:
-            skipped.add_row(Text(name), Text(reason))
-        console.print(skipped)
-        if shown is not None and len(data.skipped) > shown:
-            console.print(f"{len(data.skipped) - shown} more with --all")
-    for note in data.notes:
-        console.print(Text(f"- {note}"))
+
+
+def show_skipped(skipped: Mapping[str, str], console: Console, shown: int | None) -> None:
+    """Print the samples that are not used, and why; the first ones only unless `shown` is None."""
+    if not skipped:
+        return
+    table = Table("not used", "reason")
+    for name, reason in list(skipped.items())[:shown]:
+        table.add_row(Text(name, overflow="fold"), Text(reason, overflow="fold"))
+    console.print(table)
+    if shown is not None and len(skipped) > shown:
+        console.print(f"{len(skipped) - shown} more with --all")
 
 
 def numbered(data: OwnData) -> list[tuple[int, str]]:

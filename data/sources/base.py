@@ -22,7 +22,8 @@ class Source(Protocol):
 
     A source may also have these, which are optional:
 
-    - ``skipped``: mapping of name → reason, of what is known to be unusable without reading an image.
+    - ``skipped``: mapping of name → reason, of what is known to be unusable without reading an image. The reason up to
+      its first colon is what the run's report counts; it leaves the device.
     - ``notes``: tuple of str, what a reader of the run's report has to know; it leaves the device.
     - ``open(i)``: the encoded image file, see `EncodedSource`; `image` is not called then.
     - ``stamp(i)``: a JSON value that changes when the sample changes, such as size and modification time. With it, the

@@ -130,7 +130,7 @@ def _header_size(file: BinaryIO) -> tuple[int, int]:
         with Image.open(file, formats=FORMATS) as image:
             return image.size
     except Image.DecompressionBombError as error:
-        raise ValueError("too large: more than twice Pillow's MAX_IMAGE_PIXELS") from error
+        raise ValueError(f"too large: {error}") from error  # Pillow's own bound, 179 megapixels
     except UnidentifiedImageError as error:
         raise ValueError(DAMAGED) from error
     except ImportError as error:

@@ -42,8 +42,8 @@ class OwnData:
     labelled : bool
     names, identities, groups : tuple of str
         Of each sample in use: its name, the hash of its content, its group ("" without).
-    samples, used : int
-        Samples of the source, and those in use.
+    samples, used, unusable : int
+        Samples of the source, those in use, and those that cannot be used.
     skipped : dict
         Name → reason of all others. Names stay on the device.
     notes : tuple of str
@@ -62,6 +62,7 @@ class OwnData:
     identities: tuple[str, ...]
     groups: tuple[str, ...]
     samples: int
+    unusable: int
     skipped: dict[str, str]
     notes: tuple[str, ...]
     classes_present: int | None
@@ -71,6 +72,14 @@ class OwnData:
     def used(self) -> int:
         """Samples in use."""
         return len(self.names)
+
+
+class UnusableData(ValueError):
+    """Too many samples of a source cannot be used; `skipped` maps their names to the reasons."""
+
+    def __init__(self, message: str, skipped: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.skipped = dict(skipped)
 
 
 def own_data(
@@ -111,11 +120,16 @@ def own_data(
     Raises
     ------
     ValueError
-        The source cannot be opened; it has no samples, or too many that cannot be used (says how many and why); it has
-        classes that the run does not have; or samples without labels, or none for training, in a role that trains.
+        There are no classes; the source cannot be opened; it has no samples, or too many that cannot be used (says how
+        many and why); it has classes that the run does not have; or samples without labels, or none for training, in a
+        role that trains.
     OSError
         The index file cannot be written.
     """
+    if not classes:
+        raise ValueError(
+            f"data = {source_text!r}: the run has to declare its classes, such as classes = 'covid,normal'"
+        )
     max_pixels = int(max_megapixels * 1e6)
     key = {"source": source_text, "preprocessing": preprocessing.to_dict(), "max_pixels": max_pixels}
     index = Index.load(index_file, key)
@@ -161,6 +175,7 @@ def _assembled(
         identities=tuple(one.identity for one in samples),
         groups=tuple(one.group for one in samples),
         samples=scanned.total,
+        unusable=len(scanned.skipped),
         skipped={**scanned.skipped, **left_out},
         notes=tuple(note for note in (*notes, *_gaps(images, split, present)) if note),
         classes_present=len(present) if scanned.labelled else None,
@@ -169,15 +184,16 @@ def _assembled(
 
 
 def _check_skipped(source_text: str, scanned: Scanned, max_skipped: float) -> None:
-    """Raise ValueError unless there are samples, and enough of them can be used."""
+    """Raise an error unless there are samples, and enough of them can be used."""
     count, total = len(scanned.skipped), scanned.total
     if total == 0:
         raise ValueError(f"data = {source_text!r} hold no image")
     if count > max_skipped * total or not scanned.samples:
-        raise ValueError(
+        raise UnusableData(
             f"data = {source_text!r}: {count} of {total} samples cannot be used ({reasons(scanned.skipped)}); "
             f"max-skipped = {max_skipped:g} allows {int(max_skipped * total)}. "
-            f"`python -m data.sources {source_text}` names them"
+            f"`python -m data.sources {source_text}` names them",
+            scanned.skipped,
         )
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from models.preprocessing import Preprocessing
+from models.preprocessing import Preprocessing, RawImage
 
-from .base import EncodedSource, Source, indices, skipped_of
+from .base import EncodedSource, Source, escaped, indices, skipped_of
 from .files import check_pixels, read_encoded
 from .index import Index
 
@@ -23,7 +23,7 @@ DIGITS = 32
 AGAIN = "the data are scanned again at the start of a run"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Sample:
     """A sample that can be used; `index` is its number in the source, `identity` the hash of its content."""
 
@@ -81,15 +81,30 @@ class Reader:
                 with self.source.open(index) as file:
                     content = read_encoded(file, self.max_pixels)
                 identity = hashlib.sha256(content).hexdigest()[:DIGITS]
-                return identity, self.preprocessing.apply(self.preprocessing.decode(content, self.max_pixels))
+                return identity, self._prepared(self.preprocessing.decode(content, self.max_pixels))
+            image = self._image(index)
+            return array_identity(np.asarray(image)), self._prepared(image)
+        except ValueError as error:
+            raise ValueError(escaped(str(error))) from error
+        except Exception as error:  # of a decoder
+            raise ValueError(escaped(f"{error or type(error).__name__}")) from error
+
+    def _image(self, index: int) -> RawImage:
+        """Return the image of a source that decodes by itself."""
+        try:
             image = self.source.image(index)
             width, height = image.size if isinstance(image, Image.Image) else np.shape(image)[1::-1]
-            check_pixels(width, height, self.max_pixels)
-            return array_identity(np.asarray(image)), self.preprocessing.apply(image)
-        except ValueError:
-            raise
-        except Exception as error:  # of a decoder, or of a source of one's own
-            raise ValueError(f"{error or type(error).__name__}") from error
+        except Exception as error:  # the source may be a class of the user's own
+            raise ValueError(f"not readable: {error or type(error).__name__}") from error
+        check_pixels(width, height, self.max_pixels)
+        return image
+
+    def _prepared(self, image: RawImage) -> NDArray[np.uint8]:
+        """Return the pixels [C, S, S] of an image."""
+        try:
+            return self.preprocessing.apply(image)
+        except ValueError as error:
+            raise ValueError(f"cannot be prepared: {error}") from error
 
 
 @dataclass(frozen=True)
