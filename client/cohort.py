@@ -31,7 +31,7 @@ from messages.replies import Trained
 from messages.requests import Train
 from models import PERSONAL_PREFIX
 from models.optim import StackedOptimizer
-from models.vectorized import VectorizedNetwork, is_stochastic
+from models.vectorized import VectorizedNetwork, is_stackable
 
 #: (batch, leaves, class counts) → (mean loss of each client [k], what is added to it for the gradient [k]).
 Loss = Callable[["Batch", dict[str, Tensor], Tensor], tuple[Tensor, Tensor | float]]
@@ -47,8 +47,8 @@ class Batch:
 
 
 def fits(device: Device, request: Train) -> bool:
-    """Tell whether a training can be vectorized: FedAvg's, on a network without layers that draw random numbers."""
-    return isinstance(find_algorithm(request.task.algorithm), FedAvg) and not is_stochastic(device.model)
+    """Tell whether a training can be vectorized: FedAvg's, on a network that can be stacked."""
+    return isinstance(find_algorithm(request.task.algorithm), FedAvg) and is_stackable(device.model)
 
 
 def train(devices: Sequence[Device], requests: Sequence[Train]) -> list[Trained | Exception]:
@@ -190,7 +190,7 @@ class Cohort:
     ) -> None:
         """Train the values `names` of all members for some epochs; `purpose` names their generators."""
         start, settings, turns = time.perf_counter(), self.first.settings, [self.turns[one] for one in self.members]
-        clients = [self.devices[index].partition for index in self.members]
+        clients = [self.devices[index].number for index in self.members]
         draw = [generator(settings.seed, purpose, turns[0].request.round, client) for client in clients]
         trained = {name: self.values[name] for name in names}
         how = settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum

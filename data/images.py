@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -31,6 +31,38 @@ class Pixels(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any, /) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LazyRows:
+    """The rows of a tensor that are computed when they are asked for, so that they are never in memory all at once.
+
+    Parameters
+    ----------
+    index : ndarray int64 [n]
+        What `read` is called with, row by row.
+    read : callable
+        Indices [m] → tensor [m, ...].
+    """
+
+    index: np.ndarray
+    read: Callable[[np.ndarray], Tensor]
+
+    def __len__(self) -> int:
+        """Return n."""
+        return len(self.index)
+
+    def __getitem__(self, rows: Tensor | slice) -> Tensor:
+        """Return some rows."""
+        return self.read(self.index[rows.cpu().numpy() if isinstance(rows, Tensor) else rows])
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        """Yield consecutive batches of `size` rows; the last one may be smaller."""
+        return (self[begin : begin + size] for begin in range(0, len(self), size))
+
+
+#: Images that are in memory, or read batch by batch.
+Rows: TypeAlias = Tensor | LazyRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +160,20 @@ class Images:
         """(C, H, W) of one image."""
         channels, height, width = self.pixels.shape[1:]
         return channels, height, width
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether all pixels are in memory; others are read when they are indexed."""
+        return isinstance(self.pixels, np.ndarray)
+
+    def rows(self, indices: np.ndarray, device: torch.device | str = "cpu") -> Rows:
+        """Return the images at `indices` [n] as bytes, uint8 [n, C, H, W] on `device`."""
+
+        def read(chosen: np.ndarray) -> Tensor:
+            return torch.from_numpy(self.pixels[chosen]).to(device)
+
+        index = np.asarray(indices, dtype=np.int64)
+        return read(index) if self.in_memory else LazyRows(index, read)
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Images:
         """Return the images at `indices` [n], in this order, as a copy."""

@@ -17,6 +17,9 @@ Role = Literal["both", "source", "target"]
 #: Bins of the histogram of e, the weight of the global head, over [0, 1].
 WEIGHT_BINS = 20
 Histogram = Annotated[list[Count], Field(min_length=WEIGHT_BINS, max_length=WEIGHT_BINS)]
+#: Form of a client's name; "0" to "N-1" are the clients of a divided data set.
+NAME = r"^[A-Za-z0-9._-]{1,64}$"
+Name = Annotated[str, Field(pattern=NAME)]
 Sizes = Annotated[list[Count], Field(min_length=3, max_length=3)]
 
 
@@ -73,9 +76,7 @@ class Identity(Reply):
 
     kind: ClassVar[str] = "identity"
 
-    name: str = ""
-    partition_id: int = -1
-    num_partitions: Count = 0
+    name: Name
     classes: list[str]
     channels: Count
     mean: list[Finite]
@@ -238,8 +239,10 @@ class Evaluated(Reply):
     checked, leaked : int
         Test samples compared with everything trained on, and how many of them had been trained on.
     results : list of EvaluationResult
+        Empty for a client without labels.
     served : str
-        What a resident agent did with the model; empty without one.
+        What the client's agent did with the model: "promoted <version>", "shadow <version>", "refused: <reason>",
+        "waiting for approval"; empty without an agent.
     """
 
     kind: ClassVar[str] = "evaluated"

@@ -79,7 +79,7 @@ class Request(Typed):
 
 @dataclass(frozen=True, kw_only=True)
 class Identify(Request):
-    """The question which partition a client holds, and what its data are like."""
+    """The question what a client is called, and what its data are like."""
 
     kind: ClassVar[str] = "query.identify"
     reply: ClassVar[type[Reply]] = Identity
@@ -216,7 +216,7 @@ class Evaluate(Request):
         Variant → learned adaptation rates, one float64 number per module.
     rows : list of AdapterRow
     shifts : list of str
-        Test distributions.
+        Test distributions; empty for a client without labels, which installs the model and has no results.
     """
 
     kind: ClassVar[str] = "evaluate"

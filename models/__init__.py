@@ -3,11 +3,13 @@
     model = models.build("cnn", num_classes=10)
     models.save_model("model.safetensors", model, {"name": "cnn", "num_classes": 10})
 
-Images are [B, C, H, W] floats in [0, 1]; mean/std normalization is the encoder's first layer. Every encoder returns
-non-negative features z [B, d]. `balance` replaces the BatchNorm layers of a network by `BalancedBatchNorm`.
+Beside those of `MODELS` there are networks of timm, torchvision and of a user's functions ("timm:resnet18", see
+`models.libraries`). Images are [B, C, H, W] floats in [0, 1]; mean/std normalization is the encoder's first layer. The
+encoders of `MODELS` return non-negative features z [B, d]. `Preprocessing` turns image files and arrays into such
+images. `balance` replaces the BatchNorm layers of a network by `BalancedBatchNorm`.
 `save_arrays` and `load_arrays` store named arrays (statistics, private state) as safely as checkpoints.
 
-The package depends on torch only: not on federated learning, adaptation or data sets.
+The package depends on torch and Pillow: not on federated learning, adaptation or data sets.
 """
 
 from models.arrays import load_arrays, save_arrays, write_atomically
@@ -15,8 +17,9 @@ from models.balanced import BalancedBatchNorm, balance
 from models.checkpoint import load_model, save_model
 from models.info import ModelInfo
 from models.layers import Normalise
+from models.libraries import normalization
 from models.preprocessing import Preprocessing
-from models.registry import MODELS, build
+from models.registry import MODELS, abilities, build, check_name, without_weights
 from models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
 
 __all__ = [
@@ -28,11 +31,15 @@ __all__ = [
     "Normalise",
     "Preprocessing",
     "TwoHead",
+    "abilities",
     "balance",
     "build",
+    "check_name",
     "load_arrays",
     "load_model",
+    "normalization",
     "save_arrays",
     "save_model",
+    "without_weights",
     "write_atomically",
 ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from models.arrays import load_arrays, save_arrays
-from models.registry import build, check_build, check_description
+from models.registry import build, check_build, check_description, without_weights
 from models.two_head import PERSONAL_PREFIX, TwoHead
 
 FORMAT = "fedtta-model"
@@ -76,9 +76,7 @@ def load_model(path: str | os.PathLike[str]) -> tuple[TwoHead, dict[str, Any]]:
     path = Path(path)
     arrays, metadata = load_arrays(path)
     spec = _read_spec(path, metadata)
-    arguments = {**spec, "seed": spec.get("seed") or 0}
-    if "pretrained" in arguments:
-        arguments["pretrained"] = None
+    arguments = {**without_weights(spec), "seed": spec.get("seed") or 0}
     try:
         model = build(**arguments)
         _load(model, arrays)
@@ -108,7 +106,7 @@ def _check_spec(spec: object, owner: str) -> None:
     own = ("name", "num_classes", *SIZES, *DESCRIPTION)
     options = {key: value for key, value in spec.items() if key not in own}
     sizes = {key: spec.get(key, default) for key, default in SIZES.items()}
-    description = {key: spec.get(key) for key in DESCRIPTION}
+    description: dict[str, Any] = {key: spec.get(key) for key in DESCRIPTION}
     try:
         check_build(spec["name"], spec["num_classes"], options=options, **sizes)
         check_description(spec["name"], spec["num_classes"], **sizes, **description)

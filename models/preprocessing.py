@@ -153,7 +153,7 @@ class Preprocessing:
                 return self._decode_dicom(content, max_pixels)
             with Image.open(BytesIO(content), formats=FORMATS) as opened:
                 _check_size(*opened.size, max_pixels)
-                bits = opened.tag_v2.get(258) if opened.format == "TIFF" else None  # BitsPerSample
+                bits = getattr(opened, "tag_v2", {}).get(258)  # BitsPerSample of TIFF
                 opened.load()
                 image = ImageOps.exif_transpose(opened)
         except (ImportError, MemoryError, _Refused):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +15,10 @@ import torch
 from torch import nn
 
 from models import cct, cnn, resnet
-from models.info import ModelInfo, complete, is_whole
+from models.external import build_external
+from models.info import COMMON_OPTIONS, ModelInfo, complete, is_whole
 from models.layers import Normalise
+from models.libraries import OPTIONS, is_external
 from models.preprocessing import Preprocessing
 from models.two_head import TwoHead
 
@@ -47,7 +52,8 @@ def build(
     Parameters
     ----------
     name : str
-        A key of `MODELS`.
+        A key of `MODELS`, or an external network: "timm:<name>", "torchvision:<name>", "package.module:function" (see
+        `models.libraries`).
     num_classes : int
         K, at least 1.
     in_channels, image_size : int
@@ -59,8 +65,9 @@ def build(
     **options
         The common options `mean`, `std` (one number, or one per channel; 0.5 and 0.5 map [0, 1] onto [-1, 1]),
         `personal_bias` (False: the personal head has no bias), `rotation_head` (see `TwoHead`) and `seed`, and those of
-        the backbone: see `MODELS[name].options`. Initial weights are drawn from torch's global generator, or with
-        `seed` from a separate generator.
+        the backbone: see `MODELS[name].options`. Those of external networks are `pretrained` (a file of weights),
+        `weights` ("default": the library's, downloaded), `features` ("relu": behind a ReLU, which BTFL needs), and the
+        network's own. Initial weights are drawn from torch's global generator, or with `seed` from a separate one.
 
     Raises
     ------
@@ -71,10 +78,15 @@ def build(
     """
     settings = check_build(name, num_classes, in_channels, image_size, options)
     check_description(name, num_classes, in_channels, image_size, preprocessing, classes)
-    info = MODELS[name]
-    own = {key: settings[key] for key in info.own_options}
     with _generator(settings["seed"]), torch.device("cpu"):
         normalise = Normalise(settings["mean"], settings["std"], channels=in_channels)
+        if is_external(name):
+            own = {key: value for key, value in settings.items() if key not in COMMON_OPTIONS}
+            heads = {key: settings[key] for key in ("personal_bias", "rotation_head")}
+            shape = (in_channels, image_size, image_size)
+            return build_external(name, shape, num_classes, classes, own, normalise, heads)
+        info = MODELS[name]
+        own = {key: settings[key] for key in info.own_options}
         body, feature_dim = info.encoder(in_channels, image_size, **own)
         encoder = nn.Sequential(OrderedDict(normalise=normalise, body=body))
         return TwoHead(encoder, feature_dim, num_classes, settings["personal_bias"], settings["rotation_head"])
@@ -92,8 +104,7 @@ def check_build(
     ValueError
         As `build`.
     """
-    if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; there are: {', '.join(MODELS)}")
+    check_name(name)
     owner = f"model {name!r}"
     for key, value in (
         ("num_classes", num_classes),
@@ -102,7 +113,52 @@ def check_build(
     ):
         if not is_whole(value, 1):
             raise ValueError(f"{owner}: {key}={value!r} is not allowed; it must be a whole number of at least 1")
-    return complete(owner, MODELS[name].options, options)
+    if not is_external(name):
+        return complete(owner, MODELS[name].options, options)
+    table = {**COMMON_OPTIONS, **OPTIONS}
+    of_library = {key: value for key, value in options.items() if key not in table}
+    return complete(owner, table, {key: value for key, value in options.items() if key in table}) | of_library
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError, listing what exists, unless `name` is a model's or has the form of an external network's."""
+    if not is_external(name) and name not in MODELS:
+        forms = "timm:<name>, torchvision:<name>, <package.module>:<function>"
+        raise ValueError(f"unknown model {name!r}; there are: {', '.join(MODELS)}, {forms}")
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What methods ask of a network: has it BatchNorm layers, and are its features certain not to be negative."""
+
+    batchnorm: bool
+    features_nonnegative: bool
+
+
+def abilities(name: str, in_channels: int, image_size: int, options: Mapping[str, Any]) -> Abilities:
+    """Return what a network built with these options has; pretrained weights are neither read nor downloaded.
+
+    Raises
+    ------
+    ValueError, ImportError
+        An external network cannot be built; see `build`.
+    """
+    check_name(name)
+    if not is_external(name):
+        return Abilities(MODELS[name].normalisation_with(options) == "batch", True)
+    return _abilities(name, in_channels, image_size, json.dumps(without_weights(options)))
+
+
+@lru_cache(maxsize=16)
+def _abilities(name: str, in_channels: int, image_size: int, options: str) -> Abilities:
+    model = build(name, 2, in_channels, image_size, **{"seed": 0, **json.loads(options)})
+    batchnorm = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in model.modules())
+    return Abilities(batchnorm, model.features_nonnegative)
+
+
+def without_weights(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of `build` without pretrained weights, for a network whose values are loaded afterwards."""
+    return {key: value for key, value in spec.items() if key not in ("pretrained", "weights")}
 
 
 def check_description(

@@ -21,7 +21,7 @@ class TwoHead(nn.Module):
     Parameters
     ----------
     encoder : nn.Module
-        Maps x [B, ...] to non-negative features z [B, d]; `nn.Identity()` makes z = x.
+        Maps x [B, ...] to features z [B, d]; `nn.Identity()` makes z = x.
     feature_dim : int
         d.
     num_classes : int
@@ -30,6 +30,15 @@ class TwoHead(nn.Module):
         Give the personal head a bias (the published code has none).
     rotation_head : bool
         Add `rotation_head`, Linear d → 4, which predicts quarter turns of an image (test-time training); else None.
+    features_nonnegative : bool
+        Whether z >= 0 is certain, as behind a ReLU. BTFL needs that.
+
+    Attributes
+    ----------
+    input_shape : tuple of int, or None
+        C, S, S of the images, of networks that other libraries made.
+    notes : tuple of str
+        Which pretrained weights were loaded into such a network, and which were not.
 
     Raises
     ------
@@ -44,12 +53,16 @@ class TwoHead(nn.Module):
         num_classes: int,
         personal_bias: bool = False,
         rotation_head: bool = False,
+        features_nonnegative: bool = True,
     ) -> None:
         super().__init__()
         if feature_dim < 1 or num_classes < 1:
             raise ValueError(f"feature_dim={feature_dim} and num_classes={num_classes} must be at least 1")
         self.feature_dim = feature_dim
         self.num_classes = num_classes
+        self.features_nonnegative = features_nonnegative
+        self.input_shape: tuple[int, ...] | None = None
+        self.notes: tuple[str, ...] = ()
         self.encoder = encoder
         self.head = nn.Linear(feature_dim, num_classes)
         self.personal_head = nn.Linear(feature_dim, num_classes, bias=personal_bias)

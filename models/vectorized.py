@@ -5,9 +5,11 @@ Batches may be padded: a mask marks the real samples, and BatchNorm computes its
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,60 @@ Tensors = dict[str, Tensor]
 
 def is_stochastic(network: nn.Module) -> bool:
     """Return whether a layer draws random numbers in training (dropout); vectorized, it would draw other numbers."""
-    drop = (nn.modules.dropout._DropoutNd,)
-    return any(
-        (isinstance(layer, drop) and layer.p > 0) or (isinstance(layer, DropResidual) and layer.share > 0)
-        for layer in network.modules()
-    )
+    return any(_drops(layer) for layer in network.modules())
+
+
+def _drops(layer: nn.Module) -> bool:
+    """Return whether a layer drops values or branches: torch's, ours, timm's (DropPath), torchvision's."""
+    if isinstance(layer, DropResidual):
+        return layer.share > 0
+    kind = type(layer).__name__
+    if isinstance(layer, nn.modules.dropout._DropoutNd) or kind.startswith(("Drop", "StochasticDepth", "PatchDropout")):
+        rates = [getattr(layer, name) for name in ("p", "drop_prob", "prob") if hasattr(layer, name)]
+        return not rates or any(rate is None or rate > 0 for rate in rates)  # without a rate: not known
+    return isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0
+
+
+#: What `is_stackable` found out about networks of other libraries.
+_tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def is_stackable(network: nn.Module) -> bool:
+    """Return whether networks of this architecture can be trained at once, with the results of single training.
+
+    No layer may draw random numbers. A network of another library (`TwoHead.input_shape`) is also tried once: its code
+    may do what `vmap` does not support.
+    """
+    shape = getattr(network, "input_shape", None)
+    if is_stochastic(network) or shape is None:
+        return not is_stochastic(network)
+    if network not in _tried:
+        _tried[network] = _agrees(network, shape)
+    return _tried[network]
+
+
+def _agrees(network: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Return whether the vectorized pass of two copies computes, in training mode, what the network computes."""
+    own = copy.deepcopy(network).train()
+    like = next(own.parameters())
+    x = torch.rand(2, 3, *shape, generator=torch.Generator().manual_seed(0)).to(like)  # [N, B, C, S, S]
+    parameters = {name: torch.stack([value.detach()] * 2) for name, value in own.named_parameters()}
+    buffers = {name: torch.stack([value] * 2) for name, value in own.named_buffers()}
+    try:
+        with torch.no_grad():
+            out, moved = VectorizedNetwork(own)(parameters, buffers, x, torch.ones(2, 3).to(like))
+            for index in range(2):
+                alone = copy.deepcopy(network).train()
+                if not torch.allclose(alone(x[index]), out[index], rtol=1e-3, atol=1e-3):
+                    return False
+                state = alone.state_dict()
+                if not all(
+                    torch.allclose(state[name], new[index], rtol=1e-3, atol=1e-3) for name, new in moved.items()
+                ):
+                    return False
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return False
+    return True
 
 
 class VectorizedNetwork:

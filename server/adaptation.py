@@ -13,8 +13,8 @@ from messages.flower import strategy_reply
 from messages.replies import Adapted
 from messages.requests import Adapt
 from server.checkpoints import STRATEGY, Checkpoints, Position, memory_key
+from server.members import FederationInfo
 from server.methods import MethodRow, Training
-from server.nodes import FederationInfo
 from server.rounds import Federation, Outcome, Replied, Round
 from server.validation import AdaptCheck
 from settings import Settings, SettingsError, assignments
@@ -215,10 +215,12 @@ def _round(federation: Federation, cell: Cell, round: int) -> None:
     """Run one round of a cell; each client's results and the mixing weights are events."""
     start = time.perf_counter()
     strategy = cell.strategy
+    federation.update(cell.training, round, strategy)
+    clients = federation.testers
     template = cell.template(federation, round)
     cell.check.records = needed_records(strategy)
     outcome = Round(federation, cell.check, cell.training, round, cell.name, strategy).ask(
-        lambda: federation.configured(strategy, round, {}, template, federation.testers)
+        lambda: federation.configured(strategy, round, {}, template, clients)
     )
     strategy.aggregate_train(round, [strategy_message(one, cell.check.records) for one in outcome.replies])
     for one in outcome.replies:

@@ -21,7 +21,7 @@ from server.progress import TerminalProgress
 from server.report import METRICS_FILE, read_results, write_report, write_table
 from server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
 from server.run import run
-from settings import Settings, SettingsError, from_config, to_toml
+from settings import Settings, SettingsError, class_names, from_config, to_toml
 
 #: Events that progress counts as a step of the plan.
 STEPS = ("round", "statistics", "rates_round", "adapt_round", "leak_check")
@@ -91,6 +91,7 @@ def serve(
     RunError
         Another process is writing this folder.
     """
+    settings = settings.replace(classes=class_names(settings.classes))
     if settings.resume and folder.resolve() != run_folder_of(settings.resume).resolve():
         raise SettingsError(f"resume = {settings.resume!r}: a run is resumed in its own folder, not in {folder}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,7 @@ def _resume(settings: Settings, events: Events, progress: Listener) -> Checkpoin
     earlier = earlier_events(found.folder)
     steps = sum(event["event"] in STEPS for event in earlier)
     for event in earlier:
-        if event["event"] in ("run", "clients", "plan"):
+        if event["event"] in ("run", "clients", "joined", "plan"):
             progress({**event, "steps": event["steps"] - steps} if event["event"] == "plan" else event)
     position, name = found.checkpoint.position, f"{FOLDER}/{found.path.name}"
     about = {key: value for key, value in describe(settings).items() if key != "settings"}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from messages.arrays import Arrays
 from models import load_arrays, save_arrays
 from server.events import Event
-from server.nodes import FederationInfo
+from server.members import FederationInfo
 from server.report import METRICS_FILE
 from settings import Settings
 
@@ -77,7 +77,7 @@ class Checkpoint:
     finished : tuple of str
         Trainings that are complete, with their evaluation.
     replied : mapping
-        Training or cell → partition → the last round in which it replied.
+        Training or cell → partition → the last round in which it replied; "<training>/rounds": of its rounds alone.
     seconds : float
         Running time so far, without pauses.
     offset : int
@@ -147,6 +147,11 @@ def memory_key(method: str, collaboration: str) -> str:
     return re.sub(r"[^\w.-]", "_", f"{method}@{collaboration}")
 
 
+def _rounds_key(training: str) -> str:
+    """Return the key in `Checkpoint.replied` of a training's rounds alone, without its statistics round."""
+    return f"{training}/rounds"
+
+
 class Checkpoints:
     """Writes a run's checkpoints and tracks which rounds of a resumed run are complete.
 
@@ -183,8 +188,15 @@ class Checkpoints:
         self._start = time.perf_counter() - (0.0 if resumed is None else resumed.seconds)
 
     def __call__(self, event: Event) -> None:
-        """Note which clients have replied, and so have private state, in which round."""
+        """Note which clients have replied, and so have private state, in which round, and who has joined."""
         kind = event["event"]
+        if kind == "joined":
+            for name, values in (("names", "name"), ("sizes", "sizes"), ("roles", "role"), ("data", "data")):
+                self.info[name].append(event[values])
+        if kind == "round":
+            self.replied.setdefault(_rounds_key(event["training"]), {}).update(
+                dict.fromkeys(event["replied"], event["round"])
+            )
         if kind in ("round", "statistics"):
             key = str(event["training"])
         elif kind == "adapt_round":
@@ -192,6 +204,11 @@ class Checkpoints:
         else:
             return
         self.replied.setdefault(key, {}).update(dict.fromkeys(event["replied"], event["round"]))
+
+    def took_part(self, training: str) -> set[int]:
+        """Return the partitions that replied in a round of a training, and so have what it keeps on the clients."""
+        found = self.replied.get(_rounds_key(training))
+        return set(self.replied.get(training, {}) if found is None else found)  # earlier versions did not tell apart
 
     def seconds(self) -> float:
         """Return the run's time so far, without pauses."""

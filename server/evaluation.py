@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from messages.arrays import Arrays, channels_last
@@ -20,7 +20,9 @@ from strategies import StatisticsFedAvg
 from tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
 
 
-def statistics_round(federation: Federation, training: Training, arrays: Arrays, model: TwoHead) -> Arrays:
+def statistics_round(
+    federation: Federation, training: Training, arrays: Arrays, model: TwoHead, trained: Collection[int]
+) -> Arrays:
     """Let every client personalize the final model, and return the means of the clients' statistics under it.
 
     All clients that train take part, regardless of the sampled fraction, so that all are evaluated on the same encoder.
@@ -29,6 +31,8 @@ def statistics_round(federation: Federation, training: Training, arrays: Arrays,
     ----------
     model : TwoHead
         Decides the shapes of the statistics.
+    trained : collection of int
+        Partitions that took part in the training; the others are sent the whole network.
 
     Raises
     ------
@@ -41,15 +45,16 @@ def statistics_round(federation: Federation, training: Training, arrays: Arrays,
         weighting=weighting, aggregator=robust_aggregator(federation.settings), distributions=DISTRIBUTIONS
     )
     shapes = statistics_shapes(training.needs, model)
-    request = Summarize(
-        **federation.common(name),
-        round=round,
-        task=_final_task(training),
-        arrays=_aggregated(training, arrays),
-        wanted=[one for one in ON_REQUEST if one in shapes],
-    )
+    federation.update(name, round)
+    clients, sent = federation.sources, _Sent(training, arrays, trained)
+    common = {**federation.common(name), "round": round, "task": _final_task(training)}
+    wanted = [one for one in ON_REQUEST if one in shapes]
+
+    def request(partition: int) -> Summarize:
+        return Summarize(**common, arrays=sent.to(partition), wanted=wanted)
+
     asking = Round(federation, SummarizeCheck(shapes), name, round, f"statistics {name}")
-    outcome = asking.ask(lambda: federation.addressed(federation.sources, request))
+    outcome = asking.ask(lambda: federation.addressed(clients, request))
     means = averaging.aggregate_statistics(
         round,
         [
@@ -77,8 +82,16 @@ def evaluation_round(
     statistics: Arrays | None,
     rates: Mapping[Variant, Rates],
     shifts: Sequence[str],
+    trained: Collection[int],
 ) -> None:
     """Run every adapter of a training on every test distribution at every client; results are events.
+
+    A client without labels gets the model, and has no results.
+
+    Parameters
+    ----------
+    trained : collection of int
+        See `statistics_round`.
 
     Raises
     ------
@@ -89,23 +102,29 @@ def evaluation_round(
         As `Round.ask`.
     """
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
-    request = Evaluate(
+    clients, sent = federation.testers, _Sent(training, arrays, trained)
+    common = {
         **federation.common(name),
-        round=round,
-        task=_final_task(training),
-        arrays=_aggregated(training, arrays),
-        rows=[row.as_requested() for row in training.rows],
-        shifts=list(shifts),
-        statistics=statistics,
-        rates={variant: rate_arrays(learned) for variant, learned in rates.items()},
-    )
+        "round": round,
+        "task": _final_task(training),
+        "statistics": statistics,
+        "rates": {variant: rate_arrays(learned) for variant, learned in rates.items()},
+    }
+
+    def request(partition: int) -> Evaluate:
+        labelled = federation.labelled(partition)
+        rows = [row.as_requested() for row in training.rows if labelled or not row.personal]
+        return Evaluate(**common, arrays=sent.to(partition), rows=rows, shifts=list(shifts) if labelled else [])
+
     check = EvaluateCheck([(row.label, shift) for row in training.rows for shift in shifts])
     asking = Round(federation, check, name, round, f"evaluate {name}")
-    outcome = asking.ask(lambda: federation.addressed(federation.testers, request))
+    outcome = asking.ask(lambda: federation.addressed(clients, request))
     _note_missing(federation, name, "accuracies", outcome)
     for one in outcome.replies:
         for result in one.reply.results:
             _report(federation, name, one.partition, result)
+        if one.reply.served:
+            federation.events("served", training=name, partition=one.partition, served=one.reply.served)
     checked = sum(one.reply.checked for one in outcome.replies)
     leaked = sum(one.reply.leaked for one in outcome.replies)
     federation.events("leak_check", training=name, checked=checked, leaked=leaked)
@@ -121,9 +140,19 @@ def _final_task(training: Training) -> TrainingTask:
     return TrainingTask(training.name, stage.algorithm, stage.objective)
 
 
-def _aggregated(training: Training, arrays: Arrays) -> Arrays:
-    """Return the arrays of the final model that any stage aggregated; clients keep their own of the others."""
-    return {name: arrays[name] for name in training.recipe.aggregated_names(list(arrays))}
+class _Sent:
+    """The arrays of the final model as they are sent to a client.
+
+    Clients that took part in the training keep their own of what no stage aggregated; the others need all arrays.
+    """
+
+    def __init__(self, training: Training, arrays: Arrays, trained: Collection[int]) -> None:
+        self.whole, self.trained = arrays, trained
+        self.aggregated = {name: arrays[name] for name in training.recipe.aggregated_names(list(arrays))}
+
+    def to(self, partition: int) -> Arrays:
+        """Return the arrays for a client; equal ones are the same object."""
+        return self.aggregated if partition in self.trained else self.whole
 
 
 def _leak_note(training: str, leaked: int, checked: int) -> str:
@@ -137,9 +166,10 @@ def _leak_note(training: str, leaked: int, checked: int) -> str:
 
 def _note_missing(federation: Federation, training: str, what: str, outcome: Outcome) -> None:
     """Report the clients that a mean does not include; the reasons are in the events before."""
-    if missing := sorted(set(outcome.asked) - set(outcome.replied)):
+    if missing := [one for one in outcome.asked if one not in outcome.replied]:
         counts = f"{len(outcome.replied)} of {len(outcome.asked)} clients"
-        federation.events("note", text=f"{training}: {what} of {counts} only; missing: {missing}")
+        names = ", ".join(federation.names(missing))
+        federation.events("note", text=f"{training}: {what} of {counts} only; missing: {names}")
 
 
 def _report(federation: Federation, training: str, partition: int, result: EvaluationResult) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from models import write_atomically
 from server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_files, read_checkpoint, write_checkpoint
 from server.events import Event
+from server.members import FederationInfo
 from server.methods import Training, plan
-from server.nodes import FederationInfo
 from server.report import METRICS_FILE
 from server.resume import FREE, earlier_events
 from server.run import count_steps, notes
@@ -74,7 +74,7 @@ def _trained(source: Path, training: Training, settings: Settings) -> Checkpoint
 
 
 def _require_same_training(before: Mapping[str, Any], settings: Settings, training: Training, source: Path) -> None:
-    now, free = settings.flat(), {*FREE, *LATER}
+    now, free, before = settings.flat(), {*FREE, *LATER}, {**Settings().flat(), **before}
     if len(training.recipe.stages) == 1 and settings.rounds <= before["rounds"]:
         free.add("rounds")
     other = [key for key in now if key not in free and before.get(key) != now[key]]
@@ -85,7 +85,7 @@ def _require_same_training(before: Mapping[str, Any], settings: Settings, traini
 
 def _events(earlier: list[Event], settings: Settings, trainings: list[Training], info: FederationInfo) -> list[Event]:
     """Return the events of a training as a run of `settings` would have written them."""
-    noted = [{"event": "note", "text": text} for text in notes(settings, trainings, [], info, info.roles)]
+    noted = [{"event": "note", "text": text} for text in notes(settings, trainings, [], info, info.labelled_roles)]
     steps = count_steps(settings, trainings, [], info)
     events: list[Event] = []
     for event in earlier:

@@ -1,98 +1,50 @@
-"""The nodes of a run: their partitions, their clients' data, and the sample of each round.
+"""The nodes of a run: who takes part, who joins, leaves and comes back, and the sample of each round.
 
-A node that was restarted without a key of its own has another id. When a node is missing and an unknown one is
-connected, the unknown node is asked to identify itself, once; if it holds the missing node's data it replaces it.
+A client is known by its name. On the server it also has a partition, an index that stays the same for the whole run:
+its position in name order at the start, the next free index if it joins later. Its node may change: a SuperNode that is
+restarted without a key of its own has another id.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from messages.replies import Identity
 from messages.requests import Identify
 from messages.transport import Addressed, Answer, Transport
-from server.events import Events, NodesMissing, RunError
+from server.events import Events, NodesMissing
+from server.members import FederationInfo, data_of, difference
+from settings import name_order
 
-#: Fields of `Identity` that all clients must agree on.
-COMMON = (
-    "num_partitions", "classes", "channels", "mean", "std", "shifts", "note", "corruptions", "stream_rounds",
-)  # fmt: skip
-#: What else a client that comes back must report unchanged.
-OWN = ("sizes", "role")
 POLL = 0.2  # seconds between two looks at the connected nodes
 UNIDENTIFIED = -1  # the partition of a node that has not reported one
 
 
 @dataclass(frozen=True)
-class FederationInfo:
-    """What the server knows of the clients' data: sizes and kinds, no label counts.
+class Wanted:
+    """Which clients a run waits for at its start.
 
     Parameters
     ----------
-    classes : list of str
-    channels : int
-    mean, std : list of float
-        Normalization of the images, per channel.
-    shifts : list of str
-        Test distributions that the settings stand for.
-    note : str
-        See `messages.replies.Identity`.
-    sizes : list of [int, int, int]
-        Samples for training, validation and test, by partition.
-    roles : list of str
-        "both", "source" or "target", by partition.
-    corruptions : list of str
-        Of the test-time streams; empty without collaborations.
-    stream_rounds : int
-        Length of these streams; 0 without collaborations.
+    clients : int
+        How many it waits for.
+    least : int
+        How many are enough when the time is over.
+    most : int
+        How many may take part, with those that join later; 0: any number.
+    members : list of str
+        Names by partition of a run that is resumed, which waits for these; empty: the run is new.
     """
 
-    classes: list[str]
-    channels: int
-    mean: list[float]
-    std: list[float]
-    shifts: list[str]
-    note: str
-    sizes: list[list[int]]
-    roles: list[str] = field(default_factory=list)
-    corruptions: list[str] = field(default_factory=list)
-    stream_rounds: int = 0
-
-    @classmethod
-    def agree(cls, identities: Mapping[int, Identity]) -> Self:
-        """Return what the clients report, by partition.
-
-        Raises
-        ------
-        RunError
-            They disagree; the message names the first client that differs, and the field.
-        """
-        first = identities[min(identities)]
-        for partition, identity in sorted(identities.items()):
-            for name in COMMON:
-                if getattr(identity, name) != getattr(first, name):
-                    value, other = getattr(identity, name), getattr(first, name)
-                    raise RunError(f"client {partition}: {_key(name)} = {value!r}, others have {other!r}")
-        common = {name: getattr(first, name) for name in COMMON if name != "num_partitions"}
-        ordered = [identity for _, identity in sorted(identities.items())]
-        return cls(sizes=[list(one.sizes) for one in ordered], roles=[one.role for one in ordered], **common)
-
-
-def difference(before: Identity, now: Identity) -> str:
-    """Return how a client that came back differs from its first identity; empty if no difference matters."""
-    for name in (*COMMON, *OWN):
-        if getattr(now, name) != getattr(before, name):
-            return f"{_key(name)} = {getattr(now, name)!r}, at first it was {getattr(before, name)!r}"
-    return ""
-
-
-def _key(name: str) -> str:
-    return name.replace("_", "-")
+    clients: int
+    least: int
+    most: int = 0
+    members: Sequence[str] = ()
 
 
 @dataclass
@@ -103,34 +55,55 @@ class Nodes:
     ----------
     transport : Transport
     by_partition : dict
-        partition → node id; updated in place when a client comes back as another node.
-    identities : mapping
-        partition → the client's identity at the start. A client that is not in it cannot come back as another node.
+        partition → node id; updated in place when a client joins, or comes back as another node.
+    identities : dict
+        partition → the client's identity; updated with it.
     clock, sleep : callable
         Seconds, and waiting for some.
+    most : int
+        Clients that may take part, with those that join later; 0: any number.
 
     Attributes
     ----------
     unknown : dict
-        node id → identity of a connected node that is not in `by_partition`; None for one that did not identify itself.
+        node id → identity of a connected node that is not in `by_partition`, in the order of arrival; None for one that
+        could not be identified. Each is asked once while it is connected.
     """
 
     transport: Transport
-    by_partition: dict[int, int]
-    identities: Mapping[int, Identity] = field(default_factory=dict)
+    by_partition: dict[int, int] = field(default_factory=dict)
+    identities: dict[int, Identity] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    most: int = 0
     unknown: dict[int, Identity | None] = field(default_factory=dict)
+    _reasons: dict[int, str] = field(default_factory=dict)  # node id → why it does not take part
+    _told: set[tuple[int, str]] = field(default_factory=set)  # node id and reason of the events so far
+    _away: set[int] = field(default_factory=set)  # partitions that have been reported as gone
 
     @property
     def partitions(self) -> dict[int, int]:
         """Return node id → partition."""
         return {node: partition for partition, node in self.by_partition.items()}
 
+    @property
+    def info(self) -> FederationInfo:
+        """Return what the run knows of the data of all who ever took part."""
+        return FederationInfo.of([self.identities[partition] for partition in sorted(self.identities)])
+
+    def name(self, partition: int) -> str:
+        """Return a client's name."""
+        return self.identities[partition].name if partition in self.identities else str(partition)
+
+    def ordered(self, partitions: Iterable[int] | None = None) -> list[int]:
+        """Return partitions (None: all) in the order of their names; without joiners that is their own order."""
+        chosen = self.by_partition if partitions is None else partitions
+        return sorted(chosen, key=lambda partition: name_order(self.name(partition)))
+
     def missing(self) -> list[int]:
         """Return the partitions whose nodes are not connected."""
         connected = set(self.transport.nodes())
-        return [partition for partition, node in sorted(self.by_partition.items()) if node not in connected]
+        return [partition for partition in self.ordered() if self.by_partition[partition] not in connected]
 
     def wait_for(self, partitions: Sequence[int], number: int, timeout: float, look: Callable[[], None]) -> int:
         """Wait at most `timeout` seconds until `number` of the partitions' nodes are connected; return how many are.
@@ -145,8 +118,88 @@ class Nodes:
                 return found
             self.sleep(POLL)
 
-    def rejoin(self, request: Identify, timeout: float, events: Events, about: Mapping[str, Any]) -> dict[int, int]:
-        """Let connected nodes that hold a missing node's partition replace it.
+    # -- the start of a run
+
+    def assemble(self, request: Identify, wanted: Wanted, timeout: float, events: Events) -> dict[str, int]:
+        """Identify the connected nodes and wait until the clients that a run wants are there.
+
+        Returns name → node id of those that fit, in name order; their identities are in `unknown`.
+
+        Nodes that cannot be identified, do not fit, or have the name of an earlier one are left alone. Waiting ends
+        early when as many nodes as `wanted.clients` are connected and none of them can be identified.
+
+        Raises
+        ------
+        NodesMissing
+            Fewer than `wanted.least` clients that fit are there after `timeout` seconds; the message names them, and
+            why others do not fit.
+        """
+        end, number = self.clock() + timeout, len(wanted.members) or wanted.clients
+        while True:
+            over = self.clock() >= end
+            connected = self.transport.nodes()
+            fresh = [node for node in connected if node not in self.unknown]
+            found = self._fitting(wanted, connected)
+            if fresh and (over or len(found) + len(fresh) >= number):
+                self._identify(fresh, request, timeout, events, {})
+                found = self._fitting(wanted, connected)
+            hopeless = not found and len(self.unknown) >= number
+            if len(found) >= number or over or hopeless:
+                break
+            self.sleep(POLL)
+        if len(found) < wanted.least:
+            there = f": {', '.join(found)}" if found else ""
+            others = grouped("node", {node: self._reasons[node] for node in sorted(self._reasons)})
+            after = "" if hopeless else f" after {timeout:g} s"
+            what = f"{len(found)} of {number} clients are there{after}{there}"
+            raise NodesMissing("; ".join((what, *others)))
+        return {name: node for name, (node, _) in found.items()}
+
+    def begin(self, nodes: Mapping[str, int], identities: Mapping[str, Identity], wanted: Wanted) -> None:
+        """Give clients their partitions.
+
+        Parameters
+        ----------
+        nodes : mapping
+            Name → node id, from `assemble`.
+        identities : mapping
+            Name → identity, of all members of a run that is resumed: one that is not there may come back later.
+        """
+        self.most = wanted.most
+        for partition, name in enumerate(list(wanted.members) or list(nodes)[: wanted.most or None]):
+            absent = -1 - partition  # an id that no node has
+            self._admit(partition, nodes.get(name, absent), identities[name])
+
+    def leave_others_alone(self, events: Events) -> None:
+        """Report the identified nodes that do not take part, and cannot join later."""
+        for node, identity in self.unknown.items():
+            if identity is not None:
+                self._leave_alone(node, identity.name, self._refusal(node, identity), events, {})
+
+    def _fitting(self, wanted: Wanted, connected: Sequence[int]) -> dict[str, tuple[int, Identity]]:
+        """Return the identified clients that fit, in name order; note why the others do not."""
+        first: dict[str, tuple[int, Identity]] = {}
+        for node, identity in self.unknown.items():
+            if identity is None or node not in connected or (wanted.members and identity.name not in wanted.members):
+                continue
+            if identity.name in first:
+                self._reasons[node] = _same_name(identity.name, first[identity.name][0])
+            else:
+                first[identity.name] = node, identity
+        ordered = {name: first[name] for name in sorted(first, key=name_order)}
+        if not ordered:
+            return {}
+        info = FederationInfo.agreed([identity for _, identity in ordered.values()])
+        misfits = {name: info.misfit(identity) for name, (_, identity) in ordered.items()}
+        self._reasons |= {ordered[name][0]: _named(name, reason) for name, reason in misfits.items() if reason}
+        return {name: one for name, one in ordered.items() if not misfits[name]}
+
+    # -- between rounds
+
+    def update(
+        self, request: Identify, timeout: float, events: Events, about: Mapping[str, Any], join: bool = True
+    ) -> dict[int, int]:
+        """Report clients that left, let those that came back take their places, and let others join.
 
         Parameters
         ----------
@@ -156,103 +209,117 @@ class Nodes:
             Seconds to wait for the replies.
         about : mapping
             Further fields of the events: training, round.
+        join : bool
+            Whether new clients may join now.
 
         Returns
         -------
         dict
             partition → id of the node that was replaced.
         """
-        missing = set(self.missing())
-        others = sorted(set(self.transport.nodes()) - set(self.by_partition.values()))
-        if not missing or not others:
-            return {}
+        connected = set(self.transport.nodes())
+        self._report_absences(connected, events, about)
+        others = sorted(connected - set(self.by_partition.values()))
+        self.unknown = {node: identity for node, identity in self.unknown.items() if node in connected}
         self._identify([node for node in others if node not in self.unknown], request, timeout, events, about)
         replaced: dict[int, int] = {}
-        for node in others:
-            identity = self.unknown[node]
-            if identity is None or identity.partition_id not in missing or self._refusal(identity):
+        for node, identity in list(self.unknown.items()):
+            if identity is None:
                 continue
-            partition = identity.partition_id
-            missing.remove(partition)
-            del self.unknown[node]
-            replaced[partition], self.by_partition[partition] = self.by_partition[partition], node
-            events("rejoined", **about, partition=partition, node_id=node, old_node_id=replaced[partition])
+            partition = self._partition_of(identity.name)
+            if reason := self._refusal(node, identity):
+                self._leave_alone(node, identity.name, reason, events, about)
+            elif partition is not None:
+                replaced[partition] = self._rejoin(partition, node, identity, events, about)
+            elif join:
+                self._join(node, identity, events, about)
         return replaced
+
+    def _report_absences(self, connected: set[int], events: Events, about: Mapping[str, Any]) -> None:
+        """Report once that a client has left, and that its node is connected again."""
+        for partition in self.ordered():
+            node, was_away = self.by_partition[partition], partition in self._away
+            if (node not in connected) == was_away:
+                continue
+            who = {"partition": partition, "name": self.name(partition), "node_id": node}
+            if was_away:
+                self._away.remove(partition)
+                events("rejoined", **about, **who, old_node_id=node)
+            else:
+                self._away.add(partition)
+                events("left", **about, **who)
+
+    def _rejoin(self, partition: int, node: int, identity: Identity, events: Events, about: Mapping[str, Any]) -> int:
+        """Let a node take the place of a client's old node, whose id is returned."""
+        old = self.by_partition[partition]
+        self._admit(partition, node, identity)
+        who = {"partition": partition, "name": identity.name, "node_id": node, "old_node_id": old}
+        events("rejoined", **about, **who, sizes=list(identity.sizes))
+        return old
+
+    def _join(self, node: int, identity: Identity, events: Events, about: Mapping[str, Any]) -> None:
+        """Give a new client the next free partition."""
+        partition = 1 + max(self.by_partition, default=-1)
+        self._admit(partition, node, identity)
+        who = {"partition": partition, "name": identity.name, "node_id": node}
+        own = {"sizes": list(identity.sizes), "role": identity.role, "data": data_of(identity)}
+        events("joined", **about, **who, **own)
+
+    def _admit(self, partition: int, node: int, identity: Identity) -> None:
+        self.by_partition[partition], self.identities[partition] = node, identity
+        self.unknown.pop(node, None)
+        self._reasons.pop(node, None)
+        self._away.discard(partition)
 
     def _identify(
         self, nodes: Sequence[int], request: Identify, timeout: float, events: Events, about: Mapping[str, Any]
     ) -> None:
-        """Ask unknown nodes for their identity; one that cannot replace any node is reported as an event."""
+        """Ask unknown nodes who they are; one that cannot be identified is left alone."""
+        if not nodes:
+            return
         addressed = [Addressed(node, request) for node in nodes]
         for answer in gather(self.transport, addressed, {}, timeout, events, "identify"):
             identity = answer.reply if isinstance(answer.reply, Identity) else None
             self.unknown[answer.node] = identity
-            kind, reason = answer.kind or "refused", answer.reason
-            if identity is not None:
-                reason = self._refusal(identity) or self._conflict(identity)
-            if reason:
-                partition = None if identity is None else identity.partition_id
-                events(kind, **about, phase="identify", partition=partition, node_id=answer.node, reason=reason)
+            if identity is None:
+                self._leave_alone(answer.node, None, answer.reason or "no identity", events, about)
 
-    def _conflict(self, identity: Identity) -> str:
-        """Return which connected node already holds an unknown node's partition; empty when none does."""
-        holder = self.by_partition[identity.partition_id]
-        return f"node {holder} holds this partition and is connected" if holder in self.transport.nodes() else ""
+    def _partition_of(self, name: str) -> int | None:
+        """Return the partition of the client of this name; None if there is none."""
+        found = (partition for partition, identity in self.identities.items() if identity.name == name)
+        return next(found, None)
 
-    def _refusal(self, identity: Identity) -> str:
-        """Return why a node cannot replace another, whichever is missing; empty if it can."""
-        partition = identity.partition_id
-        if partition not in self.by_partition or partition not in self.identities:
-            return f"partition-id = {partition!r}: allowed are {', '.join(map(str, sorted(self.identities)))}"
-        return difference(self.identities[partition], identity)
+    def _refusal(self, node: int, identity: Identity) -> str:
+        """Return why an unknown node does not take part; empty if it may."""
+        partition = self._partition_of(identity.name)
+        if partition is not None:
+            holder = self.by_partition[partition]
+            if holder in self.transport.nodes():
+                return _same_name(identity.name, holder)
+            return _named(identity.name, difference(self.identities[partition], identity))
+        if not self.identities:
+            return ""
+        if reason := self.info.misfit(identity):
+            return _named(identity.name, reason)
+        if self.most and len(self.identities) >= self.most:
+            return _named(identity.name, f"max-clients = {self.most}, and the run has that many clients")
+        return ""
 
-
-def wait_for_nodes(transport: Transport, expected: int, timeout: float) -> list[int]:
-    """Wait until `expected` nodes are connected: a ServerApp starts before all nodes are registered.
-
-    Raises
-    ------
-    NodesMissing
-        Fewer are connected after `timeout` seconds.
-    """
-    end = time.monotonic() + timeout
-    while len(nodes := transport.nodes()) < expected:
-        if time.monotonic() > end:
-            raise NodesMissing(f"{len(nodes)} of {expected} nodes are connected after {timeout:g} s")
-        time.sleep(min(POLL, timeout))
-    return nodes
+    def _leave_alone(self, node: int, name: str | None, reason: str, events: Events, about: Mapping[str, Any]) -> None:
+        """Report once why a node does not take part; its name may be unknown."""
+        if reason:
+            self._reasons[node] = reason
+        if reason and (node, reason) not in self._told:
+            self._told.add((node, reason))
+            events("left_alone", **about, node_id=node, name=name, reason=reason)
 
 
-def identify(
-    transport: Transport, nodes: Sequence[int], request: Identify, timeout: float, events: Events
-) -> tuple[dict[int, int], dict[int, Identity]]:
-    """Ask nodes which partition they hold.
+def _same_name(name: str, holder: int) -> str:
+    return f"{name}: node {holder} has this name, too, and came first"
 
-    Returns
-    -------
-    by_partition, identities
-        partition → node id, and partition → identity.
 
-    Raises
-    ------
-    NodesMissing
-        A node did not reply or failed, or two hold the same partition; all are named.
-    """
-    by_partition: dict[int, int] = {}
-    identities: dict[int, Identity] = {}
-    doubled: list[str] = []
-    failures: dict[int, str] = {}
-    for answer in gather(transport, [Addressed(node, request) for node in nodes], {}, timeout, events, "identify"):
-        identity = answer.reply
-        if not isinstance(identity, Identity):
-            failures[answer.node] = answer.reason
-        elif (partition := identity.partition_id) in by_partition:
-            doubled.append(f"nodes {by_partition[partition]} and {answer.node} both hold partition {partition}")
-        else:
-            by_partition[partition], identities[partition] = answer.node, identity
-    if problems := grouped("node", failures) + doubled:
-        raise NodesMissing("; ".join(problems))
-    return by_partition, identities
+def _named(name: str, reason: str) -> str:
+    return f"{name}: {reason}" if reason else ""
 
 
 def gather(
@@ -263,12 +330,12 @@ def gather(
     events: Events,
     phase: str,
 ) -> list[Answer]:
-    """Return the answers to requests, sorted by partition: sums must not depend on the order of arrival.
+    """Return the answers to requests, in the clients' order: sums must not depend on the order of arrival.
 
     Parameters
     ----------
     partitions : mapping
-        node id → partition; nodes that are not in it come first, by id.
+        node id → partition, in the order of the answers; nodes that are not in it come first, by id.
     phase : str
         Name for progress.
     """
@@ -278,12 +345,13 @@ def gather(
         answers.append(answer)
         if answer.kind != "late":
             events("answered", phase=phase, partition=partitions.get(answer.node, UNIDENTIFIED))
-    return sorted(answers, key=lambda answer: (partitions.get(answer.node, UNIDENTIFIED), answer.node))
+    position = {node: index for index, node in enumerate(partitions)}
+    return sorted(answers, key=lambda answer: (position.get(answer.node, UNIDENTIFIED), answer.node))
 
 
-def grouped(kind: str, reasons: Mapping[int, str]) -> list[str]:
-    """Return one line for each different reason, with the numbers of all that have it."""
-    by_reason: dict[str, list[int]] = {}
+def grouped(kind: str, reasons: Mapping[Any, str]) -> list[str]:
+    """Return one line for each different reason, with the names or numbers of all that have it."""
+    by_reason: dict[str, list[Any]] = {}
     for number, reason in reasons.items():
         by_reason.setdefault(reason, []).append(number)
     return [
@@ -298,10 +366,9 @@ def cohort_size(clients: int, fraction: float) -> int:
 
 
 def sample(partitions: Sequence[int], fraction: float, seed: int, round: int) -> list[int]:
-    """Sample a fraction of the partitions, at least one, from (seed, round) alone; sorted."""
-    ordered = sorted(partitions)
-    size = cohort_size(len(ordered), fraction)
-    if size == len(ordered):
-        return ordered
+    """Sample a fraction of the partitions, at least one, by position from (seed, round) alone; in the order given."""
+    size = cohort_size(len(partitions), fraction)
+    if size == len(partitions):
+        return list(partitions)
     draw = np.random.default_rng([seed, round])
-    return sorted(int(i) for i in draw.choice(ordered, size, replace=False))
+    return [partitions[i] for i in sorted(draw.choice(len(partitions), size, replace=False))]

@@ -43,7 +43,8 @@ class TerminalProgress:
         )
         self.whole = self.progress.add_task("run", total=None, note="")
         self.phase = self.progress.add_task("starting", total=None, note="")
-        self.sizes: list[int] = []
+        self.sizes: dict[int, int] = {}  # partition → training samples
+        self.names: dict[int, str] = {}
         self.epochs = 1
         self.correct = self.samples = 0  # of the current test-time round
 
@@ -66,7 +67,8 @@ class TerminalProgress:
         self.epochs = int(event["settings"]["local-epochs"])
 
     def _on_clients(self, event: Event) -> None:
-        self.sizes = [sizes[0] for sizes in event["sizes"]]
+        self.sizes = {partition: sizes[0] for partition, sizes in enumerate(event["sizes"])}
+        self.names = dict(enumerate(event.get("names", [])))
 
     def _on_plan(self, event: Event) -> None:
         self.progress.update(self.whole, total=event["steps"])
@@ -78,7 +80,7 @@ class TerminalProgress:
         self.progress.advance(self.phase)
 
     def _on_round(self, event: Event) -> None:
-        images = sum(self.sizes[p] for p in event["replied"]) * self.epochs
+        images = sum(self.sizes.get(partition, 0) for partition in event["replied"]) * self.epochs
         note = f"loss {event['train_loss']:.3f}  {images / event['wall_seconds']:,.0f} images/s"
         if event["validation_accuracy"] is not None:
             note += f"  val {100 * event['validation_accuracy']:.1f} %"
@@ -127,9 +129,34 @@ class TerminalProgress:
     def _on_late(self, event: Event) -> None:
         self._warn(event)
 
+    def _on_joined(self, event: Event) -> None:
+        self.sizes[event["partition"]] = event["sizes"][0]
+        self.names[event["partition"]] = event["name"]
+        train, validation, test = event["sizes"]
+        self._tell(event, f"{train} samples to train, {validation} to validate, {test} to test, role {event['role']}")
+
+    def _on_left(self, event: Event) -> None:
+        self._tell(event, f"node {event['node_id']} is no longer connected")
+
     def _on_rejoined(self, event: Event) -> None:
-        text = f"client {event['partition']} rejoined as node {event['node_id']}"
-        self.progress.console.print(f"[yellow]rejoined[/] {text}", highlight=False)
+        self._tell(event, f"as node {event['node_id']}")
+
+    def _on_left_alone(self, event: Event) -> None:
+        self.progress.console.print(
+            f"[yellow]left alone[/] node {event['node_id']}: {escape(event['reason'])}", highlight=False
+        )
+
+    def _on_served(self, event: Event) -> None:
+        self.progress.console.print(
+            f"[yellow]agent[/] of client {self._name(event['partition'])}: {escape(event['served'])}", highlight=False
+        )
+
+    def _tell(self, event: Event, text: str) -> None:
+        who = f"client {self._name(event['partition'])}"
+        self.progress.console.print(f"[yellow]{event['event']}[/] {who}: {escape(text)}", highlight=False)
+
+    def _name(self, partition: int) -> str:
+        return self.names.get(partition, str(partition))
 
     def _on_refused(self, event: Event) -> None:
         self._warn(event)
@@ -138,5 +165,5 @@ class TerminalProgress:
         self.progress.console.print(f"[yellow]note:[/] {escape(event['text'])}")
 
     def _warn(self, event: dict[str, Any]) -> None:
-        where = f"{event['phase']}, round {event['round']}, client {event['partition']}"
+        where = f"{event['phase']}, round {event['round']}, client {self._name(event['partition'])}"
         self.progress.console.print(f"[red]{event['event']}[/] {where}: {escape(event['reason'])}", highlight=False)

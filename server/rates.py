@@ -112,9 +112,11 @@ def _round(
     start = time.perf_counter()
     phase = f"rates {training}" + ("" if variant == "all" else f" ({variant})")
     sent = rate_arrays(rates)
+    federation.update(training, round, strategy)
+    clients = federation.sources
     template = RefineRates(**federation.common(training), round=round, variant=variant, network="")
     outcome = Round(federation, RatesCheck(sent), training, round, phase, strategy).ask(
-        lambda: federation.configured(strategy, round, sent, template, federation.sources)
+        lambda: federation.configured(strategy, round, sent, template, clients)
     )
     messages = [
         strategy_reply(one.node, {"rates": one.reply.rates}, {"num-examples": one.reply.num_examples})

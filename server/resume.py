@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from messages.replies import Identity
 from models import write_atomically
 from server.checkpoints import FOLDER, TAGGED, Checkpoint, Position, checkpoint_files, read_checkpoint
 from server.events import Event, RunError
-from server.nodes import FederationInfo
+from server.members import COMMON, FederationInfo, member_names
 from server.report import METRICS_FILE
 from settings import Settings, SettingsError, keys_in
 
@@ -131,18 +131,21 @@ def earlier_events(folder: Path, offset: int | None = None) -> list[Event]:
     return _events((folder / METRICS_FILE).read_bytes()[:offset])
 
 
-def require_fit(checkpoint: Checkpoint, info: FederationInfo, identities: Mapping[int, Identity]) -> None:
+def require_fit(checkpoint: Checkpoint, identities: Mapping[str, Identity]) -> None:
     """Check that the clients have the data, and the private state, that the checkpoint belongs to.
+
+    Parameters
+    ----------
+    identities : mapping
+        Name → identity of the checkpoint's members that are there.
 
     Raises
     ------
     RunError
         Clients have other data now, or have lost private state; both are named.
     """
-    now = json.loads(json.dumps(asdict(info)))
-    for name, before in checkpoint.world.items():
-        if name != "note" and now.get(name) != before:
-            raise RunError(f"resume: the clients now have {name} = {now.get(name)!r}, in the run it is {before!r}")
+    members = member_names(checkpoint.world)
+    _require_data(checkpoint.world, members, identities)
     position = checkpoint.position
     if position.stage in ("begun", "finished"):
         return  # the next training starts from the beginning
@@ -150,16 +153,37 @@ def require_fit(checkpoint: Checkpoint, info: FederationInfo, identities: Mappin
     newest = position.round if position.stage in TAGGED else None
     lost = []
     for partition, last in sorted(checkpoint.replied.get(key, {}).items()):
-        tags = [tag for tag in identities[partition].saved.get(key, []) if newest is None or tag <= newest]
-        if max(tags, default=-1) < last:
-            lost.append(partition)
+        if members[partition] not in identities:
+            continue
+        saved = identities[members[partition]].saved.get(key, [])
+        if max((tag for tag in saved if newest is None or tag <= newest), default=-1) < last:
+            lost.append(members[partition])
     if lost:
         raise RunError(
-            f"resume: {'clients' if len(lost) > 1 else 'client'} {', '.join(map(str, lost))} no longer "
+            f"resume: {'clients' if len(lost) > 1 else 'client'} {', '.join(lost)} no longer "
             f"{'have' if len(lost) > 1 else 'has'} the private state of {key} at {position}. Without state-dir it is "
             "deleted with the run (in a simulation, with Flower's context): set state-dir and start a new run, or "
             "restore the clients' folders"
         )
+
+
+def _require_data(world: Mapping[str, Any], members: Sequence[str], identities: Mapping[str, Identity]) -> None:
+    """Raise RunError when the data are not those of the run; a device's own data may have got more."""
+    now = asdict(FederationInfo.of(list(identities.values())))
+    own_data = any(identity.own_data for identity in identities.values())
+    for name in (*COMMON, "shifts", *(() if own_data else ("stream_rounds",))):
+        if name in world and now[name] != world[name]:
+            raise RunError(f"resume: the clients now have {name} = {now[name]!r}, in the run it is {world[name]!r}")
+    for partition, client in enumerate(members):
+        if (identity := identities.get(client)) is None:
+            continue
+        own = {"role": (world.get("roles") or ["both"] * len(members))[partition]}
+        if not identity.own_data:
+            own["sizes"] = world["sizes"][partition]
+        for name, before in own.items():
+            if getattr(identity, name) != before:
+                value = getattr(identity, name)
+                raise RunError(f"resume: client {client} now has {name} = {value!r}, in the run it is {before!r}")
 
 
 @contextmanager
@@ -200,8 +224,8 @@ def _fitting(path: Path, metrics: bytes) -> Checkpoint:
 
 def _require_same(before: Mapping[str, Any], settings: Settings) -> None:
     """Raise SettingsError when settings that make the result differ; both values are named."""
-    now = settings.flat()
-    names = [name for name in {**before, **now} if name not in FREE]
+    now, before = settings.flat(), {**Settings().flat(), **before}  # a run of an earlier version lacks later settings
+    names = [name for name in before if name not in FREE]
     differences = [
         f"{name} = {now.get(name)!r}, in the run it is {before.get(name)!r}"
         for name in names

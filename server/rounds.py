@@ -7,8 +7,8 @@ the same `configure_train` and `aggregate_train`, so Flower's strategies run in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,10 +46,10 @@ class Outcome:
     Parameters
     ----------
     asked : list of int
-        Partitions, sorted.
+        Partitions, in the clients' order.
     requests : list of Request
     replies : list of Replied
-        Usable ones, by partition.
+        Usable ones, in the clients' order.
     """
 
     asked: list[int]
@@ -74,7 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Federation:
-    """The clients of a run and how to ask them.
+    """The clients of a run and how to ask them. Lists of them are in name order.
 
     Parameters
     ----------
@@ -83,8 +83,6 @@ class Federation:
     run : str
         Identity of the run, for clients' private state.
     events : Events
-    roles : mapping
-        partition → "both", "source" or "target"; "both" where nothing is given.
     checkpoint_rounds : callable
         Training or cell → the rounds that the server could resume from; clients keep private state of these.
     """
@@ -93,18 +91,45 @@ class Federation:
     settings: Settings
     run: str
     events: Events
-    roles: Mapping[int, str] = field(default_factory=dict)
     checkpoint_rounds: Callable[[str], list[int]] = lambda _: []
 
     @property
     def sources(self) -> list[int]:
-        """Partitions that train."""
-        return [one for one in sorted(self.nodes.by_partition) if self.roles.get(one) != "target"]
+        """Partitions that train; they have labels."""
+        return [one for one in self.nodes.ordered() if self._role(one) != "target" and self.labelled(one)]
 
     @property
     def testers(self) -> list[int]:
-        """Partitions that test."""
-        return [one for one in sorted(self.nodes.by_partition) if self.roles.get(one) != "source"]
+        """Partitions that test, with or without labels."""
+        return [one for one in self.nodes.ordered() if self._role(one) != "source"]
+
+    def labelled(self, partition: int) -> bool:
+        """Return whether a client has labels."""
+        identity = self.nodes.identities.get(partition)
+        return identity is None or identity.labelled
+
+    def _role(self, partition: int) -> str:
+        identity = self.nodes.identities.get(partition)
+        return "both" if identity is None else identity.role
+
+    def names(self, partitions: Iterable[int]) -> list[str]:
+        """Return the names of clients."""
+        return [self.nodes.name(partition) for partition in partitions]
+
+    def update(self, training: str, round: int, strategy: Strategy | None = None, join: bool = True) -> None:
+        """Report clients that left, let those that came back rejoin, and, between rounds, let others join.
+
+        Parameters
+        ----------
+        strategy : Strategy, optional
+            A collaborative one keeps its clients' arrays by node id; they move with a client that rejoins as another
+            node. Other strategies send an unknown node all that it needs.
+        """
+        before = dict(self.nodes.by_partition)
+        request, about = Identify(**self.common(training)), {"training": training, "round": round}
+        replaced = self.nodes.update(request, self.settings.node_timeout, self.events, about, join)
+        if replaced and isinstance(strategy, Collaborative):
+            strategy.load_state_arrays(strategy.state_arrays(before), self.nodes.by_partition)
 
     def common(self, key: str) -> dict[str, Any]:
         """Return the fields that every request has; `key` is the training or the cell."""
@@ -114,9 +139,9 @@ class Federation:
             "checkpoint_rounds": self.checkpoint_rounds(key),
         }
 
-    def addressed(self, partitions: Sequence[int], request: Request) -> list[Addressed]:
-        """Address one request to the nodes that hold these partitions at the moment."""
-        return [Addressed(self.nodes.by_partition[partition], request) for partition in partitions]
+    def addressed(self, partitions: Sequence[int], request: Callable[[int], Request]) -> list[Addressed]:
+        """Address the requests of these partitions to the nodes that hold them at the moment."""
+        return [Addressed(self.nodes.by_partition[partition], request(partition)) for partition in partitions]
 
     def configured(
         self, strategy: Strategy, round: int, arrays: Arrays, template: Request, partitions: Sequence[int]
@@ -149,8 +174,7 @@ class Round:
     phase : str
         Name of the round in messages to users.
     strategy : Strategy, optional
-        A collaborative one keeps its clients' arrays by node id; they move with a client that rejoins as another node.
-        Other strategies send an unknown node all that it needs.
+        See `Federation.update`.
     """
 
     federation: Federation
@@ -182,7 +206,7 @@ class Round:
         nodes, settings = self.federation.nodes, self.federation.settings
         self._rejoin()
         requests = make()
-        asked = sorted(nodes.partitions[one.node] for one in requests)
+        asked = nodes.ordered(nodes.partitions[one.node] for one in requests)
         needed = needed_replies(settings, type(requests[0].request), len(asked)) if requests else 1
         if len(asked) < needed:
             raise QuorumMissed(f"{self._name}: {len(asked)} clients are asked, {needed} replies are needed")
@@ -216,34 +240,32 @@ class Round:
         return kind("; ".join((self._problem(usable, needed), *lost)))
 
     def _rejoin(self) -> None:
-        """Let clients that came back as other nodes replace their old nodes."""
-        nodes, before = self.federation.nodes, dict(self.federation.nodes.by_partition)
-        request = Identify(**self.federation.common(self.training))
-        replaced = nodes.rejoin(request, self.federation.settings.node_timeout, self.federation.events, self._about)
-        if replaced and isinstance(self.strategy, Collaborative):
-            self.strategy.load_state_arrays(self.strategy.state_arrays(before), nodes.by_partition)
+        """Let clients that came back as other nodes replace their old nodes; new ones join between rounds only."""
+        self.federation.update(self.training, self.number, self.strategy, join=False)
 
     def _once(self, requests: Sequence[Addressed]) -> tuple[list[Replied], list[str]]:
         """Return the usable replies, and a line for each reason why others are missing."""
         nodes, settings, events = self.federation.nodes, self.federation.settings, self.federation.events
-        partitions = nodes.partitions
-        ordered = sorted(requests, key=lambda one: partitions[one.node])
+        partitions = {nodes.by_partition[partition]: partition for partition in nodes.ordered()}
+        position = {node: index for index, node in enumerate(partitions)}
+        ordered = sorted(requests, key=lambda one: position[one.node])
         kind = type(ordered[0].request) if ordered else Request
         answers = gather(nodes.transport, ordered, partitions, settings.round_timeout, events, self.phase)
         replies = [Replied(partitions[one.node], one.node, one.reply) for one in answers if one.reply is not None]
         examples = [most_examples(settings, kind, nodes.identities.get(one.partition)) for one in replies]
-        refusals = self.check.refusals([one.reply for one in replies], examples, settings.update_norm_bound)
+        labelled = [self.federation.labelled(one.partition) for one in replies]
+        refusals = self.check.refusals([one.reply for one in replies], examples, settings.update_norm_bound, labelled)
         reasons = {one.node: reason for one, reason in zip(replies, refusals, strict=True) if reason}
-        lost: dict[str, dict[int, str]] = {"late": {}, "failed": {}, "refused": {}}
+        lost: dict[str, dict[str, str]] = {"late": {}, "failed": {}, "refused": {}}
         for answer in answers:
             if answer.kind or answer.node in reasons:
                 self._report(answer, partitions[answer.node], reasons.get(answer.node, answer.reason), lost)
         lines = [line for event, clients in lost.items() for line in grouped(f"{event} client", clients)]
         return [one for one in replies if one.node not in reasons], lines
 
-    def _report(self, answer: Answer, partition: int, reason: str, lost: dict[str, dict[int, str]]) -> None:
+    def _report(self, answer: Answer, partition: int, reason: str, lost: dict[str, dict[str, str]]) -> None:
         event = answer.kind or "refused"
-        lost[event][partition] = reason
+        lost[event][self.federation.nodes.name(partition)] = reason
         where = {**self._about, "phase": self.phase, "partition": partition, "node_id": answer.node}
         self.federation.events(event, **where, reason=reason)
 
@@ -292,6 +314,7 @@ def train_round(
     """
     start = time.perf_counter()
     settings = federation.settings
+    federation.update(training, round)
     cohort = sample(federation.sources, settings.fraction_train, settings.seed, round)
     metrics = client_metrics(settings)
     task = TrainingTask(training, stage.algorithm, stage.objective)

@@ -13,19 +13,20 @@ from messages.arrays import Arrays, channels_last
 from messages.flower import held_record
 from messages.requests import Identify
 from messages.transport import Transport
-from models import TwoHead, build, load_model, save_arrays, save_model
+from models import Preprocessing, TwoHead, build, load_model, save_arrays, save_model
 from server.adaptation import Collaboration, adaptation_rounds, cells, check_collaborations, rounds_of
 from server.aggregation import make_strategy
 from server.checkpoints import Checkpoints, Position
 from server.environment import describe
 from server.evaluation import evaluation_round, statistics_round
 from server.events import Events
+from server.members import FederationInfo, known_members, member_names
 from server.methods import STATISTICS, Training, left_out_notes, plan, tuning_note
-from server.nodes import FederationInfo, Nodes, identify, wait_for_nodes
+from server.nodes import Nodes, Wanted
 from server.rates import initial_rates, learn_rates, save_rates
 from server.resume import require_fit
 from server.rounds import Federation, train
-from settings import Settings, SettingsError, assignments
+from settings import Settings, SettingsError, assignments, is_number
 from strategies import Broadcast
 
 
@@ -42,8 +43,8 @@ def run(
     Parameters
     ----------
     class_counts : list [N][K], optional
-        Training samples of each class at each client, for the report; only a simulation, which holds all data, has
-        them. Clients never send label counts.
+        Training samples of each class at each client of a divided data set, for the report; only a simulation, which
+        holds all data, has them. Clients never send label counts.
     checkpoints : Checkpoints, optional
         Of a run that is resumed; None: the run is new.
 
@@ -61,15 +62,14 @@ def run(
     if checkpoints.resumed is None:
         events("run", **describe(settings))
     federation, info = connect(transport, settings, events, checkpoints)
-    roles = [] if collaborations else info.roles  # collaborations neither train nor hold out test splits
+    roles = [] if collaborations else info.labelled_roles  # collaborations neither train nor hold out test splits
     trainings = plan(settings, roles)
     if checkpoints.resumed is None:
         for note in notes(settings, trainings, collaborations, info, roles):
             events("note", text=note)
         events("plan", steps=count_steps(settings, trainings, collaborations, info))
-        events("clients", class_counts=class_counts, classes=info.classes, sizes=info.sizes, roles=info.roles)
-    else:
-        require_fit(checkpoints.resumed, info, federation.nodes.identities)
+        about = {"names": info.names, "sizes": info.sizes, "roles": info.roles, "data": info.data}
+        events("clients", class_counts=_counts_of(class_counts, info.names), classes=info.classes, **about)
     modules = list(initial_model(settings, model_spec(settings, info)).global_state())
     for variant in (variant for training in trainings for variant in training.variants):
         initial_rates(settings.rates_init, modules, variant)  # refused before training, not after
@@ -86,23 +86,36 @@ def run(
 def connect(
     transport: Transport, settings: Settings, events: Events, checkpoints: Checkpoints
 ) -> tuple[Federation, FederationInfo]:
-    """Wait for the nodes and identify them.
+    """Wait for the clients and identify them; a resumed run has the members of its checkpoint.
 
     Raises
     ------
     NodesMissing
-        Nodes are missing or cannot be identified.
+        Too few clients that fit are there.
     RunError
-        Clients disagree about the data.
+        As `resume.require_fit`.
     """
-    connected = wait_for_nodes(transport, settings.clients, settings.node_timeout)
-    nodes = Nodes(transport, {})
-    federation = Federation(nodes, settings, checkpoints.run, events)
-    request = Identify(**federation.common(""))
-    nodes.by_partition, nodes.identities = identify(transport, connected, request, settings.node_timeout, events)
-    info = FederationInfo.agree(nodes.identities)
-    roles = dict(zip(sorted(nodes.by_partition), info.roles, strict=True))
-    return replace(federation, roles=roles, checkpoint_rounds=checkpoints.rounds), info
+    resumed, nodes = checkpoints.resumed, Nodes(transport)
+    federation = Federation(nodes, settings, checkpoints.run, events, checkpoints.rounds)
+    members = member_names(resumed.world) if resumed else []
+    least = settings.min_clients or settings.clients
+    wanted = Wanted(settings.clients, min(least, len(members) or least), settings.max_clients, members)
+    found = nodes.assemble(Identify(**federation.common("")), wanted, settings.node_timeout, events)
+    identities = {name: identity for name, node in found.items() if (identity := nodes.unknown[node]) is not None}
+    if resumed is None:
+        nodes.begin(found, identities, wanted)
+        nodes.leave_others_alone(events)
+    else:
+        require_fit(resumed, identities)
+        nodes.begin(found, known_members(resumed.world, identities), wanted)
+    return federation, nodes.info
+
+
+def _counts_of(class_counts: list[list[int]] | None, names: Sequence[str]) -> list[list[int]] | None:
+    """Return the class counts of these clients of a divided data set; None if one is none of its clients."""
+    if class_counts is None or not all(is_number(name) and int(name) < len(class_counts) for name in names):
+        return None
+    return [class_counts[int(name)] for name in names]
 
 
 @dataclass(frozen=True)
@@ -152,7 +165,8 @@ def run_training(
     }
     for variant, learned in rates.items():
         save_rates(files.path("rates", variant), learned, training.name, variant)
-    evaluation_round(federation, training, arrays, means, rates, info.shifts)
+    took_part = checkpoints.took_part(training.name)
+    evaluation_round(federation, training, arrays, means, rates, info.shifts, took_part)
 
 
 def _in_network_layout(arrays: Arrays) -> Arrays:
@@ -165,7 +179,7 @@ def _statistics(
     """Return the means of the clients' statistics: those of the checkpoint, or of a statistics round."""
     if "statistics" in checkpoints.records:
         return _in_network_layout(checkpoints.records["statistics"])
-    means = statistics_round(federation, training, arrays, model)
+    means = statistics_round(federation, training, arrays, model, checkpoints.took_part(training.name))
     position = Position(training.name, "statistics", round=training.recipe.rounds(federation.settings) + 1)
     checkpoints.save(position, {"statistics": means})
     return means
@@ -199,7 +213,18 @@ def notes(
 
 
 def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
-    """Return the arguments that build the run's network, as `models.build` takes them."""
+    """Return the arguments that build the run's network, as `models.build` takes them; model files have them, too.
+
+    Raises
+    ------
+    SettingsError
+        The images' preprocessing is not possible.
+    """
+    keys = ("image_size", "resize", "interpolation", "crop_fraction", "window")
+    try:
+        preprocessing = Preprocessing(channels=info.channels, **{key: getattr(settings, key) for key in keys})
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
     return {
         "name": settings.model,
         "num_classes": len(info.classes),
@@ -207,6 +232,8 @@ def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
         "image_size": settings.image_size,
         "mean": info.mean,
         "std": info.std,
+        "preprocessing": preprocessing.to_dict(),
+        "classes": info.classes,
         **assignments(settings.model_options, "model-options"),
     }
 

@@ -49,7 +49,9 @@ class Check(ABC):
 
     reply: ClassVar[type[Reply]]
 
-    def refusals(self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0) -> list[str | None]:
+    def refusals(
+        self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0, labelled: Sequence[bool] = ()
+    ) -> list[str | None]:
         """Return for each reply the reason to refuse it, or None.
 
         Replies are checked on several threads: with large models this is a matter of summation.
@@ -60,20 +62,26 @@ class Check(ABC):
             The largest `num_examples` of each reply.
         norm : float
             How far (l2 norm over all float arrays) a reply may be from what was sent; 0: no bound.
+        labelled : sequence of bool
+            Whether the client of each reply has labels; empty: all have.
         """
         with ThreadPoolExecutor() as threads:
-            return list(threads.map(self._why_refused, replies, examples, repeat(norm)))
+            return list(threads.map(self._why_refused, replies, examples, repeat(norm), labelled or repeat(True)))
 
-    def _why_refused(self, reply: Reply, examples: int, norm: float) -> str | None:
+    def _why_refused(self, reply: Reply, examples: int, norm: float, labelled: bool) -> str | None:
         if type(reply) is not self.reply:
             return f"a reply of kind {reply.kind!r}, expected {self.reply.kind!r}"
         if reply.num_examples > examples:
             return f"num-examples = {reply.num_examples}, allowed is at most {examples}"
-        return self.why_refused(reply, norm)
+        return self.why_refused(reply, norm) if labelled else self.why_refused_unlabelled(reply)
 
     @abstractmethod
     def why_refused(self, reply: Any, norm: float = 0.0) -> str | None:
         """Return the reason to refuse a reply of the expected kind, or None."""
+
+    def why_refused_unlabelled(self, reply: Any) -> str | None:
+        """Return the reason to refuse a reply of a client without labels, or None."""
+        return f"a reply of kind {reply.kind!r} needs labels, which this client does not have"
 
 
 @dataclass(frozen=True)
@@ -160,6 +168,11 @@ class EvaluateCheck(Check):
         reasons = (_result_refused(result) for result in reply.results)
         return _share_refused("leaked", reply.leaked, "checked", reply.checked) or next(filter(None, reasons), None)
 
+    def why_refused_unlabelled(self, reply: Evaluated) -> str | None:
+        """See `Check.why_refused_unlabelled`: there is nothing to count right predictions with."""
+        found = sorted((result.label, result.shift) for result in reply.results)
+        return f"unknown results {found}" if found else None
+
 
 @dataclass
 class AdaptCheck(Check):
@@ -185,14 +198,25 @@ class AdaptCheck(Check):
     records: Sequence[str] = ("shared",)
     signature: dict[str, dict[str, tuple[tuple[int, ...], str]]] = field(default_factory=dict)
 
-    def refusals(self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0) -> list[str | None]:
+    def refusals(
+        self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0, labelled: Sequence[bool] = ()
+    ) -> list[str | None]:
         """See `Check.refusals`; there is no bound on the norm, since clients adapt to streams of their own."""
-        reasons = super().refusals(replies, examples)
+        reasons = super().refusals(replies, examples, labelled=labelled)
         self._agree([reply for reply, reason in zip(replies, reasons, strict=True) if reason is None])
         return [reason or self._odd(reply) for reply, reason in zip(replies, reasons, strict=True)]
 
     def why_refused(self, reply: Adapted, norm: float = 0.0) -> str | None:
         """See `Check.why_refused`: what is wrong with this reply alone."""
+        return self._arrays_refused(reply) or self._counts_refused(reply)
+
+    def why_refused_unlabelled(self, reply: Adapted) -> str | None:
+        """See `Check.why_refused_unlabelled`: without labels nothing is counted by class."""
+        if reason := self._arrays_refused(reply) or self._lengths_refused(reply):
+            return reason
+        return "correct or total is not 0, which needs labels" if any(reply.total) or any(reply.correct) else None
+
+    def _arrays_refused(self, reply: Adapted) -> str | None:
         arrays = arrays_of(reply)
         if set(arrays) != set(self.records):
             return f"arrays {sorted(arrays)}, expected {sorted(self.records)}"
@@ -201,7 +225,7 @@ class AdaptCheck(Check):
                 return f"{record}: {reason}"
         if "start" in arrays and shapes_of(arrays["start"]) != shapes_of(arrays["shared"]):
             return "start: other names, shapes or dtypes than shared"
-        return self._counts_refused(reply)
+        return None
 
     def _agree(self, replies: Sequence[Reply]) -> None:
         """Decide what is not agreed on yet, by the majority of these replies."""
@@ -216,12 +240,17 @@ class AdaptCheck(Check):
         odd = [name for name, arrays in arrays_of(reply).items() if shapes_of(arrays) != self.signature[name]]
         return f"{', '.join(odd)}: other names, shapes or dtypes than most clients sent" if odd else None
 
-    def _counts_refused(self, reply: Adapted) -> str | None:
+    def _lengths_refused(self, reply: Adapted) -> str | None:
         if reply.corruption >= self.corruptions:
             return f"corruption = {reply.corruption}, there are {self.corruptions}"
         for name, counts in (("correct", reply.correct), ("total", reply.total)):
             if len(counts) != self.classes:
                 return f"{name}: expected {self.classes} counts"
+        return None
+
+    def _counts_refused(self, reply: Adapted) -> str | None:
+        if reason := self._lengths_refused(reply):
+            return reason
         pairs = zip(reply.correct, reply.total, strict=True)
         if any(correct > total for correct, total in pairs) or sum(reply.total) != reply.num_examples:
             return "correct, total and num-examples do not fit each other"

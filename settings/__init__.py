@@ -1,5 +1,6 @@
 """The schema of everything a user can set, and how it is parsed; server and clients share it."""
 
+from settings.names import class_names, is_number, name_order
 from settings.parse import (
     add_arguments,
     assignments,
@@ -19,11 +20,14 @@ __all__ = [
     "SettingsError",
     "add_arguments",
     "assignments",
+    "class_names",
     "from_arguments",
     "from_config",
     "from_json",
     "from_toml",
+    "is_number",
     "keys_in",
+    "name_order",
     "to_json",
     "to_toml",
 ]

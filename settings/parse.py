@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 import tomli_w
 
+from settings.names import class_names
 from settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key
 
 
@@ -109,6 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def from_arguments(arguments: argparse.Namespace, defaults: Mapping[str, Any] | None = None) -> Settings:
     """Build settings from `defaults`, then `--settings FILE`, then the command line; the later wins.
 
+    A file of class names is read here.
+
     Raises
     ------
     SettingsError
@@ -121,7 +124,8 @@ def from_arguments(arguments: argparse.Namespace, defaults: Mapping[str, Any] | 
         word = getattr(arguments, key.replace("-", "_"))
         if word is not None:
             config[key] = convert(key, word)
-    return from_config(config)
+    settings = from_config(config)
+    return settings.replace(classes=class_names(settings.classes))  # a file of this machine
 
 
 def convert(key: str, word: str) -> Scalar:

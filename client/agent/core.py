@@ -24,6 +24,7 @@ from client.agent.manifest import Model
 from client.agent.own_data import Scan, samples_of, scan
 from client.agent.predictions import NoModel, Prediction
 from client.agent.store import Store
+from client.names import parse_class_map
 from client.node import Node, make_device, perform
 from client.resources import resolve_device
 from client.serving import from_file
@@ -377,7 +378,8 @@ class Agent:
         settings = {"device": config.device, "state-dir": str(self._private)}
         if config.data_dir:
             settings["data-dir"] = config.data_dir
-        return Node(config.partition_id, config.num_partitions, MemoryState(), config.role or None, settings)
+        class_map = parse_class_map(config.class_map)
+        return Node(config.name, MemoryState(), config.data, config.role or None, settings, class_map=class_map)
 
     @property
     def _live(self) -> Live | None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from data.datasets.files import SUFFIXES
-from models.preprocessing import Preprocessing, RawImage
+from models.preprocessing import MAX_PIXELS, Preprocessing, RawImage
 
 from .base import escaped, stated_split
 from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, read_encoded, reason_of
@@ -30,7 +30,6 @@ from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, 
 TABLE = "labels.csv"
 COLUMNS = ("path", "label", "group", "split")
 ENDINGS = (*SUFFIXES, ".dcm")
-MAX_PIXELS = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class FolderSource:
         """Return the samples of class folders, or of a flat folder without labels."""
         images = {path: entry for path, entry in files.items() if path.lower().endswith(ENDINGS)}
         if len(files) > len(images):
-            self.notes += (f"{len(files) - len(images)} files are no images by their names ({', '.join(ENDINGS)})",)
+            self.notes += (f"not images by their names: {len(files) - len(images)} files",)
         nested = {path: entry for path, entry in images.items() if "/" in path}
         if not nested:
             return [Sample(escaped(path), entry) for path, entry in images.items()]
@@ -180,7 +179,8 @@ class FolderSource:
             content = file.read()
         rows, unused = read_table(content, str(Path(self.root, TABLE)))
         if unused:
-            self.notes += (f"{TABLE}: columns that are not used: {', '.join(unused)}",)
+            self.notes += (f"{TABLE}: columns not used: {', '.join(unused)}",)
+        walked, self.skipped = self.skipped, {}  # what is not in the table is no sample
         samples = []
         for path, label, group, split in rows:
             if path in files:
@@ -188,12 +188,20 @@ class FolderSource:
             elif posixpath.isabs(path) or path.split("/")[0] == "..":
                 self._skip((path,), OUTSIDE)
             else:
-                self.skipped.setdefault(escaped(path), "does not exist")
+                self._skip((path,), _reason_in(walked, path))
         listed = {path for path, *_ in rows}
         unlisted = sum(path not in listed and path.lower().endswith(ENDINGS) for path in files)
         if unlisted:
-            self.notes += (f"{unlisted} image files are not in {TABLE} and are not used",)
+            self.notes += (f"not in {TABLE}: {unlisted} image files",)
         return samples
+
+
+def _reason_in(walked: dict[str, str], path: str) -> str:
+    """Return why a path or a folder above it was skipped."""
+    parts = path.split("/")
+    above = ("/".join(parts[: i + 1]) for i in range(len(parts)))
+    found = (walked.get(escaped(one)) or walked.get(escaped(f"{one}/")) for one in above)
+    return next(filter(None, found), "does not exist")
 
 
 def read_table(content: bytes, where: str) -> tuple[list[tuple[str, str, str, str]], tuple[str, ...]]:

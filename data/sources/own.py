@@ -120,11 +120,16 @@ def own_data(
     Raises
     ------
     ValueError
-        The source cannot be opened; it has no samples, or too many that cannot be used (says how many and why); it has
-        classes that the run does not have; or samples without labels, or none for training, in a role that trains.
+        There are no classes; the source cannot be opened; it has no samples, or too many that cannot be used (says how
+        many and why); it has classes that the run does not have; or samples without labels, or none for training, in a
+        role that trains.
     OSError
         The index file cannot be written.
     """
+    if not classes:
+        raise ValueError(
+            f"data = {source_text!r}: the run has to declare its classes, such as classes = 'covid,normal'"
+        )
     max_pixels = int(max_megapixels * 1e6)
     key = {"source": source_text, "preprocessing": preprocessing.to_dict(), "max_pixels": max_pixels}
     index = Index.load(index_file, key)

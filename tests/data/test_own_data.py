@@ -249,6 +249,11 @@ def test_labels_are_numbers_of_the_runs_classes() -> None:
         data_of(items, classes=("covid",), class_map={"pneumo": "flu"})
 
 
+def test_the_run_has_to_declare_its_classes() -> None:
+    with pytest.raises(ValueError, match="has to declare its classes"):
+        data_of(MANY, classes=())
+
+
 def test_without_labels_everything_is_test() -> None:
     data = data_of([Item(item.name, item.content, None, split="train") for item in MANY])
     assert (data.labelled, data.role, data.classes_present) == (False, "target", None)

@@ -60,7 +60,7 @@ def test_class_folders_at_any_depth(tmp_path: Path) -> None:
         "normal/d.tif": "normal",
     }
     assert skipped == {"loose.png": "in no class folder"}
-    assert "1 files are no images by their names" in made.notes[0]  # type: ignore[attr-defined]
+    assert made.notes == ("not images by their names: 1 files",)  # type: ignore[attr-defined]
 
 
 def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
@@ -77,19 +77,28 @@ def test_a_table_names_labels_groups_and_splits(tmp_path: Path) -> None:
         b"\xef\xbb\xbfLabel,path,split,group,age\r\n"
         b'"a, b",./x/1.png,Train,p1,3\r\n\r\n'
         b"c,x/2,,p2,4\r\n,3.png,test,,5\r\n"
-        b"c,gone.png,,,\r\nc,../out.png,,,\r\nc,/etc/hostname,,,\r\n"
+        b"c,gone.png,,,\r\nc,../out.png,,,\r\nc,/etc/hostname,,,\r\nc,fifo,,,\r\nc,linked/1.png,,,\r\n"
     )
+    for name in ("fifo", "unlisted fifo"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "linked").symlink_to(tmp_path / "x")
     made = open_source(f"folder:{tmp_path}")
     rows = [(made.name(i), made.label(i), made.group(i), made.split(i)) for i in range(len(made))]
     assert rows == [("3.png", None, "", "test"), ("x/1.png", "a, b", "p1", "train"), ("x/2", "c", "p2", "")]
     assert made.classes == ("a, b", "c")
     outside = "leads out of the folder"
     _, skipped = scanned(tmp_path)
-    reasons = {"gone.png": "does not exist", "../out.png": outside, "/etc/hostname": outside, "3.png": "no label"}
-    assert skipped == reasons
+    assert skipped == {
+        "../out.png": outside,
+        "/etc/hostname": outside,
+        "3.png": "no label",
+        "fifo": "not a regular file: FIFO",
+        "gone.png": "does not exist",
+        "linked/1.png": "symbolic link: folders are not followed",
+    }
     assert made.notes == (  # type: ignore[attr-defined]
-        "labels.csv: columns that are not used: age",
-        "1 image files are not in labels.csv and are not used",
+        "labels.csv: columns not used: age",
+        "not in labels.csv: 1 image files",
     )
 
 
@@ -384,6 +393,14 @@ def test_npz_without_labels_and_bad_ones(tmp_path: Path) -> None:
         open_source(f"npz:{tmp_path / 'fifo.npz'}")
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the library keep its copies in a folder of the test."""
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+
+
 def encoded(value: int) -> dict[str, Any]:
     buffer = io.BytesIO()
     Image.fromarray(np.full((8, 8), value, np.uint8)).save(buffer, "png")
@@ -418,14 +435,15 @@ def test_hugging_face_from_disk(tmp_path: Path) -> None:
     assert (made.classes, made.label(0)) == ((), None)
 
 
+@pytest.mark.usefixtures("cache")
 def test_hugging_face_by_path(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     hugging_face([5, 6], label=["x", "y"]).to_parquet(tmp_path / "files" / "a.parquet")
     made = open_source(f"hf:{tmp_path / 'files'}")
     assert [made.label(i) for i in range(2)] == ["x", "y"]
     assert (Reader(made, PREPARED, 100).read(1)[1] == 6).all()
 
 
+@pytest.mark.usefixtures("cache")
 def test_a_hugging_face_data_set_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     outside = png(tmp_path / "secret.png")

@@ -48,7 +48,7 @@ RESULT = EvaluationResult(
 )  # fmt: skip
 COUNTS: dict[str, Any] = {"num_examples": 3, "validation_total": 4, "validation_correct": 2, "seconds": 0.5}
 IDENTITY = Identity(
-    partition_id=0, num_partitions=2, classes=["a", "b"], channels=3, mean=[0.5], std=[0.5], sizes=[1, 2, 3],
+    name="a", classes=["a", "b"], channels=3, mean=[0.5], std=[0.5], sizes=[1, 2, 3],
     shifts=["original"], note="", role="both", saved={"t": [1, 2]},
 )  # fmt: skip
 #: One message of each kind, with every field set.
@@ -123,7 +123,7 @@ def test_fields_that_are_missing_unknown_or_of_another_type_are_refused(message:
 @pytest.mark.parametrize(
     ("reply", "changes", "told"),
     [
-        (IDENTITY, {"partition_id": "0"}, "partition-id"),
+        (IDENTITY, {"name": "a/b"}, "name"),
         (IDENTITY, {"sizes": [1, 2]}, "sizes"),
         (IDENTITY, {"sizes": [1, 2, -3]}, "sizes"),
         (IDENTITY, {"role": "judge"}, "role"),

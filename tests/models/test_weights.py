@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +87,32 @@ def test_weights_of_another_size_are_refused(spec: dict[str, Any], tmp_path: Pat
         torch.save(state, path)
         with pytest.raises(ValueError, match=r"weights\.pt: (conv\.weight has shape|not resnet20-bn \(depth=110)"):
             models.build(**{**spec, **change}, num_classes=10, pretrained=str(path))
-    torch.save({f"module.{name}": value for name, value in state.items()}, path)
-    with pytest.raises(ValueError, match=rf"not {spec['name']} .*missing \[.*\] and \d+ more, unknown \['module"):
+    torch.save({f"other.{name}": value for name, value in state.items()}, path)
+    with pytest.raises(ValueError, match=rf"not {spec['name']} .*missing \[.*\] and \d+ more, unknown \['other"):
         models.build(**spec, num_classes=10, pretrained=str(path))
-    torch.save({"epoch": 3, "state_dict": state}, path)
-    with pytest.raises(ValueError, match="no mapping from names to tensors"):
-        models.build(**spec, num_classes=10, pretrained=str(path))
+    for content in ({"epoch": 3, "weights": state}, {}, [state], {"state_dict": {"a": 1}}):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match="no mapping from names to tensors"):
+            models.build(**spec, num_classes=10, pretrained=str(path))
     with pytest.raises(FileNotFoundError, match=r"absent\.pt"):
         models.build(**spec, num_classes=10, pretrained=str(tmp_path / "absent.pt"))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"state_dict": {f"module.{name}": value for name, value in state.items()}, "epoch": 3},
+        lambda state: {"model": state, "args": argparse.Namespace(lr=0.1)},
+        lambda state: {"state_dict": {f"model._orig_mod.{name}": value for name, value in state.items()}},
+        lambda state: {"epoch": 1, "model": {"state_dict": state}},
+    ],
+)
+def test_usual_wrappings_are_taken_off(wrap: Callable[[dict[str, Tensor]], object], tmp_path: Path) -> None:
+    source = moved(models.build(**OWN[0], num_classes=10, seed=1))
+    assert isinstance(source, models.TwoHead)
+    torch.save(wrap(source.encoder[1].state_dict()), tmp_path / "w.ckpt")
+    model = models.build(**OWN[0], num_classes=3, seed=2, pretrained=str(tmp_path / "w.ckpt")).eval()
+    assert torch.equal(model.features(X), source.features(X))
 
 
 def test_a_plain_file_of_weights_is_no_saved_model(tmp_path: Path) -> None:
@@ -120,8 +140,8 @@ def test_pretrained_refusals(reference: nn.Module, tmp_path: Path) -> None:
 
     with pytest.raises(FileNotFoundError, match=r"missing\.pth"):
         build(tmp_path / "missing.pth")
-    with pytest.raises(ValueError, match=r"unknown kind of weights '\.bin'.*\.safetensors, \.pth"):
-        build(tmp_path / "weights.bin")
+    with pytest.raises(ValueError, match=r"unknown kind of weights '\.onnx'.*\.safetensors, \.pth"):
+        build(tmp_path / "weights.onnx")
     whole, short = tmp_path / "whole.pth", tmp_path / "short.pth"
     torch.save(state, whole)
     short.write_bytes(whole.read_bytes()[:5000])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from messages.replies import Evaluated, EvaluationResult
 from messages.requests import Evaluate, Request
 from server.evaluation import evaluation_round
 from server.events import Leak
-from server.methods import plan
+from server.methods import Training, plan
 from settings import Settings
 from tests.server.test_nodes import raises
 from tests.server.test_rounds import START, Place
@@ -25,9 +27,18 @@ def evaluated(num_examples: int = 4, leaked: int = 0, **changes: object) -> Eval
     )  # fmt: skip
 
 
-def evaluate(*replies: Evaluated | None, **settings: object) -> Place:
+def evaluate(
+    *replies: Evaluated | None,
+    training: Training = CE,
+    trained: Collection[int] = (0, 1, 2, 3),
+    unlabelled: Collection[int] = (),
+    **settings: object,
+) -> Place:
     place = Place({i: (lambda r: lambda _: r)(one) if one else raises for i, one in enumerate(replies)}, **settings)
-    evaluation_round(place.federation, CE, START, None, {}, ["original"])
+    for partition in unlabelled:
+        client = place.nodes.identities[partition]
+        place.nodes.identities[partition] = replace(client, labelled=False, role="target")
+    evaluation_round(place.federation, training, START, None, {}, ["original"], trained)
     return place
 
 
@@ -52,7 +63,7 @@ def test_a_bad_reply_is_refused_by_node_and_reason_and_the_others_count() -> Non
     assert place.incidents()[0][2] == "fedavg, original: correct = 5, more than total = 4"
     assert [one["partition"] for one in place.of("evaluation")] == [0]
     (note,) = place.of("note")
-    assert note["text"] == "cross_entropy: accuracies of 1 of 4 clients only; missing: [1, 2, 3]"
+    assert note["text"] == "cross_entropy: accuracies of 1 of 4 clients only; missing: 1, 2, 3"
 
 
 def test_the_request_has_the_rows_and_the_round_after_the_last() -> None:
@@ -68,3 +79,32 @@ def test_a_leak_ends_the_run_unless_it_was_asked_for() -> None:
         evaluate(evaluated(leaked=1))
     (note,) = evaluate(evaluated(leaked=1), split="published").of("note")
     assert "1 of 4 test samples (25.0 %) had been trained on" in note["text"]
+
+
+def test_a_client_without_labels_gets_the_model_and_has_no_results() -> None:
+    (training,) = plan(Settings(methods="fedavg,fedavg_ft"))
+    own = replace(evaluated(), results=[RESULT, replace(RESULT, label="fedavg_ft")])
+    place = evaluate(own, Evaluated(checked=0, leaked=0, results=[]), own, training=training, unlabelled=[1, 2])
+    first, second, _ = place.transport.requests(Evaluate)
+    assert [row.label for row in first.rows] == ["fedavg", "fedavg_ft"]
+    assert ([row.label for row in second.rows], second.shifts) == (["fedavg"], [])  # the other needs its labels
+    assert set(second.arrays) == set(START)
+    assert {one["partition"] for one in place.of("evaluation")} == {0}
+    ((kind, partition, reason),) = place.incidents()
+    assert (kind, partition) == ("refused", 2)
+    assert "unknown results" in reason
+
+
+def test_a_client_that_never_trained_is_sent_the_part_that_the_others_keep() -> None:
+    (training,) = plan(Settings(methods="fedper"))
+    network = {"encoder.w": np.zeros(2, np.float32), "head.weight": np.ones(2, np.float32)}
+    place = Place({0: raises, 1: lambda _: replace(evaluated(), results=[replace(RESULT, label="fedper")])})
+    evaluation_round(place.federation, training, network, None, {}, ["original"], {0})
+    assert [list(request.arrays) for request in place.transport.requests(Evaluate)] == [["encoder.w"], list(network)]
+
+
+def test_what_an_agent_did_with_the_model_is_an_event() -> None:
+    place = evaluate(replace(evaluated(), served="refused: 3 classes are never predicted"), evaluated())
+    (event,) = place.of("served")
+    told = {"training": "cross_entropy", "partition": 0, "served": "refused: 3 classes are never predicted"}
+    assert event == {**event, **told}

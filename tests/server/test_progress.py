@@ -27,6 +27,29 @@ def test_a_line_a_round_with_speed_and_time_left_in_a_file() -> None:
     assert lines[2] == "note: careful"
 
 
+def test_clients_are_called_by_their_names() -> None:
+    text = io.StringIO()
+    with TerminalProgress(Console(file=text, width=200)) as progress:
+        events = Events(progress)
+        events("clients", sizes=[[100, 1, 1], [60, 1, 1]], names=["site-a", "site-b"])
+        events("left", partition=1, node_id=7)
+        events("joined", partition=2, name="ward", sizes=[30, 2, 1], role="both", node_id=9)
+        events("left_alone", node_id=5, name=None, reason="[x] no")
+        events("failed", phase="train", round=1, partition=2, reason="disk full")
+        events("round", training="ce", round=1, replied=[2], wall_seconds=2.0, train_loss=1.5, validation_accuracy=None)
+        events("rejoined", partition=1, node_id=8)
+        events("served", partition=2, served="refused: worse")
+    lines = text.getvalue().splitlines()
+    assert lines[:4] == [
+        "left client site-b: node 7 is no longer connected",
+        "joined client ward: 30 samples to train, 2 to validate, 1 to test, role both",
+        "left alone node 5: [x] no",
+        "failed train, round 1, client ward: disk full",
+    ]
+    assert "15 images/s" in lines[4]
+    assert lines[5:] == ["rejoined client site-b: as node 8", "agent of client ward: refused: worse"]
+
+
 def test_lines_of_rates_rounds_and_test_time_rounds() -> None:
     text = io.StringIO()
     with TerminalProgress(Console(file=text, width=200)) as progress:

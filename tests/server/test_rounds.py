@@ -75,7 +75,7 @@ class Place:
         self.clock, self.events = Clock(), list[Event]()
         self.transport = FakeTransport({100 + i: one for i, one in clients.items()}, order, self.clock)
         self.clients = self.transport.clients
-        identities: dict[int, Identity] = {i: replace(IDENTITY, partition_id=i) for i in clients}
+        identities: dict[int, Identity] = {i: replace(IDENTITY, name=str(i)) for i in clients}
         by_partition = {i: 100 + i for i in clients}
         self.nodes = Nodes(self.transport, by_partition, identities, self.clock, self.clock.sleep)
         chosen = {"round_timeout": 60.0, "node_timeout": 300.0, "clients": len(clients), **settings}
@@ -289,7 +289,8 @@ def test_whatever_fails_the_model_is_the_mean_of_the_attempt_that_counted(
 def test_fewer_clients_asked_than_a_robust_rule_needs() -> None:
     """As with roles, which are known late: three of five clients train."""
     place = Place({i: client(1) for i in range(5)}, aggregation="krum")
-    place.federation = replace(place.federation, roles={0: "target", 1: "target"})
+    for partition in (0, 1):
+        place.nodes.identities[partition] = replace(place.nodes.identities[partition], role="target")
     with pytest.raises(QuorumMissed, match="3 clients are asked, 5 replies are needed"):
         place.round()
     assert not place.transport.sent

@@ -15,7 +15,7 @@ from messages.requests import Evaluate, Request, Summarize, Train
 from models import load_arrays, load_model
 from server.app import run_folder, serve
 from server.events import NodesMissing, NoReplies
-from server.nodes import FederationInfo
+from server.members import FederationInfo
 from server.report import read_results, table
 from server.run import initial_model, model_spec
 from settings import Settings, SettingsError
@@ -83,7 +83,8 @@ def test_no_test_sample_was_trained_on(finished: Path) -> None:
 
 def test_statistics_file_is_the_mean_over_clients_of_the_saved_model(finished: Path) -> None:
     model, spec = load_model(finished / "model.safetensors")
-    assert spec["name"] == "cnn"
+    assert (spec["name"], spec["classes"]) == ("cnn", list("0123456789"))
+    assert (spec["preprocessing"]["image_size"], spec["preprocessing"]["channels"]) == (16, spec["in_channels"])
     federation = federation_of(SMALL)
     means = []
     for split in federation.splits:
@@ -147,7 +148,7 @@ def test_means_that_do_not_speak_for_all_clients_say_so(tmp_path: Path) -> None:
     folder = run(tmp_path / "r", SMALL.replace(methods="fedavg,btfl", rounds=1), watch)
     notes = [event["text"] for event in events(folder) if event["event"] == "note"]
     assert notes[-2:] == [
-        f"cross_entropy: {what} of 2 of 3 clients only; missing: [1]" for what in ("statistics", "accuracies")
+        f"cross_entropy: {what} of 2 of 3 clients only; missing: 1" for what in ("statistics", "accuracies")
     ]
     assert notes[-1] in (folder / "report.html").read_text()
 
@@ -226,7 +227,7 @@ def test_unknown_names_stop_the_run_before_training_and_list_what_exists(
 
 
 def test_fewer_nodes_than_clients(tmp_path: Path) -> None:
-    with pytest.raises(NodesMissing, match="3 of 5"):
+    with pytest.raises(NodesMissing, match=r"of 5 clients are there after 0\.05 s"):
         serve(devices(SMALL), SMALL.replace(clients=5, node_timeout=0.05), tmp_path / "r")
 
 
@@ -237,6 +238,8 @@ def test_bad_model_options_and_init_files_are_settings_errors(tmp_path: Path) ->
     settings = Settings(model_options="widht=3")
     with pytest.raises(SettingsError, match="widht"):
         initial_model(settings, model_spec(settings, INFO))
+    with pytest.raises(SettingsError, match="window='9,1'"):
+        model_spec(Settings(window="9,1"), INFO)
     path = tmp_path / "cut.safetensors"
     path.write_bytes(b"half a file")
     with pytest.raises(SettingsError, match=r"cut\.safetensors"):

@@ -61,7 +61,7 @@ def test_a_good_reply_passes_and_one_of_another_kind_or_with_too_many_examples_d
     assert refused(check, good, examples=most) == [None]
     assert refused(check, good, examples=most - 1) == [f"num-examples = {most}, allowed is at most {most - 1}"]
     other = Identity(
-        partition_id=0, num_partitions=1, classes=[], channels=1, mean=[], std=[], sizes=[1, 1, 1], shifts=[], note="",
+        name="0", classes=[], channels=1, mean=[], std=[], sizes=[1, 1, 1], shifts=[], note="",
         role="both",
     )  # fmt: skip
     assert refused(check, other) == [f"a reply of kind 'identity', expected '{good.kind}'"]
