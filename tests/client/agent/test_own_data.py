@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,13 @@ from PIL import Image
 from client.agent import own_data
 from client.agent.config import AgentConfig
 from client.agent.core import Agent
+from messages.replies import Evaluated, Identity
+from messages.requests import AdapterRow, Evaluate, Identify, Train, TrainingTask
 from models import build, save_model
+from settings import to_json
 from tests.client.agent.world import config, served
+from tests.client.folders import CLASSES, OWN, SIZE
+from tests.client.folders import folder as colours
 
 SPEC = {"name": "cnn", "num_classes": 2, "in_channels": 3, "image_size": 16, "seed": 1, "classes": ["cat", "dog"]}
 
@@ -35,13 +41,11 @@ def folder(path: Path, each: int = 30, labelled: bool = True) -> Path:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def own(tmp_path: Path) -> Any:
     """Make a device's config with data of its own."""
 
     def make(source: Path, **changes: Any) -> AgentConfig:
-        text = f"folder:{source}"
-        monkeypatch.setattr(own_data, "_source", lambda config: text)
-        return config(tmp_path, adapter="none", **changes)
+        return config(tmp_path, adapter="none", data=f"folder:{source}", **changes)
 
     return make
 
@@ -106,3 +110,63 @@ def test_samples_are_validation_samples_with_labels(tmp_path: Path, own: Any) ->
     np.testing.assert_array_equal(bright, found.labels == 1)
     unlabelled = own(folder(tmp_path / "flat", labelled=False))
     assert own_data.samples_of(unlabelled, Like()).labels is None  # type: ignore[arg-type]
+
+
+RUN = OWN.replace(local_epochs=20, learning_rate=0.1)
+TASK = TrainingTask("cross_entropy")
+
+
+def about() -> dict[str, Any]:
+    return {"settings": to_json(RUN), "run": "run1"}
+
+
+@lru_cache(maxsize=1)
+def initial() -> dict[str, np.ndarray]:
+    network = build("cnn", len(CLASSES), image_size=SIZE, seed=5)
+    return {name: value.numpy().copy() for name, value in network.global_state().items()}
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_in_a_run_a_bad_model_is_refused_by_devices_with_and_without_labels(
+    tmp_path: Path, own: Any, labelled: bool
+) -> None:
+    trainer = Agent(config(tmp_path / "trainer", name="site-a", data=f"folder:{of_colours(tmp_path / 'a', True)}"))
+    arrays = trainer.perform(Train(round=1, task=TASK, arrays=initial(), **about())).arrays  # type: ignore[attr-defined]
+    trainer.close()
+    agent = Agent(own(of_colours(tmp_path / "b", labelled), name="site-b"))
+    identity = agent.perform(Identify(**about()))
+    assert isinstance(identity, Identity)
+    assert identity.labelled == labelled
+    assert agent.status().data_samples == identity.samples == 90
+
+    def evaluated(**changes: np.ndarray) -> str:
+        shifts = ["original"] if labelled else []
+        rows = [AdapterRow("fedavg", "none")]
+        given = {"arrays": {**arrays, **changes}, "rows": rows, "shifts": shifts, "round": 1}
+        reply = agent.perform(Evaluate(task=TASK, **given, **about()))
+        assert isinstance(reply, Evaluated)
+        return reply.served
+
+    bias = arrays["head.bias"]
+    one = evaluated(**{"head.bias": bias + np.array([1000, 0, 0], np.float32)})
+    assert one.startswith("refused: it predicts 'blue' for 100%")
+    assert evaluated() == f"promoted {agent.status().version}"
+    before = agent.status().version
+    turned = {name: np.roll(arrays[name], 1, 0) for name in ("head.weight", "head.bias")}
+    told = evaluated(**turned)
+    assert told.startswith("refused: accuracy 0." if labelled else "refused: it agrees with the served model on ")
+    assert agent.status().version == before
+    figures = agent.models()[-1][0].check
+    assert ("accuracy" in figures) == labelled
+    agent.close()
+
+
+def of_colours(path: Path, labelled: bool) -> Path:
+    """Ninety images of three colours."""
+    colours(path, dict.fromkeys(CLASSES, 30))
+    if not labelled:
+        for file in list(path.rglob("*.png")):
+            file.rename(path / f"{file.parent.name}-{file.name}")
+        for name in CLASSES:
+            (path / name).rmdir()
+    return path
