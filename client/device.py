@@ -392,7 +392,7 @@ class Device:
         network, neighbours = copy.deepcopy(self.model), self._neighbours([row], request.round)
         rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
         classes = self.federation.images.classes
-        spec = network_spec(self.federation.images, self.settings, self.federation.divided)
+        spec = network_spec(self.federation.images, self.settings)
         return serve(row, network, spec, self.settings, classes, baseline, statistics, rates, neighbours)
 
     def _require_source(self) -> None:

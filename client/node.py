@@ -122,7 +122,7 @@ def make_device(request: Request, node: Node) -> Device:
     return Device(
         federation,
         partition,
-        shared_network(network_spec(federation.images, settings, federation.divided), settings.device),
+        shared_network(network_spec(federation.images, settings), settings.device),
         ResumableState(state, request.checkpoint_rounds),
         ResumableState(memory, request.checkpoint_rounds),
         settings,

@@ -5,36 +5,41 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from data import DATASETS, Federation, Images, load
-from models import TwoHead, build, normalization, without_weights
+from models import Preprocessing, TwoHead, build, normalization, without_weights
 from models.libraries import IMAGENET
-from models.preprocessing import Preprocessing
 from settings import Scalar, Settings, SettingsError, assignments, from_config
 
 
 def federation_of(settings: Settings) -> Federation:
-    """Return images and splits of all clients; the same settings give the same splits in every process."""
+    """Return images and splits of all clients; the same settings give the same splits in every process.
+
+    Raises
+    ------
+    SettingsError
+        Another preprocessing than a data set's is asked for.
+    ValueError, OSError
+        As `data.load` and `Federation.create`.
+    """
+    plain = Settings().select("preprocessing")
+    for key, value in settings.select("preprocessing").items():
+        if key not in ("image-size", "channels") and value != plain[key]:
+            raise SettingsError(
+                f"{key} = {value!r}: a divided data set has {plain[key]!r}; allowed for devices' own data"
+            )
     return _federation(tuple(settings.select("data", "source").items()))
 
 
-def network_spec(images: Images, settings: Settings, divided: bool = True) -> dict[str, Any]:
-    """Return the arguments of `models.build`, without the seed of initial weights unless `model-options` has one.
-
-    Parameters
-    ----------
-    images : Images
-    settings : Settings
-    divided : bool
-        Whether the images are a divided data set, which is always resized alike: stretched, bilinearly.
-    """
+def network_spec(images: Images, settings: Settings) -> dict[str, Any]:
+    """Return the arguments of `models.build`, without the seed of initial weights unless `model-options` has one."""
     channels = images.shape[0]
     mean, std = normalization_of(settings, channels)
-    plain = Preprocessing(settings.image_size, channels)
     return {
         "name": settings.model,
         "num_classes": len(images.classes),
@@ -42,14 +47,14 @@ def network_spec(images: Images, settings: Settings, divided: bool = True) -> di
         "image_size": settings.image_size,
         "mean": mean,
         "std": std,
-        "preprocessing": (plain if divided else preprocessing_of(settings)).to_dict(),
+        "preprocessing": replace(preprocessing_of(settings), channels=channels).to_dict(),
         "classes": list(images.classes),
         **assignments(settings.model_options, "model-options"),
     }
 
 
 def preprocessing_of(settings: Settings) -> Preprocessing:
-    """Return the preprocessing of a device's own images.
+    """Return the images' preprocessing.
 
     Raises
     ------

@@ -94,10 +94,14 @@ class Lifecycle:
 
     def start(self) -> None:
         """Serve what the state directory holds, and go on with a candidate; what does not fit is noted."""
-        served = self.store.served
-        if served is None:
-            self._resume()
-            return
+        try:
+            if self.store.served is None or self._start_with(self.store.served):
+                self._resume()
+        except OSError as error:
+            self._note(f"the state directory cannot be written: {error}")
+
+    def _start_with(self, served: Model) -> bool:
+        """Serve a model, or an older one if its files cannot be read; return False if it does not fit the adapter."""
         for model in (served, *self._older()):
             found = self.store.load_model(self.device, model)
             if found is None:
@@ -106,12 +110,12 @@ class Lifecycle:
                 self.live = self._fitted(found)
             except ValueError as error:
                 self._note(f"the model kept does not fit adapter = {self.config.adapter}: {error}; waiting for one")
-                return
+                return False
             if model != served:
                 self._note(f"model {served.version} cannot be read: {model.version} is served")
                 self.store.promote(model.name, "its files cannot be read")
             break
-        self._resume()
+        return True
 
     def training_of(self, run: str) -> str:
         """Return the training of a run whose model was offered last; empty if that was of another run, or none."""
@@ -193,8 +197,9 @@ class Lifecycle:
         """
         with self.saving:
             model = self._candidate(version)
+            if self._shadow is not None and self._shadow.failure:
+                raise ValueError(f"model {model.version} {self._shadow.failure}")
             live = self._shadow.live if self._shadow else self._loaded(model)
-            self._end_shadow()
             self._serve(live, lambda: self.store.promote(model.name), "promoted", approved=True)
             return Changed(live.version, "served", live.samples)
 
@@ -246,10 +251,8 @@ class Lifecycle:
                     self._end_shadow()
                     self.log.write("waiting for approval", version=model.version)
                 else:
-                    self._end_shadow()
                     self._serve(shadow.live, lambda: self.store.promote(model.name, check=figures), "promoted")
             except OSError as error:
-                self._shadow = shadow
                 self._note(f"model {model.version} waits: {error}")
 
     def _admit(self, live: Live, result: Check, labelled: bool, file: str) -> str:
@@ -311,6 +314,8 @@ class Lifecycle:
             if former is not None:
                 self._events = self.events()
             self.live = live
+            if self._shadow is not None and self._shadow.live is live:
+                self._shadow = None
         live.changed = True  # the newest snapshot is that of the served model
         self._note(f"model {live.version}" + (f" replaces {former.version}" if former else ""))
         self.log.write(event, version=live.version, former=former.version if former else "", **values)

@@ -9,12 +9,13 @@ import numpy as np
 
 from client.agent.candidate import Samples, spaced
 from client.agent.config import AgentConfig
+from client.names import parse_class_map
 from client.serving import Served
-from settings import assignments
 
 if TYPE_CHECKING:
     from data.sources import OwnData
 
+NAMED = 50  # skipped files that are named
 INDEX = "scan.json"  # in `state-dir`: what the last scan has read
 
 
@@ -25,9 +26,9 @@ class Scan:
     Parameters
     ----------
     samples, used, skipped : int
-        Files, those that can be used, and those that cannot.
+        Samples, those in use, and all others.
     notes : tuple of str
-        Skipped files by reason.
+        Counts by reason, then the skipped samples by name.
     """
 
     samples: int = 0
@@ -45,12 +46,15 @@ def scan(config: AgentConfig, served: Served | None) -> Scan:
         There are no data of its own, or they cannot be used; the message says why.
     """
     found = _own(config, served)
-    return Scan(found.samples, found.used, len(found.skipped), tuple(found.notes))
+    named = [f"{name!r}: {reason}" for name, reason in found.skipped.items()]
+    more = [f"and {len(named) - NAMED} more"] if len(named) > NAMED else []
+    notes = (*found.notes, *named[:NAMED], *more)
+    return Scan(found.samples, found.used, found.samples - found.used, notes)
 
 
 def samples_of(config: AgentConfig, served: Served) -> Samples:
     """Return the samples that a model without a run is checked on; none without data of the device's own."""
-    if not _source(config):
+    if not config.data:
         return Samples.none(served.shape)
     found = _own(config, served)
     choices = ((found.split.validation, found.labelled), (found.split.train, found.labelled), (found.split.test, False))
@@ -62,24 +66,20 @@ def samples_of(config: AgentConfig, served: Served) -> Samples:
     return Samples.none(served.shape)
 
 
-def _source(config: AgentConfig) -> str:
-    return str(getattr(config, "data", ""))
-
-
 def _own(config: AgentConfig, served: Served | None) -> OwnData:
-    if not _source(config):
+    if not config.data:
         raise ValueError("this device has no data of its own: its file says no data = ...")
     from data.sources import open_source, own_data
     from models.preprocessing import Preprocessing
 
-    words = assignments(str(getattr(config, "class_map", "")), "class-map")
-    class_map = {name: str(value) for name, value in words.items()}
+    class_map = parse_class_map(config.class_map)
     if served is None:
-        classes = tuple(dict.fromkeys(class_map.get(name, name) for name in open_source(_source(config)).classes))
+        known = dict.fromkeys(class_map.get(name, name) for name in open_source(config.data).classes)
+        classes = tuple(known) or ("unlabelled",)  # only counted
     else:
         classes = served.classes
     return own_data(
-        _source(config),
+        config.data,
         classes=classes,
         class_map=class_map,
         preprocessing=Preprocessing() if served is None else served.preprocessing,

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from client.agent.config import AgentConfig
 from client.agent.core import Saved, Status
+from client.agent.lifecycle import Changed
+from client.agent.manifest import Model
+from client.agent.own_data import Scan
 from client.agent.predictions import NoModel, Prediction
 from client.agent.server import Running, serve
 from messages import agent_pb2 as pb
@@ -94,7 +97,7 @@ class FakeAgent:
     def status(self) -> Status:
         return Status(
             "run/ce/3/abcd", "fedthe", ("a", "b", "c"), len(self.seen), 2, True, {"one-class": 4}, ["1", "2"], ["n"],
-            1.5, "train", (1, 2, 2),
+            1.5, "train", (1, 2, 2), "shadow run/ce/4/bbbbbbbb", "run/ce/2/cccccccc: not finite", 61, 1, ["1 damaged"],
         )  # fmt: skip
 
     def snapshot(self) -> Saved:
@@ -107,6 +110,24 @@ class FakeAgent:
 
     def reset(self) -> Saved:
         return Saved("3", "run/ce/3/abcd", 0)
+
+    def models(self) -> list[tuple[Model, list[str]]]:
+        old = Model("1", "aa" * 32, "run/ce/3", "kept", 60.0, 60.0, "rolled back", {"accuracy": 0.5})
+        return [(old, ["1", "2"]), (Model("2", "bb" * 32, "run/ce/4", "candidate", 120.0), [])]
+
+    def approve(self, version: str = "") -> Changed:
+        if version == "x":
+            raise ValueError("no model x waits to be served")
+        return Changed("run/ce/4/bbbbbbbb", "served", 7)
+
+    def reject(self, version: str = "") -> Changed:
+        return Changed(version or "run/ce/4/bbbbbbbb", "refused")
+
+    def restore_model(self, version: str = "") -> Changed:
+        return Changed(version or "run/ce/3/aaaaaaaa", "served", 9)
+
+    def rescan(self) -> Scan:
+        return Scan(61, 60, 1, ("'bad.png': damaged",))
 
     def perform(self, request: Request) -> Reply:
         self.requests.append(request)

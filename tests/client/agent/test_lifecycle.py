@@ -410,3 +410,24 @@ def test_kill_between_candidate_and_promotion_leaves_one_or_the_other(
         assert agent.predict(sample_images(0, 10)).version == served.version
         until(lambda agent=agent: not agent.status().candidate)  # a trial begins again and ends
         kill(agent)
+
+
+def test_a_trial_that_cannot_be_stored_as_ended_goes_on_later(
+    start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = agents(shadow_samples=10)
+    before, told = agent.status().version, offer(agent, moved(start[1]))
+
+    def full(path: Path, content: bytes) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("client.agent.store.write_atomically", full)
+        predicted(agent, 0, 10)
+        until(lambda: any("waits: [Errno 28]" in note for note in agent.status().notes))
+        with pytest.raises(OSError, match="No space"):
+            agent.approve()
+        assert agent.predict(sample_images(0, 10)).version == before
+        assert agent.status().candidate == told
+    predicted(agent, 0, 10)
+    until(lambda: agent.status().version == told.removeprefix("shadow "))
