@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -162,8 +163,8 @@ class _Chosen:
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def __getitem__(self, index: object) -> np.ndarray:
-        return self._pixels[self._chosen[index]]  # type: ignore[index]
+    def __getitem__(self, index: Any, /) -> np.ndarray:
+        return self._pixels[self._chosen[index]]
 
 
 def _chosen(images: Images, chosen: np.ndarray) -> Images:
@@ -171,9 +172,10 @@ def _chosen(images: Images, chosen: np.ndarray) -> Images:
 
 
 def _role(role: str | None) -> Role | None:
-    for allowed in ("both", "source", "target"):
+    roles: tuple[Role, ...] = ("both", "source", "target")
+    for allowed in roles:
         if role == allowed:
-            return allowed  # type: ignore[return-value]
+            return allowed
     if role:
         raise SettingsError(f"role = {role!r}: allowed are both, source, target")
     return None
