@@ -110,14 +110,23 @@ def _adapted(outcomes: Sequence[Outcome]) -> str:
         caption = f"{one.site.name}: {one.site.cause} ({one.site.shift.replace('_', ' ')})"
         strips.append(f'<figure><img style="{STRIP}" alt="" src="{_strip(one.images)}">'
                       f"<figcaption>{escape(caption)}</figcaption></figure>")  # fmt: skip
-    lost = [one.site.name for one in outcomes if one.adapted <= one.shifted]
-    finding = f"Adaptation did not pay at: {', '.join(lost)}." if lost else "Adaptation paid at every site."
+    finding = " ".join(_findings(outcomes))
     caption = (
         "Accuracy in % on the new images: without the shift, under it with the model as it came, and with the agent "
         "that adapts the model to what it is asked, without labels."
     )
     head = ["site", "what changed", "before", "after, as it came", "after, adapted", "gain"]
     return f'<p class="finding">{escape(finding)}</p>' + data_table(head, rows, caption) + "".join(strips)
+
+
+def _findings(outcomes: Sequence[Outcome]) -> list[str]:
+    """Say where adaptation paid, where it made no difference beyond the standard error, and where it cost accuracy."""
+    kinds: dict[str, list[str]] = {"Adaptation paid at": [], "It made no clear difference at": [], "It cost at": []}
+    for one in outcomes:
+        gain, error = one.adapted - one.shifted, math.sqrt(0.25 / one.arrivals)
+        kind = 0 if gain > error else 2 if gain < -error else 1
+        kinds[list(kinds)[kind]].append(f"{one.site.name} ({_gain(one.adapted, one.shifted)} points)")
+    return [f"{kind} {', '.join(names)}." for kind, names in kinds.items() if names]
 
 
 def _percent(value: float | None) -> str:
