@@ -79,8 +79,7 @@ def served_in_turn(made: Stage, arrivals: Arrivals, root: Path) -> None:
         save_model(root / "bad.safetensors", network, spec)
         bad = SETTINGS.replace(rounds=0, init=str(root / "bad.safetensors"), run_name="bad", methods="fedavg")
         made.run(bad).result(PATIENCE)
-        done = {made.names[0]: "", **{begin: served for begin, served in verdicts(made, "bad").items()}}
-        assert done["north"].startswith("refused")
+        assert verdicts(made, "bad")["north"].startswith("refused")
         assert version(made, north) == first
         status = made.status(north)
         assert status is not None
