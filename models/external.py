@@ -122,7 +122,7 @@ def build_external(
         notes.append(_note(f"{owner}: {path}", loaded, model, ("head.", "personal_head.", "rotation_head.")))
         keep = "head.weight" in loaded.names
     elif keep := keep and encoder.head is not None and encoder.head.out_features == num_classes:
-        _copy_head(model.head, cast(nn.Linear, encoder.head))
+        _copy_head(model.head, encoder.head)
     if weights or download:
         notes.append(f"{owner}: the pretrained head is {'kept' if keep else 'replaced by a new one'}")
     model.input_shape, model.notes = shape, tuple(notes)
