@@ -45,12 +45,16 @@ class FedTTAForImageClassification(PreTrainedModel):
         self.program = program
 
     @classmethod
-    def from_pretrained(cls, folder: str | os.PathLike[str], *_: Any, config: Any = None, **options: Any) -> Any:
+    def from_pretrained(  # type: ignore[override]
+        cls, folder: str | os.PathLike[str], *_: Any, config: Any = None, **options: Any
+    ) -> FedTTAForImageClassification:
         """Load `config.json` and `program.pt2` from a folder or a repository of the hub."""
         hub = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
         config = config or FedTTAConfig.from_pretrained(folder, **hub)
-        program = torch.export.load(cached_file(folder, PROGRAM, **hub)).module()
-        return cls(config, program)
+        program = cached_file(folder, PROGRAM, **hub)
+        if program is None:
+            raise OSError(f"{folder} has no {PROGRAM}")
+        return cls(config, torch.export.load(program).module())
 
     def train(self, mode: bool = True) -> FedTTAForImageClassification:
         """Keep evaluation mode, the only one that the program knows."""
@@ -78,7 +82,7 @@ class FedTTAImageProcessor(BaseImageProcessor):
         super().__init__(**options)
         self.preprocessing = preprocessing or {}
 
-    def __call__(self, images: Any, **_: Any) -> BatchFeature:
+    def __call__(self, images: Any, **_: Any) -> BatchFeature:  # type: ignore[override]
         """Prepare one image or a sequence of images."""
         prepare = Preprocessing.from_dict(self.preprocessing)
         several = images if isinstance(images, Sequence) and not isinstance(images, bytes) else [images]

@@ -217,7 +217,7 @@ def test_the_head_is_kept_for_the_same_classes_only(
     assert torch.allclose(same(X), network(X), atol=1e-4)
     with caplog.at_level(logging.WARNING, "models"):
         for other in (build(name, classes=CLASSES[::-1], **options), build(name, 3, **options)):
-            assert not any("head is kept" in note for note in other.notes)
+            assert "the pretrained head is replaced by a new one" in other.notes[-1]
             assert torch.allclose(other.eval().features(X), same.features(X), atol=1e-4)
             assert not torch.equal(other.head.weight[:3], same.head.weight[:3])
             assert "not loaded, " in other.notes[0]
@@ -297,6 +297,7 @@ def test_downloaded_weights_keep_their_head(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(named.head.weight, kept.head.weight)
     few = build("torchvision:shufflenet_v2_x0_5", 4, **options)
     assert few.head.out_features == 4
+    assert few.notes[-1].endswith("replaced by a new one")
 
 
 def test_normalization_follows_pretrained_weights() -> None:
