@@ -23,7 +23,7 @@ def client_of(settings: Settings, partition: int) -> Device:
     ValueError
         As `client.node.make_device`.
     """
-    node = Node(partition, settings.clients, MemoryState(), memory=MemoryState())
+    node = Node(str(partition), MemoryState(), memory=MemoryState())
     return make_device(Identify(**_common(settings)), node)
 
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data import CorruptionStream, Federation, corruption_streams
+from data import CorruptionStream, Federation, OwnStream, Rows, corruption_streams
 from messages.arrays import Arrays
 from models import TwoHead
 from settings import Scalar, Settings, from_config
@@ -96,8 +96,9 @@ def adapt(
 
 
 def score(probabilities: Tensor, labels: NDArray[np.int64], classes: int) -> tuple[list[int], list[int]]:
-    """Return correct predictions [K] and samples [K] of each class. Labels are used here only."""
-    right = probabilities.argmax(1).cpu().numpy() == labels
+    """Return correct predictions [K] and samples [K] of each class. Labels are used here only; -1 is none."""
+    right = probabilities.argmax(1).cpu().numpy()[labels >= 0] == labels[labels >= 0]
+    labels = labels[labels >= 0]
     return np.bincount(labels[right], minlength=classes).tolist(), np.bincount(labels, minlength=classes).tolist()
 
 
@@ -105,14 +106,18 @@ def _arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     return {name: value.detach().cpu().numpy().copy() for name, value in tensors.items()}
 
 
-def streams_of(settings: Settings, federation: Federation) -> CorruptionStream:
-    """Return the streams of all clients over the data set's images; they depend on the settings alone.
+def streams_of(settings: Settings, federation: Federation) -> CorruptionStream | OwnStream:
+    """Return the streams of all clients over the data set's images, or that of a device with data of its own.
+
+    They depend on the settings and the images alone.
 
     Raises
     ------
     ValueError
         As `data.corruption_streams`.
     """
+    if not federation.divided:
+        return OwnStream(federation, settings.stream_batch, settings.stream_order == "sorted")
     return _streams(federation, tuple(settings.select("streams").items()))
 
 
@@ -134,12 +139,15 @@ def _streams(federation: Federation, chosen: tuple[tuple[str, Scalar], ...]) -> 
 
 
 def batch_of(
-    stream: CorruptionStream, client: int, round: int, device: torch.device
+    stream: CorruptionStream | OwnStream, client: int, round: int, device: torch.device
 ) -> tuple[Tensor, NDArray[np.int64], str]:
     """Return a client's batch of a round (from 1): images [B, C, H, W] in [0, 1], labels [B], the corruption.
 
     Images are rounded to bytes, as those of CIFAR-10-C are; labels are for scoring only.
     """
+    if isinstance(stream, OwnStream):
+        batch = stream.batch(round - 1, device)
+        return batch.x.contiguous(memory_format=torch.channels_last), batch.y.cpu().numpy(), batch.corruption
     pixels, labels, corruption = _rendered(stream, client, round - 1, str(device))
     x = pixels.to(device).float().div_(255).contiguous(memory_format=torch.channels_last)
     return x, labels, corruption
@@ -166,7 +174,7 @@ class Refinement:
 
 def refine_rates(
     model: TwoHead,
-    x: Tensor,
+    x: Rows,
     y: Tensor,
     rates: Mapping[str, float],
     variant: Adapt,

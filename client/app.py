@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from messages.arrays import array_bytes
 from messages.flower import bytes_record, read_arrays, reply_message, request_of
 from messages.replies import Adapted, RefinedRates
-from settings import SettingsError, keys_in
+from settings import Settings, SettingsError, from_json, keys_in
 
 if TYPE_CHECKING:
     from client.node import Node
@@ -42,7 +42,7 @@ def answer(message: Message, context: Context) -> Message:
     else:
         from client.node import perform
 
-        reply = perform(request, node_of(context))
+        reply = perform(request, node_of(context, from_json(request.settings)))
     if isinstance(reply, RefinedRates | Adapted):  # small replies: what Flower ships beside them counts
         reply = replace(reply, context_bytes=_context_bytes(context))
     return reply_message(reply, message)
@@ -56,26 +56,31 @@ app.train("adapt")(answer)
 app.evaluate()(answer)
 
 
-def node_of(context: Context) -> Node:
-    """Return the node's own facts from its node config.
+def node_of(context: Context, settings: Settings) -> Node:
+    """Return the node's own facts from its node config; in Flower's simulation they follow from the run's settings.
 
     Raises
     ------
     SettingsError
-        The node config does not say which client this is.
+        The node config has no name, or something in it is not allowed; or as `client.sites.simulated_nodes`.
     """
+    from client.names import parse_class_map
     from client.node import Node
+    from client.sites import simulated_nodes
 
     config = context.node_config
-    for key in ("partition-id", "num-partitions"):
-        if key not in config:
-            raise SettingsError(f"the node config lacks {key}; start the node with --node-config")
+    if "name" not in config and "partition-id" not in config:
+        raise SettingsError("the node config lacks name; start the node with --node-config")
+    if "name" not in config and settings.devices:
+        node = simulated_nodes(settings)[int(config["partition-id"])]
+        return replace(node, state=ContextState(context.state))
     return Node(
-        int(config["partition-id"]),
-        int(config["num-partitions"]),
+        str(config.get("name", config.get("partition-id"))),
         ContextState(context.state),
+        str(config.get("data", "")),
         str(config["role"]) if "role" in config else None,
         {key: config[key] for key in keys_in("node") if key in config},
+        class_map=parse_class_map(str(config.get("class-map", ""))),
     )
 
 

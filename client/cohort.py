@@ -190,7 +190,7 @@ class Cohort:
     ) -> None:
         """Train the values `names` of all members for some epochs; `purpose` names their generators."""
         start, settings, turns = time.perf_counter(), self.first.settings, [self.turns[one] for one in self.members]
-        clients = [self.devices[index].partition for index in self.members]
+        clients = [self.devices[index].number for index in self.members]
         draw = [generator(settings.seed, purpose, turns[0].request.round, client) for client in clients]
         trained = {name: self.values[name] for name in names}
         how = settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum

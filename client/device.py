@@ -37,11 +37,12 @@ from client.network import (
     receive,
     trained_indices,
 )
-from client.resources import network_spec
+from client.own import PINNED, Own
+from client.resources import network_spec, normalization_of
 from client.serving import Served, baseline_predictions, missing_heads, serve
 from client.state import NetworkStore, PrivateState
 from client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
-from data import CORRUPTIONS, DATASETS, Federation, Images, Role, Stream, resolve, stream
+from data import CORRUPTIONS, UNCORRUPTED, Federation, Images, Role, Stream, client_number, resolve, stream
 from messages.arrays import Arrays
 from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
 from messages.requests import (
@@ -99,7 +100,7 @@ class Device:
     federation : Federation
         Images and the splits of all clients, drawn from the seed; `in_round` gives those of a round.
     partition : int
-        Which client this is.
+        The client's position in the federation.
     model : TwoHead
         The network, on `device`; every method loads what it needs into it.
     state : PrivateState
@@ -117,6 +118,10 @@ class Device:
         Networks that are sent once.
     lends : bool
         See `Node`.
+    name : str
+        The client's name; seeds and private state go by it.
+    own : Own or None
+        Its own data, if it has any; `federation` is of this device alone then.
     """
 
     federation: Federation
@@ -130,6 +135,13 @@ class Device:
     networks: NetworkStore
     natural: Images | None = None
     lends: bool = False
+    name: str = "0"
+    own: Own | None = None
+
+    @property
+    def number(self) -> int:
+        """The client's number in seeds."""
+        return client_number(self.name)
 
     def identify(self, request: Identify) -> Identity:
         """Return what the server may know of this client: sizes and kinds of its data, no label counts.
@@ -141,19 +153,19 @@ class Device:
         """
         federation, settings = self.federation, self.settings
         split, images = federation.splits[self.partition], federation.images
-        shifts, note = resolve(settings.shifts, self.natural is not None)
+        shifts, note = self._shifts()
         if "unseen_domain" in shifts and not len(federation.unseen):
             raise ValueError("shifts: unseen_domain is a test distribution with unseen-domain only")
         if " without " in images.name:  # some of its domains are not at hand
             note = "; ".join(filter(None, (note, f"images: {images.name}")))
-        channels = int(images.pixels.shape[1])
-        mean, std = DATASETS[settings.dataset].normalisation(channels)
+        channels = images.shape[0]
+        mean, std = normalization_of(settings, channels)
         collaborates = bool(settings.collaborations)  # in test-time rounds over streams; shifts play no part then
         tags: dict[str, set[int]] = {}
         for key, found in (*self.state.tags().items(), *self.memory.tags().items()):
             tags.setdefault(key, set()).update(found)
         return Identity(
-            name=str(self.partition),
+            name=self.name,
             classes=list(images.classes),
             channels=channels,
             mean=list(mean),
@@ -162,10 +174,36 @@ class Device:
             shifts=list(shifts),
             note="" if collaborates else note or "",
             role=self.role,
-            corruptions=list(CORRUPTIONS) if collaborates else [],
+            corruptions=list(self._corruptions) if collaborates else [],
             stream_rounds=streams_of(settings, federation).rounds if collaborates else 0,
-            saved={key: sorted(tags[key]) for key in sorted(tags)},
+            saved={key: sorted(tags[key]) for key in sorted(tags) if key != PINNED},
+            **self._data_facts(),
         )
+
+    def _shifts(self) -> tuple[tuple[str, ...], str | None]:
+        """Return the test distributions that the settings stand for here, and a note; none without labels."""
+        if not self.federation.images.labelled:
+            return (), None
+        return resolve(self.settings.shifts, self.natural is not None, alone=not self.federation.divided)
+
+    def _data_facts(self) -> dict[str, Any]:
+        """Return the fields of an identity that describe a device's own data."""
+        if self.own is None:
+            return {}
+        data = self.own.data
+        return {
+            "own_data": True,
+            "labelled": data.labelled,
+            "samples": data.samples,
+            "skipped": len(data.skipped),
+            "classes_present": data.classes_present,
+            "notes": list(self.own.notes),
+        }
+
+    @property
+    def _corruptions(self) -> tuple[str, ...]:
+        """Return the conditions of the test-time streams."""
+        return CORRUPTIONS if self.federation.divided else (UNCORRUPTED,)
 
     def train(self, request: Train) -> Trained:
         """Do one round: the personal head on the received encoder if the algorithm has one, then the local algorithm.
@@ -266,7 +304,7 @@ class Device:
         start = time.perf_counter()
         federation = self.federation.in_round(request.round)
         x, y = labelled(federation, federation.splits[self.partition].validation, self.device)
-        draw = generator(self.settings.seed, "rates", request.round, self.partition)
+        draw = generator(self.settings.seed, "rates", request.round, self.number)
         refined = refine_rates(self.model, x, y, rates or zero_rates(self.model), request.variant, self.settings, draw)
         return RefinedRates(
             rates={name: np.asarray(value, np.float64) for name, value in refined.rates.items()},
@@ -299,7 +337,7 @@ class Device:
             normalization=adapted.normalization if request.send_normalization else None,
             start=adapted.start if request.send_start else None,
             num_examples=len(labels),
-            corruption=CORRUPTIONS.index(corruption),
+            corruption=self._corruptions.index(corruption),
             seconds=adapted.seconds,
             correct=correct,
             total=total,
@@ -311,10 +349,14 @@ class Device:
         Raises
         ------
         ValueError
-            The arrays do not fit, or this client has no statistics of that round.
+            The arrays do not fit, this client has no statistics of that round, or there are shifts and no labels.
         """
         rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
         private, statistics = self._trained(request)
+        if not request.shifts:  # the model is only installed
+            return Evaluated(num_examples=1, checked=0, leaked=0, results=[])
+        if not self.federation.images.labelled:
+            raise ValueError(f"client {self.name} has no labels: its predictions cannot be evaluated")
         streams = [self._stream(shift) for shift in request.shifts]
         results = []
         for base in ("global", "personalised"):
@@ -327,7 +369,7 @@ class Device:
                     results.append(evaluate_row(row, self.model, statistics, samples, self.settings, rates, neighbours))
         used = self._trained_on(request.rows, private, request.round)
         checked = sum(len(samples.y) for samples in streams)
-        leaked = sum(int(np.isin(samples.index, used).sum()) for samples in streams)
+        leaked = sum(int(self.federation.among(samples.index, used).sum()) for samples in streams)
         return Evaluated(num_examples=max(checked, 1), checked=checked, leaked=leaked, results=results)
 
     def serve(self, request: Evaluate, row: AdapterRow) -> Served:
@@ -345,16 +387,17 @@ class Device:
         if row.base == "personalised":
             self._personalize(request, private)
         federation, size = self.federation.in_round(request.round), self.settings.eval_batch_size
-        labelled = self.role != "target"
+        labelled = self.role != "target"  # a target's labels are for evaluation only
         baseline = baseline_predictions(self.model, federation, self.partition, self.device, size, labelled)
         network, neighbours = copy.deepcopy(self.model), self._neighbours([row], request.round)
         rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
-        classes, spec = self.federation.images.classes, network_spec(self.federation.images, self.settings)
+        classes = self.federation.images.classes
+        spec = network_spec(self.federation.images, self.settings)
         return serve(row, network, spec, self.settings, classes, baseline, statistics, rates, neighbours)
 
     def _require_source(self) -> None:
         if self.role == "target":
-            raise ValueError(f"client {self.partition} is a target: it has no labels to train on")
+            raise ValueError(f"client {self.name} is a target: it has no labels to train on")
 
     def _algorithm(self, task: TrainingTask) -> LocalAlgorithm:
         return find_algorithm(task.algorithm)
@@ -377,12 +420,12 @@ class Device:
     def _context(
         self, data: TrainingSet, task: TrainingTask, private: Arrays, purpose: str, round: int, proximal_mu: float = 0.0
     ) -> LocalContext:
-        draw = generator(self.settings.seed, purpose, round, self.partition)
+        draw = generator(self.settings.seed, purpose, round, self.number)
         own, objective = own_tensors(private, self.device), find_objective(task.objective)
         return LocalContext(self.model, data, objective, self.settings, draw, own, proximal_mu)
 
     def _train_head(self, data: TrainingSet, purpose: str, round: int) -> None:
-        draw = generator(self.settings.seed, purpose, round, self.partition)
+        draw = generator(self.settings.seed, purpose, round, self.number)
         train_personal_head(self.model, data, self.settings, draw)
 
     def _trained(self, request: Evaluate) -> tuple[Arrays, Statistics | None]:

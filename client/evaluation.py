@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from client.algorithms.training import labelled
-from data import DATASETS, Federation, Stream
+from data import DATASETS, Federation, Rows, Stream
 from messages.replies import WEIGHT_BINS, EvaluationResult
 from messages.requests import AdapterRow
 from models import TwoHead
@@ -41,7 +41,7 @@ class Neighbours:
     """
 
     store: Datastore
-    x: Tensor
+    x: Rows
     y: Tensor
 
     def best_weight(self, adapter: KNNPer, batch_size: int) -> float:

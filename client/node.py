@@ -7,7 +7,7 @@ Neither Flower nor the transport matters here: the ClientApp, the simulation's w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from client.device import Device
-from client.resources import federation_of, resolve_device, shared_network
+from client.names import check_name
+from client.own import ignored, own_of_run, settings_alone
+from client.resources import federation_of, network_spec, resolve_device, shared_network
 from client.state import DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
-from data import Federation, Role, load_natural
+from data import Federation, Role, client_number, load_natural
 from messages.replies import Reply
 from messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
 from settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
@@ -29,10 +31,12 @@ class Node:
 
     Parameters
     ----------
-    partition, num_partitions : int
-        Which client it is, of how many.
+    name : str
+        The client's name. Without `source` it is "0" to "N-1": a client of the run's divided data set.
     state : PrivateState
         Where private state lives when neither node nor run sets `state-dir`.
+    source : str
+        The node's own data (`data.sources.open_source`); all of them are this client's.
     role : "both", "source", "target" or None
         None: what its data allow.
     settings : mapping
@@ -42,15 +46,26 @@ class Node:
     lends : bool
         Reply with the network's own memory: the reply is read before this node, or another one that shares the network,
         is asked for anything else.
+    class_map : mapping
+        Class name in the node's own data → what the run calls it.
+
+    Raises
+    ------
+    SettingsError
+        The name is not allowed.
     """
 
-    partition: int
-    num_partitions: int
+    name: str
     state: PrivateState
+    source: str = ""
     role: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     memory: PrivateState | None = None
     lends: bool = False
+    class_map: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
 
 
 def perform(request: Request, node: Node) -> Reply:
@@ -59,7 +74,7 @@ def perform(request: Request, node: Node) -> Reply:
     Raises
     ------
     SettingsError
-        A setting is unknown or impossible, or the run has another number of clients.
+        A setting is unknown or impossible, or the run has no client of this name.
     ValueError, FloatingPointError
         As the methods of `Device`.
     """
@@ -83,37 +98,51 @@ def make_device(request: Request, node: Node) -> Device:
     Raises
     ------
     SettingsError
-        A setting is unknown or impossible, or the run has another number of clients.
+        A setting is unknown or impossible, or the run has no client of this name.
     ValueError
-        Data that cannot be read, a partition that does not exist, or a role that its data do not allow.
+        Data that cannot be read, or a role that they do not allow.
     """
     torch.set_num_threads(1)
     settings = _settings_of(request.settings, tuple(node.settings.items()))
-    if node.num_partitions != settings.clients:
-        raise SettingsError(f"clients = {settings.clients}: this node is one of {node.num_partitions}")
-    federation = federation_of(settings)
-    if not 0 <= node.partition < federation.num_clients:
-        raise ValueError(f"partition-id = {node.partition}: allowed are 0 to {federation.num_clients - 1}")
     folder = Path(settings.state_dir).expanduser() if settings.state_dir and node.memory is None else None
-    state = DirectoryState(folder, request.run, node.partition) if folder else node.state
+    state = DirectoryState(folder, request.run, node.name) if folder else node.state
     # on disk unless the node lives as long as the run: Flower would ship its context with every message
-    memory = node.memory or DirectoryState(private_folder(settings), request.run, node.partition)
-    network_settings = from_config(settings.select("model", "data", "execution"))
-    options = assignments(settings.dataset_options, "dataset-options")
-    natural: Any = options.get("natural", "")
+    memory = node.memory or DirectoryState(private_folder(settings), request.run, node.name)
+    given, own, natural = settings, None, None
+    if node.source:
+        settings = settings_alone(settings)
+        own = own_of_run(node.source, node.name, node.role, node.class_map, settings, request.run, memory)
+        federation, partition = own.federation, 0
+        own = replace(own, notes=tuple(filter(None, (ignored(given), *own.notes))))
+    else:
+        federation, partition = federation_of(settings), _partition(node.name, settings)
+        options: dict[str, Any] = dict(assignments(settings.dataset_options, "dataset-options"))
+        images = options.get("natural", "")
+        natural = load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=images)
     return Device(
         federation,
-        node.partition,
-        shared_network(federation, network_settings),
+        partition,
+        shared_network(network_spec(federation.images, settings), settings.device),
         ResumableState(state, request.checkpoint_rounds),
         ResumableState(memory, request.checkpoint_rounds),
         settings,
         resolve_device(settings.device),
-        _role(federation, node.partition, node.role),
+        own.data.role if own else _role(federation, partition, node.role),
         NetworkStore(private_folder(settings) / "networks"),
-        load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=natural),
+        natural,
         node.lends,
+        node.name,
+        own,
     )
+
+
+def _partition(name: str, settings: Settings) -> int:
+    """Return the position of a client in the run's divided data set."""
+    partition = client_number(name)
+    if partition >= settings.clients:
+        allowed = f"'0' to '{settings.clients - 1}', for the run divides one data set; other names need data"
+        raise SettingsError(f"name = {name!r}: allowed are {allowed}")
+    return partition
 
 
 @lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ LOOK = 0.1  # seconds between two looks
 MAX_BYTES = 1 << 30  # of a message, in either direction
 SOCKET_PATH = 107  # bytes in the path of a Unix socket, at most
 #: Keys of the node config that belong in the agent's own file.
-AGENT_KEYS = ("role", "state-dir", "data-dir", "device")
+AGENT_KEYS = ("data", "class-map", "role", "state-dir", "data-dir", "device")
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_BYTES),
     ("grpc.max_receive_message_length", MAX_BYTES),
@@ -93,8 +93,7 @@ def relay(request: Request, node_config: Mapping[str, Any], timeout: float, read
     ----------
     request : Request
     node_config : mapping
-        `agent`, the address of its relay socket, and optionally `partition-id` and `num-partitions`, which must be
-        those of the agent.
+        `agent`, the address of its relay socket, and optionally `name`, which must be that of the agent.
     timeout : float
         Seconds for everything.
     ready : float
@@ -115,9 +114,8 @@ def relay(request: Request, node_config: Mapping[str, Any], timeout: float, read
     """
     if foreign := [key for key in AGENT_KEYS if key in node_config]:
         raise SettingsError(f"node config: {', '.join(foreign)} beside agent; it belongs in the agent's own file")
-    keys = ("partition-id", "num-partitions")
-    partition, number = (int(node_config[key]) if key in node_config else None for key in keys)
-    message = protobuf.to_work(request.to_record(), partition, number)
+    name = str(node_config["name"]) if "name" in node_config else None
+    message = protobuf.to_work(request.to_record(), name)
     done = _call(str(node_config["agent"]), message, timeout, ready)
     return request.reply.from_record(protobuf.from_done(request.reply.kind, done))
 

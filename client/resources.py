@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from data import DATASETS, Federation, Images, load
-from models import TwoHead, build
+from models import Preprocessing, TwoHead, build, normalization, without_weights
+from models.libraries import IMAGENET
 from settings import Scalar, Settings, SettingsError, assignments, from_config
 
 
 def federation_of(settings: Settings) -> Federation:
-    """Return images and splits of all clients; the same settings give the same splits in every process."""
+    """Return images and splits of all clients; the same settings give the same splits in every process.
+
+    Raises
+    ------
+    SettingsError
+        Another preprocessing than a data set's is asked for.
+    ValueError, OSError
+        As `data.load` and `Federation.create`.
+    """
+    plain = Settings().select("preprocessing")
+    for key, value in settings.select("preprocessing").items():
+        if key not in ("image-size", "channels") and value != plain[key]:
+            raise SettingsError(
+                f"{key} = {value!r}: a divided data set has {plain[key]!r}; allowed for devices' own data"
+            )
     return _federation(tuple(settings.select("data", "source").items()))
 
 
 def network_spec(images: Images, settings: Settings) -> dict[str, Any]:
     """Return the arguments of `models.build`, without the seed of initial weights unless `model-options` has one."""
-    channels = int(images.pixels.shape[1])
-    mean, std = DATASETS[settings.dataset].normalisation(channels)
+    channels = images.shape[0]
+    mean, std = normalization_of(settings, channels)
     return {
         "name": settings.model,
         "num_classes": len(images.classes),
@@ -28,8 +47,54 @@ def network_spec(images: Images, settings: Settings) -> dict[str, Any]:
         "image_size": settings.image_size,
         "mean": mean,
         "std": std,
+        "preprocessing": replace(preprocessing_of(settings), channels=channels).to_dict(),
+        "classes": list(images.classes),
         **assignments(settings.model_options, "model-options"),
     }
+
+
+def preprocessing_of(settings: Settings) -> Preprocessing:
+    """Return the images' preprocessing.
+
+    Raises
+    ------
+    SettingsError
+        `window` is not of the form low,high.
+    """
+    values = {key.replace("-", "_"): value for key, value in settings.select("preprocessing").items()}
+    try:
+        return Preprocessing.from_dict(values)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def normalization_of(settings: Settings, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of the images, each with one number per channel.
+
+    Raises
+    ------
+    SettingsError
+        `normalization` is neither a known word nor of the form mean,...;std,...
+    """
+    text = settings.normalization
+    if text == "auto":
+        options = assignments(settings.model_options, "model-options")
+        pretrained = normalization(settings.model, options, channels)
+        return pretrained or DATASETS[settings.dataset].normalisation(channels)
+    if text == "half":
+        return (0.5,) * channels, (0.5,) * channels
+    if text == "imagenet":
+        mean, std = IMAGENET
+        return (mean, std) if channels == 3 else ((sum(mean) / 3,), (sum(std) / 3,))
+    try:
+        mean, std = (tuple(float(word) for word in part.split(",")) for part in text.split(";"))
+    except ValueError:
+        mean, std = (), ()
+    mean, std = (one * channels if len(one) == 1 else one for one in (mean, std))
+    if not (len(mean) == len(std) == channels and all(map(math.isfinite, (*mean, *std))) and min(std) > 0):
+        allowed = "auto, half, imagenet, or 'mean,...;std,...' with a number for each channel, std positive"
+        raise SettingsError(f"normalization = {text!r}: allowed are {allowed}")
+    return mean, std
 
 
 def resolve_device(name: str) -> torch.device:
@@ -82,9 +147,21 @@ def _federation(chosen: tuple[tuple[str, Scalar], ...]) -> Federation:
     )
 
 
+def shared_network(spec: Mapping[str, Any], device: str) -> TwoHead:
+    """Return the network that this process uses for all clients; its weights are loaded for each request.
+
+    Parameters
+    ----------
+    spec : mapping
+        As `network_spec` returns it.
+    device : str
+        The setting.
+    """
+    return _network(json.dumps(spec), device)
+
+
 @lru_cache(maxsize=2)
-def shared_network(federation: Federation, settings: Settings) -> TwoHead:
-    """Build the network that this process uses for all clients; its weights are loaded for each request."""
-    network = build(**{"seed": 0, **network_spec(federation.images, settings)})
+def _network(spec: str, device: str) -> TwoHead:
+    network = build(**{"seed": 0, **without_weights(json.loads(spec))})  # the server sends all values
     # convolutions run faster in this memory format, on CPUs as on GPUs; values are the same
-    return network.to(resolve_device(settings.device)).to(memory_format=torch.channels_last)
+    return network.to(resolve_device(device)).to(memory_format=torch.channels_last)

@@ -27,6 +27,7 @@ from tta.registry import info
 
 FORMAT, VERSION = "fedtta-served", "1"
 NETWORK, REST = "network.safetensors", "rest.safetensors"
+UNLABELLED = 1000  # images without labels that a baseline is computed from, at most
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,8 @@ def baseline_predictions(
 ) -> Baseline:
     """Return a client's usual predictions under a network in evaluation mode.
 
-    Predictions are those of its validation split, or of its training split where that is empty.
+    Predictions are those of its validation split, of its training split where that is empty, or of some test images
+    where it has no labels at all.
 
     Parameters
     ----------
@@ -237,6 +239,8 @@ def baseline_predictions(
     """
     split, images = federation.splits[partition], federation.images
     index = split.validation if len(split.validation) else split.train
+    if not images.labelled:
+        index = split.test[:: -(-len(split.test) // UNLABELLED) or 1]
     classes = len(images.classes)
     if not len(index):
         return Baseline.unknown(classes)

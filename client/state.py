@@ -95,7 +95,7 @@ class MemoryState:
 
 
 class DirectoryState:
-    """Private state as safetensors files, `<root>/<run>/<partition>/<key>@<round>.safetensors`.
+    """Private state as safetensors files, `<root>/<run>/<name>/<key>@<round>.safetensors`.
 
     Parameters
     ----------
@@ -103,12 +103,12 @@ class DirectoryState:
         Folder of all runs' states on this device.
     run : str
         Identifies the run; a resumed run has the identity of the run that it resumes.
-    partition : int
-        The client's partition.
+    name : str
+        The client's name.
     """
 
-    def __init__(self, root: str | Path, run: str, partition: int) -> None:
-        self.folder = Path(root) / plain_name("run identity", run) / str(partition)
+    def __init__(self, root: str | Path, run: str, name: str) -> None:
+        self.folder = Path(root) / plain_name("run identity", run) / plain_name("client", name)
 
     def _files(self) -> dict[tuple[str, int], Path]:
         paths = list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -152,8 +152,8 @@ def forget_runs(root: Path, current: str, kept: int) -> list[str]:
         shutil.rmtree(left)
     used = {}
     for run in root.iterdir() if root.is_dir() else ():
-        clients = [path for path in run.iterdir() if path.name.isdigit()] if run.is_dir() else []
-        if clients and run.name != current:  # there are other folders, such as networks
+        clients = [path for path in run.iterdir() if path.is_dir()] if run.is_dir() else []
+        if clients and run.name != current:  # other folders, such as networks, have no folders of clients
             used[run] = max(path.stat().st_mtime for path in clients)
     old = sorted(used, key=lambda run: used[run])[: max(0, len(used) - kept + 1)]
     for run in old:  # gone at once, though its files take their time

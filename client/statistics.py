@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from data import Rows
 from messages.arrays import Arrays
 from models import TwoHead
 from settings import Settings
@@ -27,7 +28,7 @@ STATISTICS_ROUND = "statistics-round"  # under which round's model they were com
 
 
 @torch.no_grad()
-def summarise(model: TwoHead, pixels: Tensor, batch_size: int) -> dict[str, NDArray[np.float64]]:
+def summarise(model: TwoHead, pixels: Rows, batch_size: int) -> dict[str, NDArray[np.float64]]:
     """Compute the statistics in evaluation mode, without augmentation, over the training split.
 
     Parameters
@@ -121,11 +122,11 @@ class Samples:
 
     model: TwoHead
     counts: Tensor
-    x: Tensor
+    x: Rows
     y: Tensor
     settings: Settings
 
-    def validation(self) -> tuple[Tensor, Tensor]:
+    def validation(self) -> tuple[Rows, Tensor]:
         """Return the validation split; ValueError when it is empty."""
         if not len(self.y):
             raise ValueError("this client has no validation samples")
@@ -150,7 +151,8 @@ def confusion(samples: Samples) -> NDArray[np.float64]:
 def block_accuracies(samples: Samples) -> NDArray[np.float64]:
     """Return the accuracy on the validation split after adapting one block alone, [blocks]."""
     size = samples.settings.adapt_batch_size
-    return block_scores(samples.model, *samples.validation(), batch_size=size).double().cpu().numpy()
+    x, y = samples.validation()
+    return block_scores(samples.model, cast(Tensor, x), y, batch_size=size).double().cpu().numpy()
 
 
 #: Statistics on request by name (`tta.statistics.STATISTICS`), float64.

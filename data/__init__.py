@@ -14,9 +14,11 @@ from .corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
 from .datasets import DATASETS, Dataset, load, load_natural
 from .domains import Domain, Role
 from .federation import Federation
-from .images import Images
+from .images import Images, LazyRows, Rows
 from .imbalanced_streams import Batch, CorruptionStream, class_counts, corruption_streams
+from .own_stream import UNCORRUPTED, OwnStream
 from .partition import SCHEMES, partition
+from .rng import client_number
 from .split import Split, split
 from .streams import BRFL, BTGFL, SHIFTS, Shift, Stream, available, check_no_leak, resolve, stream
 
@@ -28,19 +30,24 @@ __all__ = [
     "EXTRA_CORRUPTIONS",
     "SCHEMES",
     "SHIFTS",
+    "UNCORRUPTED",
     "Batch",
     "CorruptionStream",
     "Dataset",
     "Domain",
     "Federation",
     "Images",
+    "LazyRows",
+    "OwnStream",
     "Role",
+    "Rows",
     "Shift",
     "Split",
     "Stream",
     "available",
     "check_no_leak",
     "class_counts",
+    "client_number",
     "corrupt",
     "corruption_streams",
     "crop_flip",

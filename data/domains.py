@@ -147,7 +147,7 @@ def render_domains(
     """
     if all(domain is None for domain in domains):
         return images
-    pixels = images.pixels.copy()
+    pixels = np.array(images.pixels[:])
     for indices, domain in zip(clients, domains, strict=True):
         if domain is None or not len(indices):
             continue

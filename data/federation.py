@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Self
 
 import numpy as np
 
@@ -40,6 +41,12 @@ class Federation:
         Shares used to split a client's samples.
     resample_splits : bool
         Redraw the splits in every training round (`in_round`), as the published code of FedTHE and BTFL does.
+    numbers : tuple of int
+        Number of each client in seeds (`data.rng.client_number`). Default: 0 to N-1.
+    content : ndarray [len(images)], optional
+        int64, equal for images of equal content. Default: every image has its own.
+    divided : bool
+        Whether one data set is divided among the clients. Otherwise this is one device with data of its own.
     """
 
     images: Images
@@ -51,11 +58,15 @@ class Federation:
     unseen: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
     resample_splits: bool = False
+    numbers: tuple[int, ...] = ()
+    content: np.ndarray | None = None
+    divided: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roles", self.roles or ("both",) * len(self.splits))
         object.__setattr__(self, "domains", self.domains or (None,) * len(self.splits))
         object.__setattr__(self, "origins", self.origins or (None,) * len(self.splits))
+        object.__setattr__(self, "numbers", self.numbers or tuple(range(len(self.splits))))
 
     @classmethod
     def create(
@@ -107,6 +118,11 @@ class Federation:
         rendered = render_domains(images, clients, drawn, seed)
         return cls(rendered, splits, seed, roles, drawn, origins, unseen, fractions, resample_splits)
 
+    @classmethod
+    def of_device(cls, images: Images, split: Split, role: Role, number: int, seed: int, content: np.ndarray) -> Self:
+        """Return the federation of one device with data of its own, whose number in seeds is `number`."""
+        return cls(images, (split,), seed, (role,), numbers=(number,), content=content, divided=False)
+
     @property
     def num_clients(self) -> int:
         """N."""
@@ -137,6 +153,13 @@ class Federation:
         validation samples, on which no weights are trained, do not count, because soon every sample has been one.
         """
         return _trained_on(self, rounds) if self.resample_splits else self.train_indices
+
+    def among(self, samples: np.ndarray, others: np.ndarray) -> np.ndarray:
+        """Tell which of `samples` [n] are among `others` or have the content of one of them, bool [n]."""
+        if self.content is None:
+            return np.isin(samples, others)
+        codes = np.append(self.content, -1)  # sample -1 is no image of this federation
+        return np.isin(codes[samples], codes[others])
 
     def others_test(self, client: int) -> np.ndarray:
         """Return the pooled test samples of all clients but `client`, in the order of the clients."""

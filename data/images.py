@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .rng import generator
+
+
+class Pixels(Protocol):
+    """Images that are indexed like a uint8 array [N, C, H, W]: an ndarray, or files that are read when indexed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, C, H, W)."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint8."""
+
+    @property
+    def ndim(self) -> int:
+        """4."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LazyRows:
+    """The rows of a tensor that are computed when they are asked for, so that they are never in memory all at once.
+
+    Parameters
+    ----------
+    index : ndarray int64 [n]
+        What `read` is called with, row by row.
+    read : callable
+        Indices [m] → tensor [m, ...].
+    """
+
+    index: np.ndarray
+    read: Callable[[np.ndarray], Tensor]
+
+    def __len__(self) -> int:
+        """Return n."""
+        return len(self.index)
+
+    def __getitem__(self, rows: Tensor | slice) -> Tensor:
+        """Return some rows."""
+        return self.read(self.index[rows.cpu().numpy() if isinstance(rows, Tensor) else rows])
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        """Yield consecutive batches of `size` rows; the last one may be smaller."""
+        return (self[begin : begin + size] for begin in range(0, len(self), size))
+
+
+#: Images that are in memory, or read batch by batch.
+Rows: TypeAlias = Tensor | LazyRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,16 +73,18 @@ class Images:
     ----------
     name : str
         Name of the data set in messages and reports.
-    pixels : ndarray [N, C, H, W]
+    pixels : ndarray [N, C, H, W], or an array-like one (`Pixels`)
         uint8, 0 to 255.
     labels : ndarray [N]
-        int64, 0 to K-1.
+        int64, 0 to K-1; all -1 for images without labels.
     classes : tuple of str
         The K class names.
     domains : tuple of str
         Names of the D domains that the images come from; empty if the data set has no domains.
     domain : ndarray [N], optional
         int64, 0 to D-1: the domain of each image; given if and only if `domains` is.
+    labelled : bool
+        Whether the images have labels.
 
     Raises
     ------
@@ -41,11 +96,12 @@ class Images:
     """
 
     name: str
-    pixels: np.ndarray
+    pixels: Pixels
     labels: np.ndarray
     classes: tuple[str, ...]
     domains: tuple[str, ...] = ()
     domain: np.ndarray | None = None
+    labelled: bool = True
 
     def __post_init__(self) -> None:
         if self.pixels.dtype != np.uint8 or self.labels.dtype != np.int64:
@@ -58,14 +114,17 @@ class Images:
             raise ValueError(f"{self.name}: {self.pixels.shape[0]} images but labels {self.labels.shape}")
         if not self.classes or len(set(self.classes)) != len(self.classes):
             raise ValueError(f"{self.name}: class names must be present and different, got {self.classes}")
-        if len(self) and (self.labels.min() < 0 or self.labels.max() >= len(self.classes)):
+        if not self.labelled and (self.labels != -1).any():
+            raise ValueError(f"{self.name}: labels of images without labels must be -1")
+        if self.labelled and len(self) and (self.labels.min() < 0 or self.labels.max() >= len(self.classes)):
             raise ValueError(
                 f"{self.name}: labels run from {self.labels.min()} to {self.labels.max()}, "
                 f"but there are {len(self.classes)} classes"
             )
         self._check_domains()
         # Views, so that the caller's arrays stay writable.
-        object.__setattr__(self, "pixels", _read_only(self.pixels))
+        if isinstance(self.pixels, np.ndarray):
+            object.__setattr__(self, "pixels", _read_only(self.pixels))
         object.__setattr__(self, "labels", _read_only(self.labels))
         if self.domain is not None:
             object.__setattr__(self, "domain", _read_only(self.domain))
@@ -102,11 +161,26 @@ class Images:
         channels, height, width = self.pixels.shape[1:]
         return channels, height, width
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether all pixels are in memory; others are read when they are indexed."""
+        return isinstance(self.pixels, np.ndarray)
+
+    def rows(self, indices: np.ndarray, device: torch.device | str = "cpu") -> Rows:
+        """Return the images at `indices` [n] as bytes, uint8 [n, C, H, W] on `device`."""
+
+        def read(chosen: np.ndarray) -> Tensor:
+            return torch.from_numpy(self.pixels[chosen]).to(device)
+
+        index = np.asarray(indices, dtype=np.int64)
+        return read(index) if self.in_memory else LazyRows(index, read)
+
     def subset(self, indices: np.ndarray | Sequence[int]) -> Images:
         """Return the images at `indices` [n], in this order, as a copy."""
         chosen = np.asarray(indices, dtype=np.int64)
         domain = None if self.domain is None else self.domain[chosen]
-        return Images(self.name, self.pixels[chosen], self.labels[chosen], self.classes, self.domains, domain)
+        pixels, labels = self.pixels[chosen], self.labels[chosen]
+        return Images(self.name, pixels, labels, self.classes, self.domains, domain, self.labelled)
 
     def batch(self, indices: np.ndarray | Sequence[int], device: torch.device | str = "cpu") -> Tensor:
         """Return the images at `indices` [n] as float32 [n, C, H, W] in [0, 1] on `device`."""

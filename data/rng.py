@@ -1,10 +1,13 @@
-"""Random generators of the data package: every draw has a generator named by its purpose."""
+"""Random generators of the data package, one for each purpose, and the clients' numbers in seeds."""
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 
 import numpy as np
+
+from settings import is_number
 
 
 def generator(*keys: int | str) -> np.random.Generator:
@@ -29,3 +32,16 @@ def generator(*keys: int | str) -> np.random.Generator:
     if min(words) < 0:
         raise ValueError(f"seeds must not be negative: {keys}")
     return np.random.default_rng(np.random.SeedSequence(words))
+
+
+def client_number(name: str) -> int:
+    """Return the number of a client in seeds: that of a decimal name ("0", "17"), else a hash of the name above 2^32.
+
+    Parameters
+    ----------
+    name : str
+        The client's name; clients of a divided data set are called "0" to "N-1".
+    """
+    if is_number(name):
+        return int(name)
+    return 2**32 + (int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2)

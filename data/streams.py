@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .corruptions import CORRUPTIONS, corrupt
 from .federation import Federation
-from .images import Images
+from .images import Images, LazyRows, Rows
 from .partition import match_class_mixes
 from .rng import generator
 
@@ -76,7 +76,7 @@ class Sources:
         return match_class_mixes(self.federation.class_counts(), self.natural.labels, self.seed)
 
     def _rng(self, purpose: str) -> np.random.Generator:
-        return generator("recipe", purpose, self.seed, self.partition)
+        return generator("recipe", purpose, self.seed, self.federation.numbers[self.partition])
 
 
 def original(sources: Sources) -> list[Part]:
@@ -164,28 +164,29 @@ def _shifted(sources: Sources, suffix: str, samples: np.ndarray, natural: np.nda
 
 @dataclass(frozen=True)
 class Shift:
-    """A named recipe; with `needs_natural` it requires a natural data set."""
+    """A named recipe; with `needs_natural` it requires a natural data set, with `needs_others` images of others."""
 
     description: str
     recipe: Callable[[Sources], list[Part]]
     needs_natural: bool = False
+    needs_others: bool = False
 
 
 SHIFTS: dict[str, Shift] = {
     "original": Shift("the client's own test split", original),
     "corrupted": Shift("own test split, one random corruption per sample", corrupted),
     "natural": Shift("CIFAR-10.1 with the client's class mix", natural, needs_natural=True),
-    "out_of_client": Shift("other clients' test samples", out_of_client),
-    "mixture": Shift("equal parts of the four shifts above", mixture),
+    "out_of_client": Shift("other clients' test samples", out_of_client, needs_others=True),
+    "mixture": Shift("equal parts of the four shifts above", mixture, needs_others=True),
     "corrupted_out_of_client": Shift(
-        "other clients' test samples, one random corruption per sample", corrupted_out_of_client
+        "other clients' test samples, one random corruption per sample", corrupted_out_of_client, needs_others=True
     ),
     "original_ind": Shift("internal distribution: the client's own test split", original),
     "shifted_ind": Shift("internal distribution, corrupted or natural", shifted_ind),
-    "original_exd": Shift("external distribution: other clients' test samples", out_of_client),
-    "shifted_exd": Shift("external distribution, corrupted or natural", shifted_exd),
-    "synthetical": Shift("equal parts of the four internal and external sets", synthetical),
-    "unseen_domain": Shift("the held-out domain", unseen_domain),
+    "original_exd": Shift("external distribution: other clients' test samples", out_of_client, needs_others=True),
+    "shifted_exd": Shift("external distribution, corrupted or natural", shifted_exd, needs_others=True),
+    "synthetical": Shift("equal parts of the four internal and external sets", synthetical, needs_others=True),
+    "unseen_domain": Shift("the held-out domain", unseen_domain, needs_others=True),
 }
 
 #: Groups of shifts, by benchmark.
@@ -203,7 +204,7 @@ class Stream:
     name : str
         The shift.
     x : Tensor [n, C, H, W]
-        float32 in [0, 1].
+        float32 in [0, 1]; `LazyRows` if the images are not in memory.
     y : Tensor [n]
         int64 labels, on the device of `x`: for evaluation, never for adaptation.
     index : ndarray [n]
@@ -214,7 +215,7 @@ class Stream:
     """
 
     name: str
-    x: Tensor
+    x: Rows
     y: Tensor
     index: np.ndarray
     source: np.ndarray
@@ -228,10 +229,11 @@ def available(natural: Images | None) -> tuple[str, ...]:
     return tuple(name for name, shift in SHIFTS.items() if natural is not None or not shift.needs_natural)
 
 
-def resolve(spec: str, has_natural: bool) -> tuple[tuple[str, ...], str | None]:
+def resolve(spec: str, has_natural: bool, alone: bool = False) -> tuple[tuple[str, ...], str | None]:
     """Resolve "brfl", "btgfl" or a comma-separated list of names and groups to shift names and an optional note.
 
-    Without a natural data set, "natural" is dropped; the note describes the effect on all shifts.
+    Without a natural data set, "natural" is dropped; the note describes the effect on all shifts. A device with data
+    of its own is `alone`: shifts that need images of other clients are dropped.
 
     Raises
     ------
@@ -244,9 +246,21 @@ def resolve(spec: str, has_natural: bool) -> tuple[tuple[str, ...], str | None]:
             raise ValueError(f"unknown shift {item!r}; there are: {', '.join([*GROUPS, *SHIFTS])}")
         asked.extend(GROUPS.get(item, (item,)))
     names = tuple(dict.fromkeys(name for name in asked if has_natural or not SHIFTS[name].needs_natural))
+    if alone:
+        return _resolve_alone(spec, tuple(dict.fromkeys(asked)))
     if not names:
         raise ValueError(f"shifts {spec!r}: none is available without a natural data set")
     return names, None if has_natural else _note(asked)
+
+
+def _resolve_alone(spec: str, asked: tuple[str, ...]) -> tuple[tuple[str, ...], str | None]:
+    """Return the shifts of a device that has its own images only, and a note on the others."""
+    names = tuple(name for name in asked if not (SHIFTS[name].needs_others or SHIFTS[name].needs_natural))
+    if not names:
+        allowed = ", ".join(name for name, one in SHIFTS.items() if not (one.needs_others or one.needs_natural))
+        raise ValueError(f"shifts {spec!r}: none is available with data of one's own; there are: {allowed}")
+    left_out = ", ".join(name for name in asked if name not in names)
+    return names, f"data of one's own: {left_out} left out, which need other images" if left_out else None
 
 
 def _note(asked: list[str]) -> str | None:
@@ -308,8 +322,13 @@ def stream(
     images = federation.images
     if natural is not None and (natural.classes != images.classes or natural.shape != images.shape):
         raise ValueError(f"{natural.name} does not fit {images.name}: classes or image shapes differ")
+    if SHIFTS[shift].needs_others and not federation.divided:
+        raise ValueError(f"shift {shift!r} needs images of other clients; this device has its own only")
     parts = SHIFTS[shift].recipe(Sources(federation, partition, seed, natural))
-    order = generator("order", shift, seed, partition).permutation(sum(len(indices) for _, indices in parts))
+    draw = generator("order", shift, seed, federation.numbers[partition])
+    order = draw.permutation(sum(len(indices) for _, indices in parts))
+    if not images.in_memory:
+        return _lazy_stream(shift, parts, order, images, seed, severity, device)
     rendered = [_render(part, images, natural, seed, severity, device) for part in parts]
     permutation = torch.from_numpy(order).to(device)
     return Stream(
@@ -319,6 +338,31 @@ def stream(
         index=np.concatenate([index for _, _, index in rendered])[order],
         source=np.repeat([name for name, _ in parts], [len(indices) for _, indices in parts])[order],
     )
+
+
+def _lazy_stream(
+    shift: str,
+    parts: list[Part],
+    order: np.ndarray,
+    images: Images,
+    seed: int,
+    severity: int,
+    device: torch.device | str,
+) -> Stream:
+    """Return a stream of images that are read, and corrupted, when a batch is asked for."""
+    index = np.concatenate([indices for _, indices in parts])[order]
+    source = np.repeat([name for name, _ in parts], [len(indices) for _, indices in parts])[order]
+
+    def read(positions: np.ndarray) -> Tensor:
+        x = images.batch(index[positions], device)
+        corrupted = np.isin(source[positions], CORRUPTED)
+        if corrupted.any():
+            rows = torch.from_numpy(np.flatnonzero(corrupted)).to(device)
+            x[rows] = _corrupted(x[rows], index[positions][corrupted], seed, severity)
+        return x
+
+    x = LazyRows(np.arange(len(index)), read)
+    return Stream(shift, x, torch.from_numpy(images.labels[index]).to(device), index, source)
 
 
 def _render(
@@ -361,4 +405,4 @@ def check_no_leak(stream: Stream, federation: Federation, rounds: int | None = N
     """
     if rounds is None and federation.resample_splits:
         raise ValueError("splits are resampled in every round: the leak depends on rounds")
-    return int(np.isin(stream.index, federation.trained_on(rounds or 0)).sum())
+    return int(federation.among(stream.index, federation.trained_on(rounds or 0)).sum())

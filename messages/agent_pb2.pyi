@@ -139,7 +139,7 @@ class Record(_message.Message):
     def __init__(self, arrays: _Optional[_Iterable[_Union[NamedArray, _Mapping]]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("phase", "config_json", "records", "partition_id", "num_partitions")
+    __slots__ = ("phase", "config_json", "records", "name")
     class RecordsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -150,14 +150,12 @@ class Work(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
-    PARTITION_ID_FIELD_NUMBER: _ClassVar[int]
-    NUM_PARTITIONS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     phase: str
     config_json: str
     records: _containers.MessageMap[str, Record]
-    partition_id: int
-    num_partitions: int
-    def __init__(self, phase: _Optional[str] = ..., config_json: _Optional[str] = ..., records: _Optional[_Mapping[str, Record]] = ..., partition_id: _Optional[int] = ..., num_partitions: _Optional[int] = ...) -> None: ...
+    name: str
+    def __init__(self, phase: _Optional[str] = ..., config_json: _Optional[str] = ..., records: _Optional[_Mapping[str, Record]] = ..., name: _Optional[str] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("records", "metrics_json", "identity_json")

@@ -27,24 +27,22 @@ PIXELS = {pb.Images.UINT8: "uint8", pb.Images.FLOAT32: "float32"}
 DIMENSIONS = 32  # of an array, at most
 
 
-def to_work(record: Record, partition: int | None = None, num_partitions: int | None = None) -> pb.Work:
+def to_work(record: Record, name: str | None = None) -> pb.Work:
     """Return a request as a message.
 
     Parameters
     ----------
     record : Record
         The request's plain form.
-    partition, num_partitions : int, optional
-        What the SuperNode's node config says; the agent refuses requests to another client.
+    name : str, optional
+        The client's name in the SuperNode's node config; the agent refuses requests to another client.
 
     Raises
     ------
     ValueError
         A value or an array cannot be sent.
     """
-    message = pb.Work(
-        phase=record.kind, config_json=_to_json(record), partition_id=partition, num_partitions=num_partitions
-    )
+    message = pb.Work(phase=record.kind, config_json=_to_json(record), name=name)
     _fill(message.records, record)
     return message
 

@@ -14,6 +14,8 @@ Scalar = bool | int | float | str
 #: list of "the settings that decide X" is a query over groups (`Settings.select`, `keys_in`).
 GROUPS: dict[str, str] = {
     "data": "which images there are, and which of them each client trains, validates and tests on",
+    "division": "which data set is divided among the clients of a simulation, and how",
+    "preprocessing": "what is done to an image before it enters the network",
     "source": "where a machine finds the data set",
     "model": "the network that training starts from",
     "training": "local training",
@@ -99,27 +101,40 @@ class Settings:
     init: str = setting("", "model file to start from instead of a random network", group=("model", "paths"))
 
     # Data
-    dataset: str = setting("digits", "name of the data set", group=("data", "adapter"))
-    dataset_options: str = setting("", "options of the data set, e.g. 'path=images;domain=webcam'", group="data")
+    dataset: str = setting("digits", "name of the data set", group=("data", "adapter", "division"))
+    dataset_options: str = setting(
+        "", "options of the data set, e.g. 'path=images;domain=webcam'", group=("data", "division")
+    )
     data_dir: str = setting(
         "", "folder of data sets; empty: the environment variable FEDTTA_DATA", group=("source", "node", "paths")
     )
     download: bool = setting(False, "allow the data set to be downloaded", group="source")
-    fraction: float = setting(1.0, "class-balanced part of the data set to use", above=0, high=1, group="data")
-    image_size: int = setting(32, "images are resized to this edge", low=8, high=1024, group="data")
-    channels: int = setting(3, "channels of the images: 1 (grayscale) or 3", low=1, high=3, group="data")
+    fraction: float = setting(
+        1.0, "class-balanced part of the data set to use", above=0, high=1, group=("data", "division")
+    )
+    image_size: int = setting(32, "images are resized to this edge", low=8, high=1024, group=("data", "preprocessing"))
+    channels: int = setting(
+        3, "channels of the images: 1 (grayscale) or 3", low=1, high=3, group=("data", "preprocessing")
+    )
     resize: str = setting(
         "stretch",
         "how images become square: stretch, crop (shorter edge, then the center) or pad (longer edge, then a border)",
         choices=("stretch", "crop", "pad"),
-        group="data",
+        group=("data", "preprocessing"),
     )
     interpolation: str = setting(
-        "bilinear", "filter that resizes images", choices=("nearest", "bilinear", "bicubic", "lanczos"), group="data"
+        "bilinear",
+        "filter that resizes images",
+        choices=("nearest", "bilinear", "bicubic", "lanczos"),
+        group=("data", "preprocessing"),
     )
-    crop_fraction: float = setting(1.0, "resize = crop: share of the edge that is kept", above=0, high=1, group="data")
+    crop_fraction: float = setting(
+        1.0, "resize = crop: share of the edge that is kept", above=0, high=1, group=("data", "preprocessing")
+    )
     window: str = setting(
-        "", "raw values 'low,high' that become black and white; empty: the file's bit depth", group="data"
+        "",
+        "raw values 'low,high' that become black and white; empty: the file's bit depth",
+        group=("data", "preprocessing"),
     )
     normalization: str = setting(
         "auto",
@@ -155,12 +170,12 @@ class Settings:
         "equal",
         "how the data set is divided among the clients of a simulation",
         choices=("equal", "dirichlet", "iid", "step", "domain", "domain_step"),
-        group="data",
+        group=("data", "division"),
         published=("equal", "dirichlet", "iid"),
     )
-    alpha: float = setting(0.1, "Dirichlet concentration", above=0, group="data")
+    alpha: float = setting(0.1, "Dirichlet concentration", above=0, group=("data", "division"))
     step_ratio: float = setting(
-        16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1, group="data"
+        16.0, "step partition: major over minor samples; 1: classes in equal parts", low=1, group=("data", "division")
     )
     split: str = setting(
         "once",
@@ -173,37 +188,42 @@ class Settings:
         "fraction of each client's training samples to use",
         above=0,
         high=1,
-        group="data",
+        group=("data", "division"),
         published=(1.0,),
     )
     test_part: float = setting(
-        1.0, "fraction of each client's test samples to use", above=0, high=1, group="data", published=(1.0,)
+        1.0,
+        "fraction of each client's test samples to use",
+        above=0,
+        high=1,
+        group=("data", "division"),
+        published=(1.0,),
     )
     target_fraction: float = setting(
         0.0,
         "fraction of clients that only test, without labels",
         low=0,
         high=0.99,
-        group="data",
+        group=("data", "division"),
         published=(0.0,),
     )
     target_domain: str = setting(
         "",
         "clients of this domain only test, all others only train (partition: domain)",
-        group="data",
+        group=("data", "division"),
         published=("",),
     )
     unseen_domain: str = setting(
         "",
         "hold this domain out for testing: the test distribution unseen_domain",
-        group="data",
+        group=("data", "division"),
         published=("",),
     )
     domains: str = setting(
         "none",
         "how clients' images differ; corruptions: one corruption per client",
         choices=("none", "corruptions"),
-        group="data",
+        group=("data", "division"),
     )
 
     # Model

@@ -92,17 +92,17 @@ def parse(words: Sequence[str] | None = None) -> Plan:
     settings = from_config(config)
     agents = {"adapter": arguments.adapter, "base": arguments.base, "training": arguments.training}
     agents |= {"device": settings.device} | ({"data-dir": settings.data_dir} if settings.data_dir else {})
-    _check_agent(agents, arguments.nodes)
+    _check_agent(agents)
     folder = arguments.folder and arguments.folder.expanduser().resolve()
     keys = arguments.keys and arguments.keys.expanduser().resolve()
     return Plan(settings, agents, folder, keys, arguments.insecure, arguments.timeout)
 
 
-def _check_agent(keys: dict[str, Any], nodes: int) -> None:
+def _check_agent(keys: dict[str, Any]) -> None:
     """Check the agents' keys as an agent does."""
     from client.agent.config import AgentConfig
 
-    AgentConfig.from_mapping({"partition-id": 0, "num-partitions": nodes, "state-dir": "/", **keys})
+    AgentConfig.from_mapping({"name": "0", "state-dir": "/", **keys})
 
 
 def deploy(plan: Plan) -> Table:
@@ -129,10 +129,8 @@ def deploy(plan: Plan) -> Table:
         home = folder / "flower"
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         sockets = stack.enter_context(deployment.sockets_folder())
-        devices = [deployment.agent_config(folder, sockets, i, len(nodes), plan.agents) for i in nodes]
-        config: list[dict[str, Scalar]] = [
-            {"partition-id": i, "num-partitions": len(nodes), "agent": f"unix:{sockets}/r{i}"} for i in nodes
-        ]
+        devices = [deployment.agent_config(folder, sockets, str(i), plan.agents) for i in nodes]
+        config: list[dict[str, Scalar]] = [{"name": str(i), "agent": f"unix:{sockets}/r{i}"} for i in nodes]
         say(f"starting a SuperLink in {folder}{', without TLS' if plan.insecure else ''}")
         try:
             with deployment.deployment(home, config, plan.insecure, plan.keys):

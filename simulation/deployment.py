@@ -68,7 +68,7 @@ def deployment(
     home : Path
         Absolute; node i has the home `node-<i>`. Keys of an earlier deployment in this home are used.
     nodes : sequence of mapping
-        Node configs, such as {"partition-id": 0, "num-partitions": 2, "state-dir": "/var/lib/fedtta"}.
+        Node configs, such as {"name": "site-a", "state-dir": "/var/lib/fedtta"}.
     insecure : bool
         Neither encrypt connections nor authenticate nodes.
     keys : Path, optional
@@ -156,8 +156,8 @@ def logs(home: Path, pattern: str) -> str:
     return "\n".join(f"{path.parent.name}:\n" + "\n".join(text.splitlines()[-TAIL:]) for path, text in texts.items())
 
 
-def agent_config(folder: Path, sockets: Path, partition: int, partitions: int, chosen: Mapping[str, Any]) -> Path:
-    """Write an agent's `device-<i>.toml` and return its path; the agent's state is in `agent-<i>` beside it.
+def agent_config(folder: Path, sockets: Path, name: str, chosen: Mapping[str, Any]) -> Path:
+    """Write an agent's `device-<name>.toml` and return its path; the agent's state is in `agent-<name>` beside it.
 
     Parameters
     ----------
@@ -169,14 +169,13 @@ def agent_config(folder: Path, sockets: Path, partition: int, partitions: int, c
         Further keys, such as `adapter`.
     """
     content = {
-        "partition-id": partition,
-        "num-partitions": partitions,
-        "state-dir": str(folder / f"agent-{partition}"),
-        "listen": f"unix:{sockets}/a{partition}",
-        "relay": f"unix:{sockets}/r{partition}",
+        "name": name,
+        "state-dir": str(folder / f"agent-{name}"),
+        "listen": f"unix:{sockets}/a{name}",
+        "relay": f"unix:{sockets}/r{name}",
         **chosen,
     }
-    path = folder / f"device-{partition}.toml"
+    path = folder / f"device-{name}.toml"
     path.write_text(tomli_w.dumps(content), encoding="utf-8")
     return path
 

@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 from flwr.clientapp import ClientApp
 
 from client.app import app as default_client_app
+from client.own import scan, settings_alone
 from client.resources import federation_of, network_spec, resolve_device
+from client.sites import device_files, simulated_nodes
 from data import resolve
 from messages.flower import allow_messages
 from models import build
@@ -20,7 +23,7 @@ from server.adaptation import check_collaborations
 from server.app import run_folder, serve
 from server.events import Listener
 from server.methods import plan
-from settings import Settings, SettingsError
+from settings import Settings, SettingsError, from_config, from_toml
 from simulation.vectorized import VectorizedTransport
 
 #: Bytes of a network up to which a GPU trains many at once faster: one alone leaves most of the GPU idle.
@@ -54,17 +57,18 @@ def simulate(
     RunError
         The run could not go on; the folder holds the results so far.
     """
-    ours = client_app is default_client_app
-    class_counts, name = check(settings), engine(settings, ours)
-    if name != "flower" and not ours:
-        raise SettingsError(f"engine = {name!r}: runs our own ClientApp only; allowed is engine = 'flower'")
-    folder, on_disk = folder or run_folder(settings), bool(settings.state_dir)
-    logging.getLogger("flwr").setLevel(logging.ERROR)
+    ours, settings = client_app is default_client_app, with_devices(settings)
+    on_disk = bool(settings.state_dir)
     with _private_state(settings) as settings:
+        class_counts, name = check(settings), engine(settings, ours)
+        if name != "flower" and not ours:
+            raise SettingsError(f"engine = {name!r}: runs our own ClientApp only; allowed is engine = 'flower'")
+        folder = folder or run_folder(settings)
+        logging.getLogger("flwr").setLevel(logging.ERROR)
         if name != "flower":
             allow_messages()  # strategies configure their rounds in Flower's messages
         if name == "vectorised":
-            transport = VectorizedTransport(settings.clients, settings.stacked_clients, on_disk)
+            transport = VectorizedTransport(simulated_nodes(settings), settings.stacked_clients, on_disk)
             serve(transport, settings, folder, listeners, class_counts)
         elif name == "ray":
             from simulation.workers import ray_transport  # imports Ray
@@ -87,12 +91,33 @@ def engine(settings: Settings, our_app: bool = True) -> str:
         return settings.engine
     if not our_app:
         return "flower"
-    if resolve_device(settings.device).type == "cpu":
+    if resolve_device(settings.device).type == "cpu" or settings.devices:
         return "ray"
     images = federation_of(settings).images
     network = build(seed=0, **network_spec(images, settings))
     size = sum(value.nbytes for value in network.global_state().values())
     return "vectorised" if size <= SMALL and is_stackable(network) else "ray"
+
+
+def with_devices(settings: Settings) -> Settings:
+    """Return settings whose `clients` is the number of device files, if there are any; each file is checked.
+
+    Raises
+    ------
+    SettingsError
+        As `client.sites.simulated_nodes`, or a file has a key that no agent has, or a value that is not allowed.
+    """
+    if not settings.devices:
+        return settings
+    from client.agent.config import AgentConfig
+
+    for path in device_files(settings.devices):
+        try:
+            AgentConfig.from_mapping({"state-dir": ".", **from_toml(path)}, path.parent)
+        except SettingsError as error:
+            raise SettingsError(f"{path}: {error}") from error
+    pattern = str(Path(settings.devices).expanduser().absolute())  # workers may run in another folder
+    return settings.replace(devices=pattern, clients=len(simulated_nodes(settings)))
 
 
 def check(settings: Settings) -> list[list[int]]:
@@ -108,10 +133,26 @@ def check(settings: Settings) -> list[list[int]]:
         resolve(settings.shifts, has_natural=True)
     except ValueError as error:
         raise SettingsError(f"shifts = {settings.shifts!r}: {error}") from error
+    if settings.devices:
+        return _class_counts(settings)
     try:
         return federation_of(settings).class_counts().tolist()
     except (ValueError, OSError) as error:
         raise SettingsError(f"dataset = {settings.dataset!r}: {error}") from error
+
+
+def _class_counts(settings: Settings) -> list[list[int]]:
+    """Return the training samples per class of each device with data of its own, after a scan of all of them."""
+    counts = []
+    for node in simulated_nodes(settings):
+        own = settings_alone(from_config({**settings.flat(), **node.settings}))
+        try:
+            data = scan(node.source, node.name, node.role, node.class_map, own)
+        except (ValueError, OSError) as error:
+            raise SettingsError(f"device {node.name}: {error}") from error
+        labels = data.images.labels[data.split.train]
+        counts.append(np.bincount(labels, minlength=data.images.num_classes).tolist())
+    return counts
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from client import cohort
 from client.node import Node, make_device, perform
@@ -29,18 +30,17 @@ class VectorizedTransport:
 
     Parameters
     ----------
-    clients : int
+    nodes : sequence of Node
+        All clients of the federation.
     stacked : int
         Clients that train at once, at most.
     on_disk : bool
         Keep private state in the run's `state-dir` instead of in memory.
     """
 
-    def __init__(self, clients: int, stacked: int, on_disk: bool = False) -> None:
+    def __init__(self, nodes: Sequence[Node], stacked: int, on_disk: bool = False) -> None:
         self.stacked = stacked
-        self._nodes = {
-            i + 1: Node(i, clients, MemoryState(), memory=None if on_disk else MemoryState()) for i in range(clients)
-        }
+        self._nodes = {i + 1: replace(node, memory=None if on_disk else MemoryState()) for i, node in enumerate(nodes)}
 
     def nodes(self) -> list[int]:
         """Return all nodes."""

@@ -14,13 +14,14 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from client.node import Node, perform
 from client.resources import resolve_device
-from client.state import MemoryState
+from client.sites import simulated_nodes
 from messages.arrays import Contiguous, packed, unpacked
 from messages.record import Record
 from messages.requests import REQUESTS
@@ -43,26 +44,26 @@ class Worker:
 
     Parameters
     ----------
-    clients : int
-        Clients in the federation.
+    nodes : sequence of Node
+        All clients of the federation.
     """
 
-    def __init__(self, clients: int) -> None:
-        self.clients = clients
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = [replace(node, lends=True) for node in nodes]
 
     def perform(
         self,
         kind: str,
         values: Mapping[str, Any],
-        partition: int,
+        number: int,
         names: Sequence[str],
         *arrays: Mapping[str, Contiguous],
     ) -> Sent:
-        """Answer a request, given in plain form; its arrays are read-only and shared with other processes."""
+        """Answer a request to a node, given in plain form; its arrays are read-only and shared with other processes."""
         record = Record(kind, dict(values), {name: unpacked(one) for name, one in zip(names, arrays, strict=True)})
         try:
             request = REQUESTS[kind].from_record(record)
-            reply = perform(request, Node(partition, self.clients, MemoryState(), lends=True)).to_record()
+            reply = perform(request, self.nodes[number]).to_record()
         except Exception as error:
             LOG.debug("a client failed", exc_info=error)
             return reason_of(error)
@@ -169,8 +170,9 @@ def ray_transport(settings: Settings) -> Iterator[tuple[Settings, RayTransport]]
     settings, gpus = share_gpu(settings)
     with _ray(settings.workers):
         kind: Any = ray.remote(Worker)
+        nodes = simulated_nodes(settings)
         options = {"num_cpus": 1, "num_gpus": gpus, **REVIVE}
-        workers = [kind.options(**options).remote(settings.clients) for _ in range(settings.workers)]
+        workers = [kind.options(**options).remote(nodes) for _ in range(settings.workers)]
         yield settings, RayTransport(settings.clients, workers)
 
 

@@ -119,7 +119,7 @@ def devices(
 
     def client(partition: int) -> Client:
         own = dict(config(partition))
-        node = Node(partition, settings.clients, MemoryState(), own.pop("role", None), own)
+        node = Node(str(partition), MemoryState(), role=own.pop("role", None), settings=own)
 
         def answer(request: Request) -> Reply:
             watch(partition, request)

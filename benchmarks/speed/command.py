@@ -29,6 +29,7 @@ from benchmarks.speed.measurement import Part, Ratio, one_core
 from benchmarks.speed.mixing import mixing
 from benchmarks.speed.options import options
 from benchmarks.speed.pieces import aggregation, data_path
+from benchmarks.speed.sources import sources
 from settings import SettingsError
 
 QUICK = Path("results/quick")
@@ -48,6 +49,7 @@ PARTS: dict[str, Part] = {
     "mixing": Part("Peak memory of the server's collaborative round over its inputs", mixing),
     "options": Part("Speed of a training step over the plain one, batch 32", options, one_core=True, gpu=True),
     "data": Part("Corruptions over a copy of the images, partitions over a shuffle", data_path, one_core=True),
+    "sources": Part("Growth of a process that reads a device's own images over its bound", sources),
     "agent": Part("Seconds of requests to the agent over the bare forward pass", agent),
     "deployment": Part("Seconds of a deployed training round over an empty Flower app's", deployment),
 }

@@ -105,10 +105,8 @@ def deployed(settings: Settings, folder: Path, timeout: float) -> tuple[list[flo
     keys = {"device": settings.device} | ({"data-dir": settings.data_dir} if settings.data_dir else {})
     with contextlib.ExitStack() as stack:
         sockets = stack.enter_context(nodes.sockets_folder())
-        devices = [nodes.agent_config(folder, sockets, i, number, keys) for i in range(number)]
-        configs: list[dict[str, Scalar]] = [
-            {"partition-id": i, "num-partitions": number, "agent": f"unix:{sockets}/r{i}"} for i in range(number)
-        ]
+        devices = [nodes.agent_config(folder, sockets, str(i), keys) for i in range(number)]
+        configs: list[dict[str, Scalar]] = [{"name": str(i), "agent": f"unix:{sockets}/r{i}"} for i in range(number)]
         try:
             stack.enter_context(nodes.deployment(home, configs))
             nodes.wait_for_agents(

@@ -111,7 +111,7 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
         It does not start or stop as it should; the message has the end of its log.
     """
     folder.mkdir()
-    config = nodes.agent_config(folder, folder, PARTITION, SETTINGS.clients, {"device": SETTINGS.device, **keys})
+    config = nodes.agent_config(folder, folder, str(PARTITION), {"device": SETTINGS.device, **keys})
     store = Store(folder / f"agent-{PARTITION}", 1, print)
     store.save_model(served)
     store.close()

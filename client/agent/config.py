@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from client.names import absolute_source, check_name, parse_class_map
 from settings import Scalar, SettingsError, assignments, from_toml
 from settings.schema import REQUIRED, check, key_of, setting
 
@@ -63,9 +64,12 @@ class AgentConfig:
     """
 
     # Identity of the client
-    partition_id: int = setting(REQUIRED, "which client this is, from 0", low=0)
-    num_partitions: int = setting(REQUIRED, "of how many", low=1)
+    name: str = setting(
+        REQUIRED, "the client's name: letters, digits, '.', '_', '-'; '0' to 'N-1' of a divided data set"
+    )
     state_dir: str = setting(REQUIRED, "folder of the agent's state; one agent per folder")
+    data: str = setting("", "its own data, e.g. 'folder:/data/site-a'; empty: its part of the run's data set")
+    class_map: str = setting("", "class names of its data that the run calls otherwise: 'pneumo=pneumonia;...'")
     role: str = setting("", "what the client does; empty: what its data allow", ("", "both", "source", "target"))
     data_dir: str = setting("", "folder of data sets; empty: what the run says")
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
@@ -109,8 +113,10 @@ class AgentConfig:
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, check(field, hints[field.name], getattr(self, field.name)))
-        if self.partition_id >= self.num_partitions:
-            raise SettingsError(f"partition-id = {self.partition_id}: allowed are 0 to {self.num_partitions - 1}")
+        check_name(self.name)
+        parse_class_map(self.class_map)
+        if self.class_map and not self.data:
+            raise SettingsError("class-map: allowed with data only")
         if not self.state_dir:
             raise SettingsError("state-dir = '': allowed is a folder")
         if self.device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", self.device):
@@ -219,6 +225,8 @@ class AgentConfig:
         for name in PATHS:
             if isinstance(values.get(name), str) and values[name]:
                 values[name] = str(folder / Path(values[name]).expanduser())
+        if isinstance(values.get("data"), str):
+            values["data"] = absolute_source(values["data"], folder)
         for name in ("listen", "relay"):
             if isinstance(values.get(name), str) and values[name].startswith(UNIX):
                 values[name] = f"{UNIX}{folder / Path(values[name].removeprefix(UNIX)).expanduser()}"

@@ -17,6 +17,7 @@ from client.agent.config import AgentConfig
 from client.agent.live import Live, images
 from client.agent.predictions import NoModel, Prediction
 from client.agent.store import Store
+from client.names import parse_class_map
 from client.node import Node, make_device, perform
 from client.resources import resolve_device
 from client.serving import Served
@@ -302,7 +303,8 @@ class Agent:
         settings = {"device": config.device, "state-dir": str(self._private)}
         if config.data_dir:
             settings["data-dir"] = config.data_dir
-        return Node(config.partition_id, config.num_partitions, MemoryState(), config.role or None, settings)
+        class_map = parse_class_map(config.class_map)
+        return Node(config.name, MemoryState(), config.data, config.role or None, settings, class_map=class_map)
 
     def _model(self) -> Live:
         if self._live is None:

@@ -325,10 +325,8 @@ def check_client(request: pb.Work, config: AgentConfig) -> None:
     """Raise ValueError for an unknown kind of request, or a request to another client."""
     if request.phase not in REQUESTS:
         raise ValueError(f"request {request.phase!r}: allowed are {', '.join(REQUESTS)}")
-    for name in ("partition_id", "num_partitions"):
-        if request.HasField(name) and getattr(request, name) != getattr(config, name):
-            key, own = name.replace("_", "-"), getattr(config, name)
-            raise ValueError(f"the node config says {key} = {getattr(request, name)}, the agent's own file {own}")
+    if request.HasField("name") and request.name != config.name:
+        raise ValueError(f"the node config says name = {request.name!r}, the agent's own file {config.name!r}")
 
 
 async def _next(context: Any, stop: asyncio.Task[Any]) -> pb.PredictRequest | None:

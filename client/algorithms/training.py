@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from data import DATASETS, Federation, crop_flip
+from data import DATASETS, Federation, LazyRows, Rows, crop_flip
 from models import TwoHead
 from models.arrays import all_finite
 from models.optim import Optimizer
@@ -75,6 +75,7 @@ class TrainingSet:
     index : ndarray int64 [n]
         Which images of the federation these are.
     pixels : Tensor uint8 [n, C, H, W]
+        `LazyRows` if the images are not in memory.
     labels : Tensor int64 [n]
     counts : Tensor int64 [K]
         Samples of each class; they never leave the device.
@@ -83,7 +84,7 @@ class TrainingSet:
     """
 
     index: NDArray[np.int64]
-    pixels: Tensor
+    pixels: Rows
     labels: Tensor
     counts: Tensor
     augment: Augment | None = None
@@ -100,17 +101,22 @@ class TrainingSet:
         labels = torch.from_numpy(images.labels[indices])
         return cls(
             indices,
-            torch.from_numpy(images.pixels[indices]).to(device),
+            images.rows(indices, device),
             labels.to(device),
             torch.bincount(labels, minlength=len(images.classes)).to(device),
             _augmentation(settings),
         )
 
 
-def labelled(federation: Federation, index: NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return images [n, C, H, W] in [0, 1] and their labels [n]."""
-    x = federation.images.batch(index, device).contiguous(memory_format=torch.channels_last)
-    return x, torch.from_numpy(federation.images.labels[index]).to(device)
+def labelled(federation: Federation, index: NDArray[np.int64], device: torch.device) -> tuple[Rows, Tensor]:
+    """Return images [n, C, H, W] in [0, 1] and their labels [n]; images that are not in memory are read by batches."""
+    images = federation.images
+
+    def read(chosen: NDArray[np.int64]) -> Tensor:
+        return images.batch(chosen, device).contiguous(memory_format=torch.channels_last)
+
+    x = read(index) if images.in_memory else LazyRows(index, read)
+    return x, torch.from_numpy(images.labels[index]).to(device)
 
 
 def contrastive_views(settings: Settings) -> ContrastiveViews:
@@ -137,7 +143,8 @@ def epoch(
     statistics need two values).
     """
     order = torch.randperm(len(data), generator=generator).to(data.labels.device)
-    for chosen in order.split(batch_size * AUGMENTED_AT_ONCE):
+    at_once = AUGMENTED_AT_ONCE if isinstance(data.pixels, Tensor) else 1
+    for chosen in order.split(batch_size * at_once):
         x = data.pixels[chosen].float() / 255
         if data.augment is not None:
             x = data.augment(x, generator)

@@ -123,7 +123,7 @@ def combine_domains(
     for number, (name, source) in enumerate(sources.items()):
         chosen = balanced_sample(source.labels, per_domain, generator("per domain", draw, name))
         raw = Raw(source.read(chosen), source.labels[chosen], classes)
-        pixels.append(to_images(raw, name, request.image_size, 3).pixels)
+        pixels.append(to_images(raw, name, request.image_size, 3).pixels[:])
         labels.append(raw.labels)
         domain.append(np.full(len(chosen), number, np.int64))
     return MultiDomainRaw(

@@ -200,7 +200,7 @@ def test_both_apps_run_on_the_same_nodes(flower: list[Any], tmp_path: Path) -> N
     assert events == EVENTS
     (_, home, configs), *rest = flower
     assert home == "flower"
-    assert [(config["partition-id"], config["num-partitions"]) for config in configs] == [(0, 2), (1, 2)]
+    assert [config["name"] for config in configs] == ["0", "1"]
     assert [config["agent"][-3:] for config in configs] == ["/r0", "/r1"]
     assert rest == [
         "device-0.toml", "device-1.toml", 2, ("run", "empty-app", 40.0), ("run", "fedavg", 40.0), "stopped"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.speed import adapters, command, federation, mixing, options, pieces
+from benchmarks.speed import adapters, command, federation, mixing, options, pieces, sources
 from benchmarks.speed.measurement import Measured, Part, Ratio
 from data import CORRUPTIONS
 from models import build
@@ -217,6 +217,15 @@ def test_memory_of_a_small_run() -> None:
     (found,) = federation.memory(quick=True).ratios
     assert found.what == "2 rounds in one process: MB a round after 1"
     assert found.ours > 50
+
+
+def test_a_devices_images_are_read_within_the_bound() -> None:
+    measured = sources.sources(quick=True)
+    (found,) = measured.ratios
+    assert found.what == "60 images of 16 x 16, scanned and read once"
+    assert (found.other, found.mark) == (1 + sources.BEYOND, "✓")
+    assert measured.details["peak_mib"] >= measured.details["before_mib"] > 50
+    assert min(measured.details[f"{name}_seconds"] for name in ("scan", "rescan", "epoch")) > 0
 
 
 def test_options_are_timed_beside_the_plain_step() -> None:

@@ -155,7 +155,7 @@ def test_a_device_is_one_long_lived_adapter_on_its_stream(tmp_path) -> None:
     """A process a message, memory on disk: the same bits as one adapter that never sleeps."""
     lasting = tta.create("tent", batchnorm(), lr=0.01)
     for round in range(1, 6):
-        client = device(DirectoryState(tmp_path, "run", 0))  # a new process
+        client = device(DirectoryState(tmp_path, "run", "0"))  # a new process
         made, metrics = adapted(client, round)
         stream = streams_of(client.settings, client.federation)
         x, labels, corruption = batch_of(stream, 0, round, client.device)
@@ -181,7 +181,7 @@ def test_every_method_survives_a_process_for_each_message(tmp_path, name: str) -
     assert isinstance(lasting, Collaborator)
     received = None
     for round in range(1, 4):
-        client = device(DirectoryState(tmp_path, "run", 0))
+        client = device(DirectoryState(tmp_path, "run", "0"))
         made, metrics = adapted(client, round, received, row, proximal_mu=0.5)
         if received is not None:
             lasting.load_shared({key: torch.tensor(value) for key, value in received.items()})
@@ -217,9 +217,9 @@ def adapts_and_raises(self: tta.Tent, x: Tensor) -> Tensor:
 
 
 def test_memory_is_unchanged_when_predict_raises(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adapted(device(DirectoryState(tmp_path, "run", 0)), 1)
+    adapted(device(DirectoryState(tmp_path, "run", "0")), 1)
     before = {path.name: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
-    client = device(DirectoryState(tmp_path, "run", 0))
+    client = device(DirectoryState(tmp_path, "run", "0"))
     with monkeypatch.context() as patched:
         patched.setattr(tta.Tent, "_predict", adapts_and_raises)
         with pytest.raises(ValueError, match="the output is not finite"):
@@ -227,7 +227,7 @@ def test_memory_is_unchanged_when_predict_raises(tmp_path, monkeypatch: pytest.M
     assert {path.name: path.read_bytes() for path in tmp_path.rglob("*.safetensors")} == before
     assert set(before) == {"cell@1.safetensors"}
     # the round is tried again as if nothing had been
-    again, _ = adapted(device(DirectoryState(tmp_path, "run", 0)), 2)
+    again, _ = adapted(device(DirectoryState(tmp_path, "run", "0")), 2)
     lasting = device()
     adapted(lasting, 1)
     assert tiny.same(again.shared, adapted(lasting, 2)[0].shared)

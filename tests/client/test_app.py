@@ -18,7 +18,7 @@ from messages.flower import CONTENT
 from messages.replies import Evaluated, Summarized, Trained
 from messages.requests import AdapterRow, Evaluate, Identify, Request, Summarize, Train, TrainingTask
 from settings import Settings, SettingsError
-from tests.client.through_app import CLIENTS, SETTINGS, about, ask, bits, initial, node
+from tests.client.through_app import SETTINGS, about, ask, bits, initial, node
 from tests.flower import request as message_of
 
 TASK = TrainingTask("ce")
@@ -41,9 +41,9 @@ def live(context: Context, settings: Settings = SETTINGS) -> tuple[Trained, Summ
     return trained, known, ask(context, request)
 
 
-def test_identify_says_which_partition_and_what_kind_of_data() -> None:
+def test_identify_says_the_name_and_what_kind_of_data() -> None:
     identity = ask(node(2), Identify(**about()))
-    assert (identity.partition_id, identity.num_partitions) == (2, CLIENTS)
+    assert identity.name == "2"
     assert identity.classes == [str(digit) for digit in range(10)]
     assert identity.shifts == ["original", "mixture"]
     assert identity.saved == {}
@@ -119,11 +119,11 @@ REQUESTS = {
 @pytest.mark.parametrize(
     ("context", "told"),
     [
-        (node(partition=None), "the node config lacks partition-id"),
-        (node(clients=None), "the node config lacks num-partitions"),
-        (node(clients=7), "clients = 4: this node is one of 7"),
-        (node(partition=4), "partition-id = 4: allowed are 0 to 3"),
-        (node(partition=-1), "partition-id = -1: allowed are 0 to 3"),
+        (node(partition=None), "the node config lacks name"),
+        (node(partition=4), "name = '4': allowed are '0' to '3'"),
+        (node(partition=-1), "name = '-1': allowed are '0' to '3'"),
+        (node(name="site-a"), "name = 'site-a': allowed are '0' to '3'"),
+        (node(name="../a"), "name = '../a': allowed are 1 to 64 letters"),
         (node(device="tpu"), "device = 'tpu': allowed are auto, cpu"),
     ],
 )

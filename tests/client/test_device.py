@@ -82,8 +82,7 @@ def test_nothing_tells_label_counts() -> None:
 def test_describe_is_sizes_and_kinds() -> None:
     client = device(1, shifts="brfl")
     assert client.describe() == {
-        "partition-id": 1,
-        "num-partitions": 3,
+        "name": "1",
         "classes": ["class0", "class1", "class2"],
         "channels": 3,
         "mean": [0.5, 0.5, 0.5],
@@ -95,6 +94,11 @@ def test_describe_is_sizes_and_kinds() -> None:
         "role": "both",
         "corruptions": [],
         "stream-rounds": 0,
+        "own-data": False,
+        "labelled": True,
+        "samples": 0,
+        "skipped": 0,
+        "notes": [],
     }
     natural = device(natural=images(30, seed=5, name="other")).describe()
     assert "natural" in natural["shifts"]

@@ -179,7 +179,7 @@ def test_a_device_made_anew_for_every_message_computes_the_same(backend: str, tm
     records = RecordDict()
 
     def again() -> Device:
-        state = DirectoryState(tmp_path, "run", 0) if backend == "directory" else ContextState(records)
+        state = DirectoryState(tmp_path, "run", "0") if backend == "directory" else ContextState(records)
         return device(state=state, model=network(norm=False, seed=11))
 
     arrays = global_arrays(network(seed=9))

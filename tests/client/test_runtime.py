@@ -42,7 +42,7 @@ def test_another_process_would_deal_alike() -> None:
 
 @pytest.mark.parametrize("partition", [-1, 3])
 def test_a_partition_that_does_not_exist_is_refused(partition: int) -> None:
-    with pytest.raises(ValueError, match=f"partition-id = {partition}: allowed are 0 to 2"):
+    with pytest.raises(SettingsError, match=f"name = '{partition}': allowed are '0' to '2'"):
         made(SETTINGS, partition)
 
 

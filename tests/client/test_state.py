@@ -41,7 +41,7 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         entries: dict = {}
         yield lambda: MemoryState(entries)
     elif request.param == "directory":
-        yield lambda: DirectoryState(tmp_path, "run1", 7)
+        yield lambda: DirectoryState(tmp_path, "run1", "7")
     else:
         records = RecordDict()
         yield lambda: ContextState(records)
@@ -129,7 +129,7 @@ class TestEveryBackend:
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 9)), max_size=25))
 def test_all_backends_agree_on_any_history(tmp_path_factory: pytest.TempPathFactory, steps: list) -> None:
     folder = tmp_path_factory.mktemp("state")
-    states: list[PrivateState] = [MemoryState(), DirectoryState(folder, "r", 0), ContextState(RecordDict())]
+    states: list[PrivateState] = [MemoryState(), DirectoryState(folder, "r", "0"), ContextState(RecordDict())]
     model: dict[int, int] = {}  # what the documentation says, in four lines
     for number, (save_at, look_at) in enumerate(steps):
         for state in states:
@@ -149,7 +149,7 @@ def test_outdated_leaves_the_newest_two_up_to_the_round(tags: list[int], newest:
     assert kept == set(sorted(tag for tag in tags if tag <= newest)[-2:])
 
 
-@pytest.mark.parametrize("make", [lambda folder: MemoryState(), lambda folder: DirectoryState(folder, "r", 0)])
+@pytest.mark.parametrize("make", [lambda folder: MemoryState(), lambda folder: DirectoryState(folder, "r", "0")])
 class TestKeep:
     def test_a_server_that_goes_back_finds_what_belongs_to_each_of_its_checkpoints(
         self, make: Callable[[Path], PrivateState], tmp_path: Path
@@ -198,7 +198,7 @@ def test_outdated_leaves_what_each_round_would_find(tags: list[int], newest: int
 
 class TestDirectory:
     def test_files_lie_where_the_documentation_says_and_nothing_else_does(self, tmp_path: Path) -> None:
-        state = DirectoryState(tmp_path / "deep" / "er", "run-1.a_b", 12)
+        state = DirectoryState(tmp_path / "deep" / "er", "run-1.a_b", "12")
         for round in range(5):
             state.save("cross_entropy", round, entry(round))
         files = sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file())
@@ -207,15 +207,15 @@ class TestDirectory:
     def test_runs_and_partitions_do_not_see_each_other(self, tmp_path: Path) -> None:
         places = [("a", 1), ("a", 11), ("b", 1), ("1", 1)]
         for number, (run, partition) in enumerate(places):
-            DirectoryState(tmp_path, run, partition).save("t", 1, entry(number))
-        DirectoryState(tmp_path, "a", 1).save("t", 0, entry(50))
-        found = [value_of(DirectoryState(tmp_path, run, partition), 1) for run, partition in places]
+            DirectoryState(tmp_path, run, str(partition)).save("t", 1, entry(number))
+        DirectoryState(tmp_path, "a", "1").save("t", 0, entry(50))
+        found = [value_of(DirectoryState(tmp_path, run, str(partition)), 1) for run, partition in places]
         assert found == [50, 1, 2, 3]
-        assert DirectoryState(tmp_path, "c", 1).load("t", 1) is None
+        assert DirectoryState(tmp_path, "c", "1").load("t", 1) is None
 
     def test_all_but_the_last_runs_are_forgotten(self, tmp_path: Path) -> None:
         for number, run in enumerate(["d", "a", "c", "b"]):
-            DirectoryState(tmp_path, run, 1).save("t", 1, entry(number))
+            DirectoryState(tmp_path, run, "1").save("t", 1, entry(number))
             os.utime(tmp_path / run / "1", (number, number))
         (tmp_path / "networks").mkdir()
         (tmp_path / "networks" / "0a.safetensors").touch()
@@ -224,31 +224,31 @@ class TestDirectory:
         assert forget_runs(tmp_path, "d", 3) == ["a"]  # the oldest but for the current one
         assert forget_runs(tmp_path, "new", 2) == ["d", "c"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "networks"]
-        assert value_of(DirectoryState(tmp_path, "b", 1), 1) == 3
+        assert value_of(DirectoryState(tmp_path, "b", "1"), 1) == 3
         assert forget_runs(tmp_path, "b", 1) == []
         assert forget_runs(tmp_path / "nothing", "b", 1) == []
 
     @pytest.mark.parametrize("run", ["", ".", "..", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "ä/ö", "a\0"])
     def test_a_run_that_is_no_plain_name_is_refused(self, tmp_path: Path, run: str) -> None:
         with pytest.raises(ValueError, match="run identity"):
-            DirectoryState(tmp_path, run, 0)
+            DirectoryState(tmp_path, run, "0")
 
     @pytest.mark.parametrize("key", ["../t", "a/b", "..", ""])
     def test_a_key_cannot_lead_out_of_the_folder(self, tmp_path: Path, key: str) -> None:
-        state = DirectoryState(tmp_path, "run", 0)
+        state = DirectoryState(tmp_path, "run", "0")
         with pytest.raises(ValueError, match="key"):
             state.save(key, 1, entry(1))
         assert state.load(key, 1) is None
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
     def saved(self, folder: Path) -> Path:
-        DirectoryState(folder, "run", 0).save("t", 1, entry(1))
+        DirectoryState(folder, "run", "0").save("t", 1, entry(1))
         (path,) = folder.rglob("*.safetensors")
         return path
 
     def refused(self, folder: Path, path: Path) -> str:
         with pytest.raises(ValueError) as caught:  # noqa: PT011 (the text is what is tested)
-            DirectoryState(folder, "run", 0).load("t", 1)
+            DirectoryState(folder, "run", "0").load("t", 1)
         assert str(path) in str(caught.value)
         return str(caught.value)
 
@@ -287,10 +287,10 @@ class TestDirectory:
 
         monkeypatch.setattr("os.fsync", full)
         with pytest.raises(OSError, match="no space"):
-            DirectoryState(tmp_path, "run", 0).save("t", 2, entry(2))
+            DirectoryState(tmp_path, "run", "0").save("t", 2, entry(2))
         monkeypatch.undo()
         assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
-        assert value_of(DirectoryState(tmp_path, "run", 0), 2) == 1
+        assert value_of(DirectoryState(tmp_path, "run", "0"), 2) == 1
 
     def test_other_files_in_the_folder_are_left_alone(self, tmp_path: Path) -> None:
         path = self.saved(tmp_path)
@@ -298,6 +298,6 @@ class TestDirectory:
         for other in others:
             other.write_text("hello")
         for round in (2, 3, 4):
-            DirectoryState(tmp_path, "run", 0).save("t", round, entry(round))
-        assert value_of(DirectoryState(tmp_path, "run", 0), 99) == 4
+            DirectoryState(tmp_path, "run", "0").save("t", round, entry(round))
+        assert value_of(DirectoryState(tmp_path, "run", "0"), 99) == 4
         assert all(other.read_text() == "hello" for other in others)

@@ -23,7 +23,7 @@ SETTINGS = Settings(
 
 
 def node(partition: Any = 1, clients: Any = CLIENTS, **config: Any) -> Context:
-    """What Flower hands to a node's ClientApp, with an empty run config as in its simulation."""
+    """What Flower hands to a node's ClientApp in its simulation, with an empty run config."""
     numbers = {"partition-id": partition, "num-partitions": clients}
     given = {key: value for key, value in numbers.items() if value is not None}
     return Context(run_id=1, node_id=1, node_config={**given, **config}, state=RecordDict(), run_config={})

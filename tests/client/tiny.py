@@ -118,7 +118,11 @@ class Client:
 
     def describe(self) -> dict[str, Any]:
         values = self.inner.identify(Identify(**self.about)).to_record().values
-        return {key: value for key, value in values.items() if key not in ("num-examples", "saved")}
+        return {
+            key: value
+            for key, value in values.items()
+            if key not in ("num-examples", "saved", "partition-id", "num-partitions")
+        }
 
     def request(
         self, round: int, task: Task, arrays: Arrays, proximal_mu: float = 0.0, client_metrics: Sequence[str] = ()
@@ -219,13 +223,14 @@ def device(
             own.roles[partition] if role is None else role,
             NetworkStore(private_folder(chosen) / "networks"),
             natural,
+            name=str(partition),
         )
     )
 
 
 def made(settings: Settings, partition: int, role: str | None = None) -> Client:
     """Return the device that a node makes for a request with these settings."""
-    node = Node(partition, settings.clients, MemoryState(), role, memory=MemoryState())
+    node = Node(str(partition), MemoryState(), role=role, memory=MemoryState())
     return Client(make_device(Identify(settings=to_json(settings), run="run1"), node))
 
 

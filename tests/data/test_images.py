@@ -141,3 +141,11 @@ def test_inconsistent_domains_are_rejected(
 ) -> None:
     with pytest.raises(error, match=message):
         Images("made", np.zeros((2, 1, 1, 1), np.uint8), np.zeros(2, np.int64), ("x",), domains, domain)
+
+
+def test_images_without_labels() -> None:
+    made = Images("made", PIXELS, LABELS - 1, ("a", "b"), labelled=False)
+    assert made.subset([1]).labels.tolist() == [-1]
+    assert not made.subset([1]).labelled
+    with pytest.raises(ValueError, match="labels of images without labels must be -1"):
+        Images("made", PIXELS, LABELS, ("a", "b"), labelled=False)

@@ -136,7 +136,7 @@ def test_a_supernode_is_started_as_the_local_deployment_starts_it(i: int) -> Non
     assert not parsed.insecure
     assert parsed.superlink == "superlink:9092"
     config = parse_config_args([parsed.node_config])
-    assert config == {"partition-id": i, "num-partitions": len(NODES), "agent": "unix:/run/fedtta/relay.sock"}
+    assert config == {"name": str(i), "agent": "unix:/run/fedtta/relay.sock"}
     assert SERVICES[f"supernode-{i}"]["restart"] == "always"
 
 
@@ -147,7 +147,7 @@ def test_an_agent_has_a_config_that_it_takes_and_shares_only_its_relay(i: int) -
     found = AgentConfig.from_mapping(
         tomllib.loads(COMPOSE["configs"][config["source"]]["content"]), Path("/etc/fedtta")
     )
-    assert (found.partition_id, found.num_partitions) == (i, len(NODES))
+    assert found.name == str(i)
     words = service["command"]
     assert words[:3] == ["python", "-m", "client.agent"]
     assert words[3:] == ["--config", config["target"]]
@@ -334,8 +334,7 @@ def test_the_supernodes_unit_runs_what_flower_takes() -> None:
     words = shlex.split(unit["Service"]["ExecStart"])
     values = {
         "${SUPERLINK}": "fl.example.org:9092",
-        "${PARTITION}": "1",
-        "${PARTITIONS}": "3",
+        "${NAME}": "site-a",
         "%d": "/run/credentials",
     }
     for name, value in values.items():
@@ -344,7 +343,7 @@ def test_the_supernodes_unit_runs_what_flower_takes() -> None:
     assert flags(words) == flags(local)
     parsed = check_flwr(words)
     config = parse_config_args([parsed.node_config])
-    assert config == {"partition-id": 1, "num-partitions": 3, "agent": "unix:/run/fedtta/relay.sock"}
+    assert config == {"name": "site-a", "agent": "unix:/run/fedtta/relay.sock"}
     assert "LoadCredential" in unit["Service"]
 
 
@@ -379,7 +378,7 @@ def test_the_readmes_agent_config_is_one(tmp_path: Path) -> None:
     for block in blocks:
         AgentConfig.from_mapping(tomllib.loads(block), tmp_path)
     with pytest.raises(SettingsError):
-        AgentConfig.from_mapping(tomllib.loads(blocks[0]) | {"partition-idd": 1}, tmp_path)
+        AgentConfig.from_mapping(tomllib.loads(blocks[0]) | {"naem": "1"}, tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")

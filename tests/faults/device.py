@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.speed.served import PARTITION, SETTINGS, fabricate
+from benchmarks.speed.served import PARTITION, fabricate
 from client.agent.store import Store
 from messages import agent_pb2 as pb
 from messages import agent_pb2_grpc
@@ -26,7 +26,7 @@ class Device:
 
     def __init__(self, folder: Path, channel: grpc.Channel | None = None, **keys: Any) -> None:
         self.state, self._home = folder / f"agent-{PARTITION}", folder / "home"
-        self._config = deployment.agent_config(folder, folder, PARTITION, SETTINGS.clients, {"device": "cpu", **keys})
+        self._config = deployment.agent_config(folder, folder, str(PARTITION), {"device": "cpu", **keys})
         store = Store(self.state, 1, print)
         store.save_model(fabricate())
         store.close()

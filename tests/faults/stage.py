@@ -59,9 +59,7 @@ class Stage:
 
     def start_node(self, partition: int, partitions: int) -> None:
         """Start a SuperNode, again with the key of before."""
-        config = {
-            "partition-id": partition, "num-partitions": partitions, "agent": f"unix:{self.sockets}/r{partition}",
-        }  # fmt: skip
+        config = {"name": str(partition), "agent": f"unix:{self.sockets}/r{partition}"}
         own = (self.keys.ca, self.keys.node(partition)[0])
         started = deployment.supernode(self.home / f"node-{partition}", self.fleet, config, own)
         self.nodes[partition:] = [started, *self.nodes[partition + 1 :]]
@@ -199,7 +197,7 @@ def stage(
         superlink.register(home, [keys.node(i)[1] for i in range(partitions)])
         made = Stage(root, sockets, keys, stack.enter_context(through(fleet)), fleet)
         for i in range(partitions):
-            deployment.agent_config(root, sockets, i, partitions, {"device": "cpu", **device})
+            deployment.agent_config(root, sockets, str(i), {"device": "cpu", **device})
             made.start_agent(i)
             made.start_node(i, partitions)
         deployment.wait_for_agents({f"unix:{sockets}/a{i}": made.agents[i] for i in range(partitions)})

@@ -13,7 +13,7 @@ from tests.faults.stage import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
 
-CONFIG = {"partition-id": 0, "num-partitions": 1}
+CONFIG = {"name": "0"}
 #: What is wrong → what the SuperNode says before it ends.
 TOLD = {
     "another authority": "CERTIFICATE_VERIFY_FAILED",

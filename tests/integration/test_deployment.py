@@ -82,7 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     made = Runs(tmp_path_factory.mktemp("deployment"))
     made.home.mkdir()
     mark = Mark(uuid.uuid4().hex)
-    nodes = [{"partition-id": i, "num-partitions": 2, "state-dir": str(made.node(i))} for i in range(2)]
+    nodes = [{"name": str(i), "state-dir": str(made.node(i))} for i in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FEDTTA_DATA", raising=False)
         patch.setenv(*mark.text.decode().split("="))
@@ -199,7 +199,7 @@ def test_a_run_that_the_app_refuses_is_an_error_with_its_reason(runs: Runs) -> N
 
 
 def test_a_node_config_is_what_flower_reads() -> None:
-    config = {"partition-id": 1, "state-dir": "/var/lib/a folder = ü", "fraction": 0.5, "download": True}
+    config = {"name": "site-a", "rounds": 1, "state-dir": "/var/lib/a folder = ü", "fraction": 0.5, "download": True}
     assert parse_config_args([deployment.node_config(config)]) == config
     with pytest.raises(ValueError, match="without quotes"):
         deployment.node_config({"state-dir": 'a "b"'})

@@ -46,9 +46,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @given(ARRAYS, VALUES)
 def test_requests_and_replies_come_back_bit_for_bit(arrays: dict[str, Any], values: Any) -> None:
     record = Record("train", values, {"arrays": arrays, "a": {}})
-    message = pb.Work.FromString(protobuf.to_work(record, 3, None).SerializeToString())
-    assert message.partition_id == 3
-    assert not message.HasField("num_partitions")
+    message = pb.Work.FromString(protobuf.to_work(record, "site-a").SerializeToString())
+    assert message.name == "site-a"
     done = pb.Done.FromString(protobuf.to_done(record).SerializeToString())
     for back in (protobuf.from_work(message), protobuf.from_done("train", done)):
         assert (back.kind, sorted(back.arrays)) == ("train", ["a", "arrays"])

@@ -127,7 +127,7 @@ def test_rates_are_the_mean_of_what_the_devices_make_of_them(finished: tuple[Pat
                 settings=to_json(settings), run="alone", round=event["round"], variant="all", network=digest(arrays),
                 arrays=arrays, rates=sent,
             )  # fmt: skip
-            reply = perform(request, Node(partition, ATP.clients, MemoryState()))
+            reply = perform(request, Node(str(partition), MemoryState()))
             assert isinstance(reply, RefinedRates)
             replies.append(reply)
         rates = {name: sum(float(reply.rates[name]) for reply in replies) / 2 for name in arrays}
@@ -277,7 +277,7 @@ def test_the_context_that_flower_ships_never_holds_the_network(tmp_path: Path, m
     settings = ATP.replace(rounds=1, local_epochs=1, rates_rounds=1, rates_clients=0)
 
     def node(partition: int) -> Callable[[Message], RecordDict]:
-        config = {"partition-id": partition, "num-partitions": settings.clients}
+        config = {"name": str(partition)}
         context = Context(run_id=1, node_id=partition, node_config=config, state=RecordDict(), run_config={})
         return lambda message: client_app(message, context).content
 

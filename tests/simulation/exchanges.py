@@ -81,7 +81,7 @@ def play(transport: Transport, settings: Settings = SETTINGS, too_short: float =
         "adapt": Adapt(round=1, cell="cell", row=AdapterRow("bbn", "bbn"), share="statistics", **network, **common),
         "evaluate": Evaluate(round=2, task=TASK, arrays=model, rows=[row], shifts=["original"], **common),
     }
-    found = {int(one.reply.partition_id): one.node for one in _exchange(transport, nodes, requests["identify"])}  # type: ignore[union-attr]
+    found = {int(one.reply.name): one.node for one in _exchange(transport, nodes, requests["identify"])}  # type: ignore[union-attr]
     partitions = {node: partition for partition, node in found.items()}
     order = [found[partition] for partition in sorted(found)]
 

@@ -43,7 +43,7 @@ def test_a_superlink_with_keys_encrypts_and_asks_nodes_for_theirs() -> None:
 
 
 def test_a_supernode_with_keys_trusts_the_authority_and_has_its_own() -> None:
-    config = {"partition-id": 1, "agent": "unix:/tmp/r1"}
+    config = {"name": "1", "agent": "unix:/tmp/r1"}
     command = deployment.supernode_command("127.0.0.1:9092", 9094, config, (KEYS.ca, KEYS.node(1)[0]))
     parsed = _parse_args_run_supernode().parse_args(command[1:])
     assert parsed.insecure is False
@@ -181,11 +181,11 @@ def test_an_agents_file_is_what_agents_read(tmp_path: Path) -> None:
     with deployment.sockets_folder() as sockets:
         assert sockets.stat().st_mode & 0o777 == 0o700
         chosen = {"adapter": "btfl", "base": "personalised", "device": "cpu"}
-        path = deployment.agent_config(tmp_path, sockets, 1, 1000, chosen)
+        path = deployment.agent_config(tmp_path, sockets, "site-a", chosen)
         config = AgentConfig.from_toml(path)
-        assert (config.partition_id, config.num_partitions, config.adapter) == (1, 1000, "btfl")
-        assert config.state_folder == tmp_path / "agent-1"
-        assert config.relay_address == f"unix:{sockets}/r1"
+        assert (config.name, config.adapter) == ("site-a", "btfl")
+        assert config.state_folder == tmp_path / "agent-site-a"
+        assert config.relay_address == f"unix:{sockets}/rsite-a"
         assert len(os.fsencode(f"{sockets}/r999")) < 60
     assert not sockets.exists()
     assert deployment.agent_command(path)[1:] == ["-m", "client.agent", "--config", str(path)]
@@ -258,7 +258,7 @@ def test_real_agents_take_part_in_a_run_and_answer(tmp_path: Path, monkeypatch: 
         running = {}
         try:
             for i in range(2):
-                config = deployment.agent_config(tmp_path, sockets, i, 2, plan.agents)
+                config = deployment.agent_config(tmp_path, sockets, str(i), plan.agents)
                 running[f"unix:{sockets}/a{i}"] = deployment.start_agent(tmp_path / f"home-{i}", config)
             deployment.wait_for_agents(running)
             with pytest.raises(FlowerError, match="FAILED_PRECONDITION"):
@@ -286,7 +286,7 @@ def test_a_supernode_starts_in_a_home_that_is_made_for_it(tmp_path: Path, monkey
     started: list[tuple[list[str], dict[str, Any]]] = []
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: started.append((command, more)))
     home = tmp_path / "deployment" / "node-0"
-    deployment.supernode(home, "127.0.0.1:9092", {"partition-id": 0}, None)
+    deployment.supernode(home, "127.0.0.1:9092", {"name": "0"}, None)
     ((command, more),) = started
     assert "--insecure" in command
     assert (more["cwd"], more["start_new_session"]) == (home, True)

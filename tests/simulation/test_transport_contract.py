@@ -13,6 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from client.app import app as client_app
 from client.relay import RelayTransport
+from client.sites import simulated_nodes
 from messages.flower import GridTransport
 from messages.requests import REQUESTS
 from simulation import deployment, flower
@@ -41,7 +42,7 @@ def main(grid, context):
 
 
 def vectorized(folder: Path) -> Played:
-    return play(VectorizedTransport(CLIENTS, stacked=1))
+    return play(VectorizedTransport(simulated_nodes(SETTINGS), stacked=1))
 
 
 def ray(folder: Path) -> Played:
@@ -66,7 +67,7 @@ def relay(folder: Path) -> Played:
     with deployment.sockets_folder() as sockets, ExitStack() as stack:
         agents = {}
         for i in range(CLIENTS):
-            config = deployment.agent_config(folder, sockets, i, CLIENTS, {"device": "cpu"})
+            config = deployment.agent_config(folder, sockets, str(i), {"device": "cpu"})
             agents[f"unix:{sockets}/a{i}"] = deployment.start_agent(folder / f"home-{i}", config)
             stack.callback(agents[f"unix:{sockets}/a{i}"].wait, DEPLOYED)
             stack.callback(agents[f"unix:{sockets}/a{i}"].terminate)
@@ -86,9 +87,7 @@ def grpc(folder: Path) -> Played:
     shutil.copy(PROJECT / "LICENSE", project)
     shutil.copy(PROJECT / "README.md", project)
     home.mkdir()
-    nodes = [
-        {"partition-id": i, "num-partitions": CLIENTS, "state-dir": str(folder / f"state {i}")} for i in range(CLIENTS)
-    ]
+    nodes = [{"name": str(i), "state-dir": str(folder / f"state {i}")} for i in range(CLIENTS)]
     with deployment.deployment(home, nodes):
         deployment.run(home, {"results": str(folder)}, DEPLOYED, project=project)
     return load(folder)

@@ -10,6 +10,7 @@ import pytest
 from flwr.app import Context, RecordDict
 
 from client import cohort
+from client.sites import simulated_nodes
 from messages.replies import Trained
 from messages.requests import Identify, Train, TrainingTask
 from messages.transport import Addressed
@@ -21,6 +22,10 @@ from simulation.vectorized import VectorizedTransport
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
 ONE = SMALL.replace(engine="vectorised")
+
+
+def transport(clients: int, stacked: int) -> VectorizedTransport:
+    return VectorizedTransport(simulated_nodes(Settings(clients=clients)), stacked)
 
 
 def assert_close(one: Path, other: Path) -> None:
@@ -124,7 +129,7 @@ def test_training_requests_that_differ_in_arrays_only_are_stacked(monkeypatch: p
         Addressed(1, training(1, shared)), Addressed(2, training(2, shared)), Addressed(3, training(1, own)),
         Addressed(4, training(1, shared)), Addressed(5, training(1, shared)), Addressed(6, training(2, own)),
     ]  # fmt: skip
-    answers = list(VectorizedTransport(6, stacked=3).exchange(sent, 60.0))
+    answers = list(transport(6, stacked=3).exchange(sent, 60.0))
     assert [answer.node for answer in answers] == [1, 3, 4, 2, 6, 5]  # the last one is alone, and has no such network
     assert [answer.kind for answer in answers] == [""] * 5 + ["failed"]
     assert stacks[0] == [(0, 1, True), (2, 1, False), (3, 1, True)]
@@ -134,7 +139,7 @@ def test_training_requests_that_differ_in_arrays_only_are_stacked(monkeypatch: p
 
 def test_malformed_requests_fail_one_after_another() -> None:
     bad = training(1, {"w": np.zeros(2)}, settings='{"nonsense": 1}')
-    answers = list(VectorizedTransport(2, stacked=10).exchange([Addressed(1, bad), Addressed(2, bad)], 60.0))
+    answers = list(transport(2, stacked=10).exchange([Addressed(1, bad), Addressed(2, bad)], 60.0))
     assert [answer.kind for answer in answers] == ["failed", "failed"]
     assert all("nonsense" in answer.reason for answer in answers)
 
@@ -150,7 +155,7 @@ def test_requests_that_begin_after_the_timeout_are_late(monkeypatch: pytest.Monk
     monkeypatch.setattr(vectorized, "perform", slow)
     monkeypatch.setattr(vectorized.time, "monotonic", lambda: now)
     asked = [Addressed(node, Identify(settings="{}", run="r")) for node in (1, 2, 3)]
-    answers = list(VectorizedTransport(3, stacked=1).exchange(asked, 10.0))
+    answers = list(transport(3, stacked=1).exchange(asked, 10.0))
     assert [(answer.node, answer.kind) for answer in answers] == [(1, "failed"), (2, "failed"), (3, "late")]
     assert answers[2].reason == "no reply within 10 s"
 

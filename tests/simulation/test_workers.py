@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
+from client.sites import simulated_nodes
 from messages.arrays import packed, unpacked
 from messages.replies import Trained
 from messages.requests import Train, TrainingTask
 from messages.transport import Addressed
+from settings import Settings
 from simulation import workers
 from simulation.workers import AHEAD, RayTransport, Sent, Worker
 
@@ -124,8 +126,10 @@ def test_a_reason_and_a_worker_that_died_too_often_are_the_clients_answers(stage
 
 
 def test_a_worker_returns_its_clients_error_as_text() -> None:
-    assert "nonsense" in str(Worker(2).perform("train", {"nonsense": 1}, 0, ["arrays"], {}))
-    assert "'dance'" in str(Worker(2).perform("dance", {}, 0, []))
+    assert "nonsense" in str(
+        Worker(simulated_nodes(Settings(clients=2))).perform("train", {"nonsense": 1}, 0, ["arrays"], {})
+    )
+    assert "'dance'" in str(Worker(simulated_nodes(Settings(clients=2))).perform("dance", {}, 0, []))
 
 
 def test_a_ray_that_was_there_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:

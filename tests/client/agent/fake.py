@@ -114,7 +114,7 @@ def folder() -> Iterator[Path]:
 
 
 def config(path: Path, **keys: Any) -> AgentConfig:
-    given = {"partition_id": 1, "num_partitions": 3, "state_dir": str(path), **keys}
+    given = {"name": "site-a", "state_dir": str(path), **keys}
     return AgentConfig.from_mapping({name.replace("_", "-"): value for name, value in given.items()})
 
 

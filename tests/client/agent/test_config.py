@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from client.agent.config import AgentConfig
 from settings import SettingsError
 
-LEAST = 'partition-id = 1\nnum-partitions = 3\nstate-dir = "state"\n'
+LEAST = 'name = "site-a"\nstate-dir = "state"\n'
 TLS = 'certificate = "tls/server.pem"\nkey = "tls/server.key"\nclient-ca = "/etc/ca.pem"\n'
 
 
@@ -77,7 +79,7 @@ def test_a_wrong_key_is_named_with_the_file(tmp_path: Path, text: str, said: str
     assert "device.toml" in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["partition-id", "num-partitions", "state-dir"])
+@pytest.mark.parametrize("key", ["name", "state-dir"])
 def test_what_must_be_set_is_named(tmp_path: Path, key: str) -> None:
     lines = [line for line in LEAST.splitlines() if not line.startswith(key)]
     (tmp_path / "device.toml").write_text("\n".join(lines))
@@ -85,9 +87,33 @@ def test_what_must_be_set_is_named(tmp_path: Path, key: str) -> None:
         AgentConfig.from_toml(tmp_path / "device.toml")
 
 
-def test_a_partition_beyond_the_last_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="partition-id = 3: allowed are 0 to 2"):
-        AgentConfig(partition_id=3, num_partitions=3, state_dir=str(tmp_path))
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"name": "a/b"}, "name = 'a/b': allowed are 1 to 64 letters"),
+        ({"name": ".."}, "name = '..'"),
+        ({"name": "a" * 65}, "name = 'aaa"),
+        ({"data": "folder:x", "class_map": "pneumo"}, "class-map: 'pneumo' is not of the form"),
+        ({"data": "folder:x", "class_map": "a=b;a=c"}, "class-map: a is given twice"),
+        ({"class_map": "a=b"}, "class-map: allowed with data only"),
+    ],
+)
+def test_names_that_cannot_be_used_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(told)):
+        AgentConfig(**{"name": "site-a", "state_dir": str(tmp_path), **keys})
+
+
+def test_a_relative_path_of_the_data_is_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    for data, found in {
+        "folder:images": f"folder:{tmp_path / 'images'}",
+        "npz:/else/where.npz": "npz:/else/where.npz",
+        "hf:saved": f"hf:{tmp_path / 'saved'}",
+        "hf:owner/name": "hf:owner/name",
+        "mypackage.mymodule:MyDataset(x)": "mypackage.mymodule:MyDataset(x)",
+    }.items():
+        (tmp_path / "device.toml").write_text(f'{LEAST}data = "{data}"\n')
+        assert AgentConfig.from_toml(tmp_path / "device.toml").data == found
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

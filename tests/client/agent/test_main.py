@@ -47,7 +47,7 @@ def command(path: Path) -> list[str]:
 @contextmanager
 def process(path: Path) -> Iterator[subprocess.Popen[str]]:
     """An agent whose state is in `path`; killed if the test does not stop it."""
-    (path / "device.toml").write_text('partition-id = 0\nnum-partitions = 2\nstate-dir = "state"\ndevice = "cpu"\n')
+    (path / "device.toml").write_text('name = "0"\nstate-dir = "state"\ndevice = "cpu"\n')
     with subprocess.Popen(command(path), cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
         try:
             yield agent
@@ -86,11 +86,11 @@ def test_it_starts_on_what_a_killed_one_has_left_and_stops_with_success(number: 
 @pytest.mark.timeout(6 * START)
 def test_a_config_that_cannot_be_used_is_told() -> None:
     with folder() as path:
-        (path / "device.toml").write_text('partition-id = 0\nnum-partitions = 2\nstate-dir = "s"\nadaptor = "x"\n')
+        (path / "device.toml").write_text('name = "0"\nstate-dir = "s"\nadaptor = "x"\n')
         done = subprocess.run(command(path), cwd=ROOT, capture_output=True, text=True, timeout=START, check=False)
         assert done.returncode == 2
         assert "device.toml: unknown key 'adaptor' (did you mean adapter?)" in done.stderr
-        (path / "device.toml").write_text('partition-id = 0\nnum-partitions = 2\nstate-dir = "s"\n')
+        (path / "device.toml").write_text('name = "0"\nstate-dir = "s"\n')
         (path / "s").mkdir()
         with socket.socket(socket.AF_UNIX) as other:
             other.bind(str(path / "s" / "relay.sock"))

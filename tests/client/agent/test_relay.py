@@ -36,7 +36,7 @@ def ask(address: str, **node_config: Any) -> Any:
 
 def test_a_request_reaches_the_agent_and_its_reply_comes_back() -> None:
     with running() as (agent, sockets):
-        reply = ask(sockets.relay, **{"partition-id": 1, "num-partitions": 3})
+        reply = ask(sockets.relay, name="site-a")
     (received,) = agent.requests
     assert received.to_record().values == TRAIN.to_record().values
     np.testing.assert_array_equal(received.arrays["w"], TRAIN.arrays["w"])
@@ -189,7 +189,7 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_app_relays_and_counts_its_own_context() -> None:
     rates = RefineRates(settings="{}", run="r", round=1, variant="all", network="n", rates={"w": np.zeros(())})
     with running() as (agent, sockets):
-        for given in ({}, {"partition-id": 1, "num-partitions": 3}):
+        for given in ({}, {"name": "site-a"}):
             reply = through_app({"agent": sockets.relay, **given})
             np.testing.assert_array_equal(reply.arrays["w"], TRAIN.arrays["w"])
         agent.answer = lambda request: RefinedRates(
@@ -202,8 +202,8 @@ def test_the_app_relays_and_counts_its_own_context() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"partition-id": 2}, "the node config says partition-id = 2, the agent's own file 1"),
-        ({"num-partitions": 5}, "the node config says num-partitions = 5, the agent's own file 3"),
+        ({"name": "site-b"}, "the node config says name = 'site-b', the agent's own file 'site-a'"),
+        ({"data": "folder:/d"}, "node config: data beside agent"),
         ({"role": "source", "state-dir": "x"}, "node config: role, state-dir beside agent"),
     ],
 )

@@ -43,8 +43,7 @@ TASK = TrainingTask("cross_entropy")
 def config(folder: Path, **changes: Any) -> AgentConfig:
     """Nothing is saved by itself, unless `changes` say so."""
     defaults: dict[str, Any] = {
-        "partition_id": 0,
-        "num_partitions": SETTINGS.clients,
+        "name": "0",
         "state_dir": str(folder / "state"),
         "device": "cpu",
         "save_every_samples": 10**6,
@@ -86,7 +85,7 @@ def train(perform: Perform) -> tuple[Evaluate, Evaluated]:
 @lru_cache(maxsize=1)
 def trained() -> tuple[Node, Evaluate]:
     """A client whose network is right on 9 of 10 digits, and the evaluation's request; its state is in memory."""
-    node = Node(0, SETTINGS.clients, MemoryState(), settings={"device": "cpu"})
+    node = Node("0", MemoryState(), settings={"device": "cpu"})
     return node, train(lambda request: perform(request, node))[0]
 
 

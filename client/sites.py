@@ -1,0 +1,79 @@
+"""Nodes of a simulation: the clients of one divided data set, or devices with data of their own from their files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from client.names import absolute_source, parse_class_map
+from client.node import Node
+from client.state import MemoryState
+from settings import Settings, SettingsError, from_toml, keys_in, name_order
+
+#: Keys of a device's file that say where it runs, which the simulation decides.
+ELSEWHERE = ("state-dir", "device")
+
+
+def simulated_nodes(settings: Settings) -> list[Node]:
+    """Return the nodes of a simulation in the order of their names, each with private state of its own.
+
+    With `devices` every file is one node; otherwise they are the clients "0" to "N-1" of the data set.
+
+    Raises
+    ------
+    SettingsError
+        No file is found, one cannot be read, has no name or no data, or two have the same name.
+    """
+    if settings.devices:
+        nodes = _from_files(settings.devices)
+        memory = max(1, settings.image_cache_mb // len(nodes))  # they share this machine's
+        return [
+            replace(node, state=MemoryState(), settings={"image-cache-mb": memory, **node.settings}) for node in nodes
+        ]
+    return [Node(str(i), MemoryState()) for i in range(settings.clients)]
+
+
+def device_files(pattern: str) -> list[Path]:
+    """Return the files of `devices`, a path or a glob pattern.
+
+    Raises
+    ------
+    SettingsError
+        There is none.
+    """
+    path = Path(pattern).expanduser().absolute()
+    files = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    if not files:
+        raise SettingsError(f"devices = {pattern!r}: no such file")
+    return files
+
+
+@lru_cache(maxsize=4)
+def _from_files(pattern: str) -> Sequence[Node]:
+    nodes: dict[str, Node] = {}
+    for path in device_files(pattern):
+        try:
+            node = _from_file(path)
+            if node.name in nodes:
+                raise SettingsError(f"name = {node.name!r}: another device has it")
+        except SettingsError as error:
+            raise SettingsError(f"{path}: {error}") from error
+        nodes[node.name] = node
+    return tuple(sorted(nodes.values(), key=lambda node: name_order(node.name)))
+
+
+def _from_file(path: Path) -> Node:
+    """Return the node of a `device.toml`; keys of the agent alone play no part."""
+    content = from_toml(path)
+    if missing := [key for key in ("name", "data") if not content.get(key)]:
+        raise SettingsError(f"{', '.join(missing)}: must be set")
+    return Node(
+        str(content["name"]),
+        MemoryState(),
+        absolute_source(str(content["data"]), path.parent),
+        str(content.get("role", "")) or None,
+        {key: content[key] for key in keys_in("node") if key in content and key not in ELSEWHERE},
+        class_map=parse_class_map(str(content.get("class-map", ""))),
+    )

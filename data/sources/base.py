@@ -1,0 +1,174 @@
+"""The protocol of a source of samples, and `open_source`, which opens one by its text."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO, Protocol, runtime_checkable
+
+from models.preprocessing import RawImage
+
+#: The stated split of a sample; "" leaves it to the hash.
+SPLITS = ("train", "validation", "test")
+#: "package.module:Class", or "package.module:Class(text)".
+_CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?:\((?P<text>.*)\))?", re.DOTALL)
+
+
+class Source(Protocol):
+    """A device's own samples; i runs from 0 to len - 1.
+
+    A source may also have these, which are optional:
+
+    - ``skipped``: mapping of name → reason, of what is known to be unusable without reading an image. The reason up to
+      its first colon is what the run's report counts; it leaves the device.
+    - ``notes``: tuple of str, what a reader of the run's report has to know; it leaves the device.
+    - ``open(i)``: the encoded image file, see `EncodedSource`; `image` is not called then.
+    - ``stamp(i)``: a JSON value that changes when the sample changes, such as size and modification time. With it, the
+      result of a scan is kept in the device's index file, and unchanged samples are not read again.
+    """
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes that occur here; () without labels."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, i: int) -> str:
+        """Return a stable and unique name of a sample, such as its path in the folder."""
+
+    def image(self, i: int) -> RawImage:
+        """Return the image as an array [H, W] or [H, W, 3], uint8, uint16 or float, or a Pillow image.
+
+        Raises
+        ------
+        ValueError
+            The image cannot be used; the message says why.
+        """
+
+    def label(self, i: int) -> str | None:
+        """Return the class name, or None without a label."""
+
+    def group(self, i: int) -> str:
+        """Return what must stay in one split, such as the patient or the scanner; "" without."""
+
+    def split(self, i: int) -> str:
+        """Return "train", "validation" or "test" where the split is stated, else ""."""
+
+
+@runtime_checkable
+class EncodedSource(Protocol):
+    """A source of encoded image files; `Preprocessing.decode` reads them, and their bytes identify the samples."""
+
+    def open(self, i: int) -> BinaryIO:
+        """Open the file of a sample, at its beginning.
+
+        Raises
+        ------
+        ValueError
+            It cannot be opened; the message says why.
+        """
+
+
+def open_source(text: str) -> Source:
+    """Open a device's data.
+
+    Parameters
+    ----------
+    text : str
+        "folder:/path" (`FolderSource`), "npz:/path/file.npz" (`NpzSource`), "hf:path-or-name" (`HuggingFaceSource`),
+        or a class of one's own that has the methods of `Source`: "package.module:Class", called without arguments,
+        or "package.module:Class(text)", called with the text.
+
+    Raises
+    ------
+    ValueError
+        The text has another form, the class lacks a method of the protocol, or the data cannot be opened.
+    """
+    kind, colon, rest = text.partition(":")
+    if colon and rest and kind in _KINDS:
+        return _KINDS[kind](rest)
+    if match := _CLASS.fullmatch(text):
+        return _own_class(text, match["module"], match["name"], match["text"])
+    raise ValueError(f"data = {text!r}: allowed are folder:PATH, npz:FILE, hf:PATH and package.module:Class")
+
+
+def _folder(rest: str) -> Source:
+    from .folder import FolderSource
+
+    return FolderSource(Path(rest).expanduser())
+
+
+def _npz(rest: str) -> Source:
+    from .arrays import NpzSource
+
+    return NpzSource(Path(rest).expanduser())
+
+
+def _hugging_face(rest: str) -> Source:
+    from .huggingface import HuggingFaceSource
+
+    return HuggingFaceSource(rest)
+
+
+_KINDS: dict[str, Callable[[str], Source]] = {"folder": _folder, "npz": _npz, "hf": _hugging_face}
+
+
+def _own_class(text: str, module: str, name: str, argument: str | None) -> Source:
+    """Import a class, create it and check that it is a source."""
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"data = {text!r} cannot be imported: {error}") from error
+    source = made() if argument is None else made(argument)
+    methods = ("__len__", "name", "image", "label", "group", "split")
+    lacking = [f"{one}()" for one in methods if not callable(getattr(source, one, None))]
+    if not hasattr(source, "classes"):
+        lacking.insert(0, "classes")
+    if lacking:
+        raise ValueError(f"data = {text!r} is no source: it lacks {', '.join(lacking)} (see data.sources.base.Source)")
+    return source
+
+
+def skipped_of(source: Source) -> Mapping[str, str]:
+    """Return name → reason of what the source itself skipped."""
+    return getattr(source, "skipped", {})
+
+
+def notes_of(source: Source) -> tuple[str, ...]:
+    """Return the notes of the source."""
+    return tuple(getattr(source, "notes", ()))
+
+
+def indices(source: Source) -> Iterator[int]:
+    """Return the indices of the samples in the order of their names, which no order of reading a folder changes.
+
+    Raises
+    ------
+    ValueError
+        Two samples have one name.
+    """
+    names = [source.name(i) for i in range(len(source))]
+    order = sorted(range(len(names)), key=names.__getitem__)
+    for before, after in pairwise(order):
+        if names[before] == names[after]:
+            raise ValueError(f"two samples are called {names[before]!r}")
+    return iter(order)
+
+
+def stated_split(value: str, where: str) -> str:
+    """Return a stated split, "" without one; ValueError for another word."""
+    value = value.strip().lower()
+    if value and value not in SPLITS:
+        raise ValueError(f"{where}: split {value!r}; allowed are {', '.join(SPLITS)}, or nothing")
+    return value
+
+
+def escaped(name: str) -> str:
+    r"""Return a name on one printable line: other characters, and the backslash, as `\n`, `\x1b`, `\udcff`."""
+    if name.isprintable() and "\\" not in name:
+        return name
+    parts = (one if one.isprintable() and one != "\\" else one.encode("unicode_escape").decode() for one in name)
+    return "".join(parts)

@@ -1,0 +1,148 @@
+"""Opening image files that may be hostile: inside one folder, regular files only, and no more pixels than allowed.
+
+Nothing is opened before it is known to be a regular file, so no FIFO blocks and no device is touched. Each component of
+a path is opened relative to its folder and never through a symbolic link, so a file that is exchanged after the scan
+cannot lead out of the folder either.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+from PIL import Image, UnidentifiedImageError
+
+from models.preprocessing import FORMATS
+
+#: A larger file is not read; 100 megapixels of 16-bit RGB are 600 MB.
+MAX_BYTES = 1 << 30
+DAMAGED = "damaged, or of another format"
+OUTSIDE = "leads out of the folder"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFBLK: "block device",
+    stat.S_IFCHR: "character device",
+    stat.S_IFDIR: "folder",
+    stat.S_IFLNK: "symbolic link",
+}
+
+Parts = tuple[str, ...]
+
+
+@contextmanager
+def folder_beneath(root: str, parts: Parts) -> Iterator[int]:
+    """Open a folder below `root`, never through a symbolic link below it; the descriptor is closed at the end.
+
+    Raises
+    ------
+    OSError
+        A folder is missing, not readable, no folder or a symbolic link.
+    """
+    opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts:
+            inner = os.open(part, _FOLDER, dir_fd=opened)
+            os.close(opened)
+            opened = inner
+        yield opened
+    finally:
+        os.close(opened)
+
+
+def open_beneath(root: str, parts: Parts) -> BinaryIO:
+    """Open a regular file below `root` for reading, never through a symbolic link and never blocking.
+
+    Raises
+    ------
+    ValueError
+        It does not exist, is not readable or is no regular file; the message is the reason, without the name.
+    """
+    try:
+        with folder_beneath(root, parts[:-1]) as folder:
+            check_regular(os.stat(parts[-1], dir_fd=folder, follow_symlinks=False).st_mode)
+            opened = os.open(parts[-1], _FILE, dir_fd=folder)
+        file = os.fdopen(opened, "rb")
+    except OSError as error:
+        raise ValueError(reason_of(error)) from error
+    try:
+        check_regular(os.fstat(opened).st_mode)  # it may have been exchanged in between
+    except ValueError:
+        file.close()
+        raise
+    return file
+
+
+def check_regular(mode: int) -> None:
+    """Raise ValueError unless a file's mode is that of a regular file."""
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"not a regular file: {_KINDS.get(stat.S_IFMT(mode), 'of unknown kind')}")
+
+
+def reason_of(error: OSError) -> str:
+    """Return in words why a file cannot be opened or read."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return "does not exist"
+    return f"not readable: {error.strerror or type(error).__name__}"
+
+
+def read_encoded(file: BinaryIO, max_pixels: int) -> bytes:
+    """Return the content of an image file once its header is known to promise no more than `max_pixels`.
+
+    Raises
+    ------
+    ValueError
+        The file is empty, too large, not readable, or has no header of a known format; the message is the reason.
+    """
+    try:
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            raise ValueError("empty file")
+        if size > MAX_BYTES:
+            raise ValueError(f"too large: {size / 1e6:.0f} MB; allowed are {MAX_BYTES / 1e6:.0f}")
+        width, height = _header_size(file)
+        check_pixels(width, height, max_pixels)
+        file.seek(0)
+        return file.read(MAX_BYTES)
+    except OSError as error:
+        raise ValueError(reason_of(error)) from error
+
+
+def check_pixels(width: int, height: int, max_pixels: int) -> None:
+    """Raise ValueError for an image of more pixels than are allowed."""
+    if width * height > max_pixels:
+        raise ValueError(f"too large: {width} x {height} pixels; max-megapixels allows {max_pixels / 1e6:g} million")
+
+
+def _header_size(file: BinaryIO) -> tuple[int, int]:
+    """Return (width, height) from the header; no pixel is decoded."""
+    file.seek(128)
+    dicom = file.read(4) == b"DICM"
+    file.seek(0)
+    try:
+        if dicom:
+            return _dicom_size(file)
+        with Image.open(file, formats=FORMATS) as image:
+            return image.size
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"too large: {error}") from error  # Pillow's own bound, 179 megapixels
+    except UnidentifiedImageError as error:
+        raise ValueError(DAMAGED) from error
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:  # the error type depends on where a file is damaged
+        raise ValueError(f"{DAMAGED}: {error or type(error).__name__}") from error
+
+
+def _dicom_size(file: BinaryIO) -> tuple[int, int]:
+    try:
+        import pydicom
+    except ImportError as error:
+        raise ImportError("DICOM files need pydicom: pip install 'fedtta[dicom]'") from error
+    header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["Rows", "Columns", "NumberOfFrames"])
+    return int(header.Columns), int(header.Rows) * int(header.get("NumberOfFrames", 1) or 1)

@@ -1,0 +1,268 @@
+"""Image files in a folder: class folders, a table `labels.csv`, or a flat folder without labels.
+
+- `labels.csv` in the folder: columns path (relative to the folder), and label, group and split where there are any.
+  Only files in the table are samples; their names may have any ending.
+- Otherwise class folders: a file belongs to the class of the first folder on its path, at any depth below it.
+- Otherwise files directly in the folder, without labels.
+
+Hidden files and folders are no part of the data. Symbolic links to folders are not followed; those to files are where
+the file is in the folder, too. Everything else that cannot be a sample is named in `skipped`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import posixpath
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from data.datasets.files import SUFFIXES
+from models.preprocessing import MAX_PIXELS, Preprocessing, RawImage
+
+from .base import escaped, stated_split
+from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, read_encoded, reason_of
+
+TABLE = "labels.csv"
+COLUMNS = ("path", "label", "group", "split")
+ENDINGS = (*SUFFIXES, ".dcm")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A regular file of a folder: the path it is read from, its size and its modification time in ns."""
+
+    parts: Parts
+    size: int
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sample of a folder; see `Source`."""
+
+    name: str
+    entry: Entry
+    label: str | None = None
+    group: str = ""
+    split: str = ""
+
+
+class FolderSource:
+    """The images of a folder, as found when it is opened; see the module for the three layouts.
+
+    Parameters
+    ----------
+    folder : Path
+        May itself be a symbolic link.
+
+    Raises
+    ------
+    ValueError
+        There is no such folder, or `labels.csv` is not of the described form (names the line).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}")
+        self.root = os.path.realpath(folder)
+        self.skipped: dict[str, str] = {}
+        self.notes: tuple[str, ...] = ()
+        files = dict(self._walk())
+        table = files.pop(TABLE, None)
+        if table is None and TABLE in self.skipped:
+            raise ValueError(f"{folder / TABLE}: {self.skipped[TABLE]}")
+        self._samples = self._from_folders(files) if table is None else self._from_table(files)
+        self._samples.sort(key=lambda sample: sample.name)
+        self.classes = tuple(sorted({one.label for one in self._samples if one.label is not None}))
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def name(self, i: int) -> str:
+        """Return the path in the folder, with `/`, on one printable line (`escaped`)."""
+        return self._samples[i].name
+
+    def label(self, i: int) -> str | None:
+        """Return the class name."""
+        return self._samples[i].label
+
+    def group(self, i: int) -> str:
+        """Return the group that `labels.csv` states."""
+        return self._samples[i].group
+
+    def split(self, i: int) -> str:
+        """Return the split that `labels.csv` states."""
+        return self._samples[i].split
+
+    def stamp(self, i: int) -> list[int]:
+        """Return size and modification time."""
+        entry = self._samples[i].entry
+        return [entry.size, entry.modified]
+
+    def open(self, i: int) -> BinaryIO:
+        """Open the file; ValueError if it is not there any more or is no regular file inside the folder."""
+        return open_beneath(self.root, self._samples[i].entry.parts)
+
+    def image(self, i: int) -> RawImage:
+        """Return the decoded image of at most 100 megapixels; ValueError if it cannot be used."""
+        with self.open(i) as file:
+            return Preprocessing().decode(read_encoded(file, MAX_PIXELS), MAX_PIXELS)
+
+    # Walking --------------------------------------------------------------------------------------------------------
+
+    def _walk(self) -> Iterator[tuple[str, Entry]]:
+        """Yield path → entry of every regular file below the folder that is not hidden; name what is skipped."""
+        folders: list[Parts] = [()]
+        while folders:
+            parts = folders.pop()
+            try:
+                with folder_beneath(self.root, parts) as opened, os.scandir(opened) as listing:
+                    found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in listing]
+            except OSError as error:
+                self._skip((*parts, ""), reason_of(error))
+                continue
+            for name, status in found:
+                path = (*parts, name)
+                if name.startswith("."):
+                    continue
+                if stat.S_ISDIR(status.st_mode):
+                    folders.append(path)
+                    continue
+                try:
+                    if stat.S_ISLNK(status.st_mode):
+                        yield "/".join(path), self._target(path)
+                    else:
+                        check_regular(status.st_mode)
+                        yield "/".join(path), Entry(path, status.st_size, status.st_mtime_ns)
+                except ValueError as error:
+                    self._skip(path, str(error))
+
+    def _target(self, path: Parts) -> Entry:
+        """Return the regular file in the folder that a symbolic link leads to; ValueError for another target."""
+        target = os.path.realpath(Path(self.root, *path))
+        if os.path.commonpath([self.root, target]) != self.root:
+            raise ValueError(f"symbolic link: {OUTSIDE}")
+        try:
+            status = Path(target).lstat()
+        except OSError as error:
+            raise ValueError(f"symbolic link: {reason_of(error)}") from error
+        if stat.S_ISDIR(status.st_mode):
+            raise ValueError("symbolic link: folders are not followed")
+        check_regular(status.st_mode)
+        return Entry(tuple(os.path.relpath(target, self.root).split("/")), status.st_size, status.st_mtime_ns)
+
+    def _skip(self, path: Parts, reason: str) -> None:
+        self.skipped[escaped("/".join(path))] = reason
+
+    # Layouts --------------------------------------------------------------------------------------------------------
+
+    def _from_folders(self, files: dict[str, Entry]) -> list[Sample]:
+        """Return the samples of class folders, or of a flat folder without labels."""
+        images = {path: entry for path, entry in files.items() if path.lower().endswith(ENDINGS)}
+        if len(files) > len(images):
+            self.notes += (f"not images by their names: {len(files) - len(images)} files",)
+        nested = {path: entry for path, entry in images.items() if "/" in path}
+        if not nested:
+            return [Sample(escaped(path), entry) for path, entry in images.items()]
+        for path in images.keys() - nested.keys():
+            self._skip((path,), "in no class folder")
+        return [Sample(escaped(path), entry, escaped(path.split("/")[0])) for path, entry in nested.items()]
+
+    def _from_table(self, files: dict[str, Entry]) -> list[Sample]:
+        """Return the samples of `labels.csv`."""
+        with open_beneath(self.root, (TABLE,)) as file:
+            content = file.read()
+        rows, unused = read_table(content, str(Path(self.root, TABLE)))
+        if unused:
+            self.notes += (f"{TABLE}: columns not used: {', '.join(unused)}",)
+        walked, self.skipped = self.skipped, {}  # what is not in the table is no sample
+        samples = []
+        for path, label, group, split in rows:
+            if path in files:
+                samples.append(Sample(escaped(path), files[path], label or None, group, split))
+            elif posixpath.isabs(path) or path.split("/")[0] == "..":
+                self._skip((path,), OUTSIDE)
+            else:
+                self._skip((path,), _reason_in(walked, path))
+        listed = {path for path, *_ in rows}
+        unlisted = sum(path not in listed and path.lower().endswith(ENDINGS) for path in files)
+        if unlisted:
+            self.notes += (f"not in {TABLE}: {unlisted} image files",)
+        return samples
+
+
+def _reason_in(walked: dict[str, str], path: str) -> str:
+    """Return why a path or a folder above it was skipped."""
+    parts = path.split("/")
+    above = ("/".join(parts[: i + 1]) for i in range(len(parts)))
+    found = (walked.get(escaped(one)) or walked.get(escaped(f"{one}/")) for one in above)
+    return next(filter(None, found), "does not exist")
+
+
+def read_table(content: bytes, where: str) -> tuple[list[tuple[str, str, str, str]], tuple[str, ...]]:
+    """Parse a table of samples.
+
+    Parameters
+    ----------
+    content : bytes
+        A comma-separated table in UTF-8 whose first line names the columns; "path" is required.
+    where : str
+        The file, for messages.
+
+    Returns
+    -------
+    list of (path, label, group, split)
+        Paths are normalized; what is not given is "".
+    tuple of str
+        Columns that are not used.
+
+    Raises
+    ------
+    ValueError
+        A line is not of this form (names the line).
+    """
+    try:
+        reader = csv.reader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{where}, line {line}: not UTF-8") from error
+    rows: dict[str, tuple[str, str, str, str]] = {}
+    header: list[str] = []
+    try:
+        for cells in reader:
+            at = f"{where}, line {reader.line_num}"
+            if not header:
+                header = _header(cells, at)
+                continue
+            if not any(cells):
+                continue
+            if len(cells) != len(header):
+                raise ValueError(f"{at}: {len(cells)} cells; the header has {len(header)}")
+            row = dict(zip(header, cells, strict=True))
+            if not row["path"]:
+                raise ValueError(f"{at}: the path is empty")
+            path = posixpath.normpath(row["path"])
+            if path in rows:
+                raise ValueError(f"{at}: {escaped(path)} stands twice in the table")
+            label, group = row.get("label", "").strip(), row.get("group", "").strip()
+            rows[path] = (path, label, group, stated_split(row.get("split", ""), at))
+    except csv.Error as error:
+        raise ValueError(f"{where}, line {reader.line_num}: {error}") from error
+    if not header:
+        raise ValueError(f"{where}, line 1: a header is required: {','.join(COLUMNS)}")
+    return list(rows.values()), tuple(column for column in header if column not in COLUMNS)
+
+
+def _header(cells: list[str], at: str) -> list[str]:
+    """Return the columns' names in lower case; ValueError without "path" or with a name that stands twice."""
+    header = [cell.strip().lower() for cell in cells]
+    if "path" not in header:
+        raise ValueError(f"{at}: a header with a column path is required, such as {','.join(COLUMNS)}")
+    if len(set(header)) != len(header):
+        raise ValueError(f"{at}: a column stands twice in the header")
+    return header

@@ -1,0 +1,145 @@
+"""A data set of the Hugging Face library `datasets`, as a device's own data."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .base import SPLITS, stated_split
+from .files import OUTSIDE, open_beneath
+
+#: Names that data sets give to the three splits.
+SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation", **{name: name for name in SPLITS}}
+
+
+class HuggingFaceSource:
+    """The samples of a data set that was saved with `save_to_disk`, or that `load_dataset` finds by path or name.
+
+    The images are the column of type `Image`; the labels are the column of type `ClassLabel`, else a column "label" or
+    "labels" of text or numbers. A column "group" holds the groups. In a data set with a test split, its splits are the
+    stated ones; otherwise the hash decides.
+
+    Parameters
+    ----------
+    text : str
+        A folder; or the name of a data set, which the library then takes from its cache or downloads
+        (`HF_HUB_OFFLINE=1` forbids that).
+
+    Raises
+    ------
+    ValueError
+        The data set cannot be loaded, or it has not exactly one column of images.
+    """
+
+    def __init__(self, text: str) -> None:
+        folder = Path(text).expanduser()
+        self._folder = os.path.realpath(folder) if folder.exists() else ""
+        parts = _load(text)
+        stated = "test" in {SPLIT_NAMES.get(name, "") for name in parts}
+        self._rows: list[tuple[str, Any, int]] = []
+        self._splits: dict[str, str] = {}
+        for name, part in parts.items():
+            self._image, self._label = _columns(part.features, text)
+            self._splits[name] = stated_split(SPLIT_NAMES.get(name, ""), text) if stated else ""
+            encoded = part.cast_column(self._image, type(part.features[self._image])(decode=False))
+            self._rows += [(name, encoded, i) for i in range(len(encoded))]
+        self._labels = [label for part in parts.values() for label in self._label_names(part)]
+        self._groups = [group for part in parts.values() for group in _groups(part)]
+        self.classes = tuple(sorted({one for one in self._labels if one is not None}))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def name(self, i: int) -> str:
+        """Return the split's name and the row."""
+        split, _, row = self._rows[i]
+        return f"{split}/{row}"
+
+    def image(self, i: int) -> Any:
+        """Return the image as Pillow reads it; `open` is what `own_data` uses."""
+        from PIL import Image
+
+        with self.open(i) as file:
+            return Image.open(file).copy()
+
+    def open(self, i: int) -> BinaryIO:
+        """Open the encoded image, from the table or from the file that it names."""
+        _, part, row = self._rows[i]
+        stored = part[row][self._image]
+        if stored is None:
+            raise ValueError("no image")
+        if stored.get("bytes") is not None:
+            return io.BytesIO(stored["bytes"])
+        path = os.path.realpath(stored["path"])
+        if self._folder and os.path.commonpath([self._folder, path]) != self._folder:
+            raise ValueError(OUTSIDE)
+        return open_beneath("/", tuple(path.split("/")[1:]))
+
+    def label(self, i: int) -> str | None:
+        """Return the class name."""
+        return self._labels[i]
+
+    def group(self, i: int) -> str:
+        """Return the group."""
+        return self._groups[i]
+
+    def split(self, i: int) -> str:
+        """Return the stated split."""
+        return self._splits[self._rows[i][0]]
+
+    def stamp(self, i: int) -> str:
+        """Return the library's fingerprint of the data."""
+        return str(self._rows[i][1]._fingerprint)
+
+    def _label_names(self, part: Any) -> list[str | None]:
+        """Return the class names of a part's rows."""
+        if not self._label:
+            return [None] * len(part)
+        names = getattr(part.features[self._label], "names", None)
+        values = part[self._label][:]
+        if names is None:
+            return [None if value is None else str(value) or None for value in values]
+        return [None if value is None or value < 0 else names[value] for value in values]
+
+
+def _load(text: str) -> dict[str, Any]:
+    """Return split → data set."""
+    try:
+        import datasets
+    except ImportError as error:  # flwr-datasets brings it
+        raise ValueError("Hugging Face data sets need the package datasets: pip install datasets") from error
+    path = Path(text).expanduser()
+    saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    try:
+        load = datasets.load_from_disk if saved else datasets.load_dataset
+        loaded = load(str(path) if path.exists() else text)
+    except Exception as error:  # the library has no common class of errors
+        raise ValueError(f"data = 'hf:{text}' cannot be loaded: {error}") from error
+    return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+
+
+def _columns(features: Any, text: str) -> tuple[str, str]:
+    """Return the names of the columns of images and of labels, the latter "" without labels."""
+    import datasets
+
+    images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    if len(images) != 1:
+        raise ValueError(f"data = 'hf:{text}': one column of type Image is needed; the columns are {dict(features)}")
+    labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    if len(labels) > 1 and "label" in labels:
+        labels = ["label"]
+    if len(labels) > 1:
+        raise ValueError(
+            f"data = 'hf:{text}': several columns of labels: {', '.join(labels)}; call one of them 'label'"
+        )
+    named = [name for name in ("label", "labels") if name in features]
+    return images[0], next(iter([*labels, *named]), "")
+
+
+def _groups(part: Any) -> list[str]:
+    """Return the groups of a part's rows."""
+    if "group" not in part.features:
+        return [""] * len(part)
+    return ["" if value is None else str(value) for value in part["group"][:]]

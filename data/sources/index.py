@@ -1,0 +1,79 @@
+"""The index file of a device's data: what the last scan found, and the content that was ever in the test split."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from models.arrays import write_atomically
+
+SCHEMA = 1
+
+
+@dataclass
+class Index:
+    """What a device remembers of its data between scans.
+
+    Parameters
+    ----------
+    path : Path or None
+        The file, written atomically; None remembers nothing.
+    key : dict
+        Source, preprocessing and limits as JSON values. Entries of another key are forgotten, `tested` is not.
+    entries : dict
+        Name → (stamp, identity) of every usable sample.
+    tested : set of str
+        Identities of all samples that were ever in the test split.
+    note : str
+        What is wrong with the file that was found; "" if nothing is.
+    """
+
+    path: Path | None
+    key: dict[str, Any]
+    entries: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    tested: set[str] = field(default_factory=set)
+    note: str = ""
+
+    @classmethod
+    def load(cls, path: Path | None, key: dict[str, Any]) -> Index:
+        """Read the file; without one, or with a damaged one (noted), the index is empty."""
+        if path is None or not path.exists():
+            return cls(path, key)
+        try:
+            return cls(path, key, *_parse(json.loads(path.read_text(encoding="utf-8")), key))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            lost = "the index of the data was damaged and is rebuilt; what was tested before is not known any more"
+            return cls(path, key, note=lost)
+
+    def identity(self, name: str, stamp: Any) -> str | None:
+        """Return the identity of a sample that has not changed since the last scan, else None."""
+        found = self.entries.get(name)
+        return found[1] if found is not None and stamp is not None and found[0] == stamp else None
+
+    def save(self, entries: dict[str, tuple[Any, str]], tested: set[str]) -> None:
+        """Replace the entries, add to what was tested, and write the file if anything changed.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+        """
+        everything = self.tested | tested
+        changed = entries != self.entries or everything != self.tested or self.note
+        self.entries, self.tested = entries, everything
+        if self.path is not None and (changed or not self.path.exists()):
+            content = {"schema": SCHEMA, "key": self.key, "entries": entries, "tested": sorted(everything)}
+            write_atomically(self.path, json.dumps(content).encode())
+
+
+def _parse(content: Any, key: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[str]]:
+    """Return entries and tested identities; an error of some type for another form than that of `save`."""
+    if content["schema"] != SCHEMA:
+        raise ValueError(f"schema {content['schema']}")
+    tested = content["tested"]
+    if not isinstance(tested, list) or not all(isinstance(one, str) for one in tested):
+        raise TypeError("tested")
+    entries = {name: (stamp, str(identity)) for name, (stamp, identity) in content["entries"].items()}
+    return entries if content["key"] == key else {}, set(tested)

@@ -1,0 +1,170 @@
+"""Scan of a source: every sample is read once, or known from the index; the others are named with the reason."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from models.preprocessing import Preprocessing, RawImage
+
+from .base import EncodedSource, Source, escaped, indices, skipped_of
+from .files import check_pixels, read_encoded
+from .index import Index
+
+#: Hexadecimal digits of an identity: 128 bits of SHA-256.
+DIGITS = 32
+AGAIN = "the data are scanned again at the start of a run"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A sample that can be used; `index` is its number in the source, `identity` the hash of its content."""
+
+    index: int
+    name: str
+    label: str | None
+    group: str
+    split: str
+    identity: str
+
+
+@dataclass(frozen=True)
+class Scanned:
+    """A source's usable samples in the order of their names, and name → reason of all others."""
+
+    samples: list[Sample]
+    skipped: dict[str, str]
+    labelled: bool
+
+    @property
+    def total(self) -> int:
+        """Number of samples, usable or not."""
+        return len(self.samples) + len(self.skipped)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads one sample of a source.
+
+    Parameters
+    ----------
+    source : Source
+    preprocessing : Preprocessing
+    max_pixels : int
+        Larger images are refused before they are decoded.
+    """
+
+    source: Source
+    preprocessing: Preprocessing
+    max_pixels: int
+
+    def read(self, index: int) -> tuple[str, NDArray[np.uint8]]:
+        """Return the identity and the pixels [C, S, S] of a sample.
+
+        The identity is a hash of the encoded file where the source has one, so that it does not depend on the version
+        of a decoder or on the preprocessing; otherwise it is a hash of the array.
+
+        Raises
+        ------
+        ValueError
+            The sample cannot be used, for whatever reason; the message is the reason.
+        """
+        try:
+            if isinstance(self.source, EncodedSource):
+                with self.source.open(index) as file:
+                    content = read_encoded(file, self.max_pixels)
+                identity = hashlib.sha256(content).hexdigest()[:DIGITS]
+                return identity, self._prepared(self.preprocessing.decode(content, self.max_pixels))
+            image = self._image(index)
+            return array_identity(np.asarray(image)), self._prepared(image)
+        except ValueError as error:
+            raise ValueError(escaped(str(error))) from error
+        except Exception as error:  # of a decoder
+            raise ValueError(escaped(f"{error or type(error).__name__}")) from error
+
+    def _image(self, index: int) -> RawImage:
+        """Return the image of a source that decodes by itself."""
+        try:
+            image = self.source.image(index)
+            width, height = image.size if isinstance(image, Image.Image) else np.shape(image)[1::-1]
+        except Exception as error:  # the source may be a class of the user's own
+            raise ValueError(f"not readable: {error or type(error).__name__}") from error
+        check_pixels(width, height, self.max_pixels)
+        return image
+
+    def _prepared(self, image: RawImage) -> NDArray[np.uint8]:
+        """Return the pixels [C, S, S] of an image."""
+        try:
+            return self.preprocessing.apply(image)
+        except ValueError as error:
+            raise ValueError(f"cannot be prepared: {error}") from error
+
+
+@dataclass(frozen=True)
+class VerifiedReader:
+    """Reads the pixels of the samples in use; one that has changed since the scan is an error that names it."""
+
+    reader: Reader
+    samples: Sequence[Sample]
+
+    def __call__(self, i: int) -> NDArray[np.uint8]:
+        """Return image i, uint8 [C, S, S].
+
+        Raises
+        ------
+        ValueError
+            It cannot be read any more, or its content is another one.
+        """
+        sample = self.samples[i]
+        try:
+            identity, pixels = self.reader.read(sample.index)
+        except ValueError as error:
+            raise ValueError(f"{sample.name} cannot be read any more: {error}; {AGAIN}") from error
+        if identity != sample.identity:
+            raise ValueError(f"{sample.name} has changed since the scan; {AGAIN}")
+        return pixels
+
+
+def array_identity(array: NDArray[Any]) -> str:
+    """Return a hash of an array's type, shape and values."""
+    head = f"{array.dtype.str} {array.shape} ".encode()
+    return hashlib.sha256(head + np.ascontiguousarray(array).tobytes()).hexdigest()[:DIGITS]
+
+
+def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, str]]]:
+    """Read every sample that the index does not know; return what was found, and the index's new entries."""
+    source = reader.source
+    order = list(indices(source))
+    labels = [source.label(i) or None for i in range(len(source))]
+    labelled = any(label is not None for label in labels)
+    stamp_of = getattr(source, "stamp", lambda i: None)
+    samples, skipped, entries = [], dict(skipped_of(source)), {}
+    for i in order:
+        name, stamp = source.name(i), stamp_of(i)
+        if labelled and labels[i] is None:
+            skipped[name] = "no label"
+            continue
+        identity = index.identity(name, stamp)
+        if identity is None:
+            try:
+                identity, _ = reader.read(i)
+            except ValueError as error:
+                skipped[name] = str(error)
+                continue
+        if stamp is not None:
+            entries[name] = (stamp, identity)
+        samples.append(Sample(i, name, labels[i], source.group(i), source.split(i), identity))
+    return Scanned(samples, dict(sorted(skipped.items())), labelled), entries
+
+
+def reasons(skipped: Mapping[str, str]) -> str:
+    """Return how many were skipped for which reason, without names and details: "2 empty file, 1 too large"."""
+    counts = Counter(reason.split(":")[0] for reason in skipped.values())
+    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())

@@ -1,0 +1,486 @@
+"""Sources of a device's data: layouts, formats, hostile files, npz, Hugging Face, DICOM, classes of one's own."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.sources import files, open_source
+from data.sources.base import escaped
+from data.sources.folder import read_table
+from data.sources.index import Index
+from data.sources.scan import Reader, scan
+from models.preprocessing import Preprocessing
+from tests.data.memory_source import Item, source
+
+PREPARED = Preprocessing(image_size=8, channels=1)
+
+
+def png(path: Path, value: Any = 0, size: tuple[int, int] = (8, 8), **options: Any) -> Path:
+    """Write an image of one value, or an array."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    array = value if isinstance(value, np.ndarray) else np.full(size[::-1], value, np.uint8)
+    Image.fromarray(array).save(path, **options)
+    return path
+
+
+def scanned(folder: Path, max_pixels: int = 10_000) -> tuple[dict[str, str | None], dict[str, str]]:
+    """Return name → label of the usable samples, and name → reason of the others."""
+    found, _ = scan(Reader(open_source(f"folder:{folder}"), PREPARED, max_pixels), Index(None, {}))
+    return {one.name: one.label for one in found.samples}, found.skipped
+
+
+# Layouts ------------------------------------------------------------------------------------------------------------
+
+
+def test_class_folders_at_any_depth(tmp_path: Path) -> None:
+    for i, name in enumerate(("covid/a.JPG", "covid/x/y/b.png", "normal/c.Bmp", "normal/d.tif", "normal/2024/e.webp")):
+        png(tmp_path / name, i)
+    (tmp_path / "empty").mkdir()
+    png(tmp_path / ".hidden/f.png")
+    png(tmp_path / "covid/._g.png")
+    (tmp_path / "covid/notes.txt").write_text("no image")
+    png(tmp_path / "loose.png")
+    made = open_source(f"folder:{tmp_path}")
+    assert made.classes == ("covid", "normal")
+    labels, skipped = scanned(tmp_path)
+    assert labels == {
+        "covid/a.JPG": "covid",
+        "covid/x/y/b.png": "covid",
+        "normal/2024/e.webp": "normal",
+        "normal/c.Bmp": "normal",
+        "normal/d.tif": "normal",
+    }
+    assert skipped == {"loose.png": "in no class folder"}
+    assert made.notes == ("not images by their names: 1 files",)  # type: ignore[attr-defined]
+
+
+def test_a_flat_folder_has_no_labels(tmp_path: Path) -> None:
+    png(tmp_path / "a.png")
+    made = open_source(f"folder:{tmp_path}")
+    assert (made.classes, made.label(0), made.group(0), made.split(0)) == ((), None, "", "")
+    assert scanned(tmp_path) == ({"a.png": None}, {})
+
+
+def test_a_table_names_labels_groups_and_splits(tmp_path: Path) -> None:
+    for name in ("x/1.png", "x/2", "3.png", "unlisted.png"):
+        png(tmp_path / name, format="png")
+    (tmp_path / "labels.csv").write_bytes(
+        b"\xef\xbb\xbfLabel,path,split,group,age\r\n"
+        b'"a, b",./x/1.png,Train,p1,3\r\n\r\n'
+        b"c,x/2,,p2,4\r\n,3.png,test,,5\r\n"
+        b"c,gone.png,,,\r\nc,../out.png,,,\r\nc,/etc/hostname,,,\r\nc,fifo,,,\r\nc,linked/1.png,,,\r\n"
+    )
+    for name in ("fifo", "unlisted fifo"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "linked").symlink_to(tmp_path / "x")
+    made = open_source(f"folder:{tmp_path}")
+    rows = [(made.name(i), made.label(i), made.group(i), made.split(i)) for i in range(len(made))]
+    assert rows == [("3.png", None, "", "test"), ("x/1.png", "a, b", "p1", "train"), ("x/2", "c", "p2", "")]
+    assert made.classes == ("a, b", "c")
+    outside = "leads out of the folder"
+    _, skipped = scanned(tmp_path)
+    assert skipped == {
+        "../out.png": outside,
+        "/etc/hostname": outside,
+        "3.png": "no label",
+        "fifo": "not a regular file: FIFO",
+        "gone.png": "does not exist",
+        "linked/1.png": "symbolic link: folders are not followed",
+    }
+    assert made.notes == (  # type: ignore[attr-defined]
+        "labels.csv: columns not used: age",
+        "not in labels.csv: 1 image files",
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "line 1: a header is required"),
+        (b"a.png,covid\n", "line 1: a header with a column path is required"),
+        (b"path,label,path\n", "line 1: a column stands twice"),
+        (b"path,label\na.png,x\nb.png\n", "line 3: 1 cells; the header has 2"),
+        (b"path,label\na.png,x\n,x\n", "line 3: the path is empty"),
+        (b"path\na.png\n./a.png\n", "line 3: a.png stands twice"),
+        (b"path,split\na.png,training\n", "line 2: split 'training'; allowed are train, validation, test"),
+        (b"path\na.png\n\xff.png\n", "line 3: not UTF-8"),
+        (b'path\n"a.png\n', "line 2: unexpected end of data"),
+    ],
+)
+def test_a_bad_table_names_the_line(content: bytes, message: str) -> None:
+    with pytest.raises(ValueError, match=f"labels.csv, {message}"):
+        read_table(content, "labels.csv")
+
+
+def test_the_order_of_the_listing_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(30):
+        png(tmp_path / f"{'ab'[i % 2]}/{i % 3}/{i}.png", i)
+    (tmp_path / "a/fifo.png").write_bytes(b"")
+    real, results = os.scandir, []
+
+    class Shuffled:
+        def __init__(self, where: Any) -> None:
+            with real(where) as listing:
+                self.entries = [Kept(one) for one in listing]
+            random.Random(len(results)).shuffle(self.entries)
+
+        def __enter__(self) -> Any:
+            return iter(self.entries)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Kept:
+        def __init__(self, entry: os.DirEntry[str]) -> None:
+            self.name, self._stat = entry.name, entry.stat(follow_symlinks=False)
+
+        def stat(self, follow_symlinks: bool) -> os.stat_result:
+            return self._stat
+
+    monkeypatch.setattr(os, "scandir", Shuffled)
+    for _ in range(5):
+        made = open_source(f"folder:{tmp_path}")
+        results.append(([(made.name(i), made.label(i)) for i in range(len(made))], made.skipped))  # type: ignore[attr-defined]
+    assert len(results[0][0]) == 31
+    assert all(one == results[0] for one in results)
+
+
+# Formats ------------------------------------------------------------------------------------------------------------
+
+
+def test_16_bits_keep_their_values(tmp_path: Path) -> None:
+    deep = np.arange(0, 65536, 1024, dtype=np.uint16).reshape(8, 8)
+    png(tmp_path / "a.png", deep)
+    png(tmp_path / "b.tif", deep)
+    made = open_source(f"folder:{tmp_path}")
+    for i in range(2):
+        np.testing.assert_array_equal(np.asarray(made.image(i)), deep)
+        _, pixels = Reader(made, PREPARED, 100).read(i)
+        np.testing.assert_array_equal(pixels[0], np.rint(deep / 65535 * 255))
+
+
+def test_palette_alpha_and_rotation(tmp_path: Path) -> None:
+    half = np.zeros((8, 8, 4), np.uint8)
+    half[:, :4] = (255, 0, 0, 255)  # the right half is transparent: white
+    png(tmp_path / "alpha.png", half)
+    Image.fromarray(half[:, :, :3]).quantize(4).save(tmp_path / "palette.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees: the left becomes the top
+    png(tmp_path / "turned.png", half[:, :, :3], exif=exif)
+    reader = Reader(open_source(f"folder:{tmp_path}"), Preprocessing(image_size=8), 100)
+    alpha, palette, turned = (reader.read(i)[1] for i in range(3))
+    assert alpha[:, 0, 0].tolist() == [255, 0, 0]
+    assert alpha[:, 0, 7].tolist() == [255, 255, 255]
+    assert (palette[:, 0, 0].tolist(), palette[:, 0, 7].tolist()) == ([255, 0, 0], [0, 0, 0])
+    assert (turned[:, 0, 7].tolist(), turned[:, 7, 0].tolist()) == ([255, 0, 0], [0, 0, 0])
+
+
+def dicom(path: Path, raw: np.ndarray, **values: Any) -> None:
+    """Write a small grayscale DICOM file."""
+    pydicom = pytest.importorskip("pydicom")
+    from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
+
+    meta = pydicom.dataset.FileMetaDataset()
+    meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = SecondaryCaptureImageStorage, generate_uid()
+    meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    file = pydicom.dataset.FileDataset(str(path), {}, file_meta=meta, preamble=b"\0" * 128)
+    file.Rows, file.Columns = raw.shape
+    file.SamplesPerPixel, file.BitsAllocated, file.BitsStored, file.HighBit = 1, 16, 12, 11
+    file.PixelRepresentation, file.PhotometricInterpretation = 0, values.pop("photometric", "MONOCHROME2")
+    for name, value in values.items():
+        setattr(file, name, value)
+    file.PixelData = raw.astype(np.uint16).tobytes()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file.save_as(path, enforce_file_format=True)
+
+
+def test_dicom_files_use_their_window_or_that_of_the_run(tmp_path: Path) -> None:
+    raw = np.arange(0, 4096, 64).reshape(8, 8)
+    dicom(tmp_path / "a.dcm", raw)
+    dicom(tmp_path / "b.dcm", raw, photometric="MONOCHROME1")
+    window = {"WindowCenter": 40, "WindowWidth": 400, "RescaleSlope": 1, "RescaleIntercept": -1024}
+    dicom(tmp_path / "c.dcm", raw, **window)
+    made = open_source(f"folder:{tmp_path}")
+    plain, inverted, windowed = (Reader(made, PREPARED, 64).read(i)[1][0] for i in range(3))
+    np.testing.assert_array_equal(plain, np.rint(raw / 4095 * 255))
+    np.testing.assert_allclose(inverted.astype(int), 255 - plain.astype(int), atol=1)
+    shown = np.clip((raw - 1024 - 39.5) / 399 + 0.5, 0, 1)  # DICOM PS3.3, C.11.2.1.2.1
+    np.testing.assert_array_equal(windowed, np.rint(shown * 255))
+    stated = Reader(made, Preprocessing(image_size=8, channels=1, window=(-1000, 1000)), 64).read(2)[1][0]
+    np.testing.assert_array_equal(stated, np.rint(np.clip((raw - 1024 + 1000) / 2000, 0, 1) * 255))
+    with pytest.raises(ValueError, match="too large: 8 x 8 pixels"):
+        Reader(made, PREPARED, 63).read(0)
+
+
+def test_dicom_files_without_pydicom_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dicom(tmp_path / "a.dcm", np.zeros((8, 8)))
+    monkeypatch.setitem(__import__("sys").modules, "pydicom", None)
+    assert "fedtta[dicom]" in scanned(tmp_path)[1]["a.dcm"]
+
+
+# Hostile files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of everything that is opened with `os.open`."""
+    found: list[str] = []
+    real = os.open
+
+    def recorded(path: Any, *arguments: Any, **options: Any) -> int:
+        found.append(os.fspath(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", recorded)
+    return found
+
+
+def test_hostile_files_are_named_and_nothing_else_is_read(tmp_path: Path, opened: list[str]) -> None:
+    folder, outside = tmp_path / "site", tmp_path / "outside"
+    png(outside / "secret.png", 7)
+    png(folder / "a/good.png", 1)
+    png(folder / "b/line\nbreak.png", 2)
+    png(folder / "b/large.png", size=(16_000, 16_000), compress_level=1)
+    (folder / "a/zero.png").touch()
+    (folder / "a/text.png").write_text("not an image")
+    (folder / "a/script.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n")
+    png(folder / "a/cut.jpg", np.random.default_rng(0).integers(0, 255, (64, 64, 3)).astype(np.uint8))
+    content = (folder / "a/cut.jpg").read_bytes()
+    (folder / "a/cut.jpg").write_bytes(content[: len(content) // 2])
+    os.mkfifo(folder / "a/pipe.png")
+    (folder / "a/out.png").symlink_to(outside / "secret.png")
+    (folder / "a/gone.png").symlink_to(folder / "nothing.png")
+    (folder / "a/loop.png").symlink_to(folder / "a/loop.png")
+    (folder / "a/device.png").symlink_to("/dev/zero")
+    (folder / "a/inside.png").symlink_to("../b/line\nbreak.png")
+    (folder / "all").symlink_to(outside, target_is_directory=True)
+    (folder / "again").symlink_to(folder / "a", target_is_directory=True)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(folder / "a/s"))
+        labels, skipped = scanned(folder, 100_000_000)
+    assert labels == {"a/good.png": "a", r"b/line\nbreak.png": "b", "a/inside.png": "a"}
+    link = "symbolic link: "
+    assert skipped.pop("a/cut.jpg").startswith("damaged, or of another format: ")
+    assert skipped.pop("b/large.png").startswith("too large: Image size (256000000 pixels)")
+    assert skipped == {
+        "a/device.png": link + "leads out of the folder",
+        "a/gone.png": link + "does not exist",
+        "a/loop.png": "not a regular file: symbolic link",
+        "a/out.png": link + "leads out of the folder",
+        "a/pipe.png": "not a regular file: FIFO",
+        "a/s": "not a regular file: socket",
+        "a/script.jpg": "damaged, or of another format",
+        "a/text.png": "damaged, or of another format",
+        "a/zero.png": "empty file",
+        "again": link + "folders are not followed",
+        "all": link + "leads out of the folder",
+    }
+    assert not {"pipe.png", "secret.png", "out.png", "/dev/zero", "all", "outside"} & set(opened)
+
+
+def test_large_images_are_refused_by_their_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    png(tmp_path / "a.png", size=(101, 100))
+    png(tmp_path / "b.png", size=(100, 100))
+
+    def decode(*_: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Preprocessing, "decode", decode)
+    labels, skipped = scanned(tmp_path)
+    assert labels == {}
+    assert skipped["a.png"].startswith("too large: 101 x 100 pixels")
+    assert skipped["b.png"] == "decoded"  # which shows that decoding would have been seen
+    monkeypatch.setattr(files, "MAX_BYTES", 10)
+    assert scanned(tmp_path)[1]["b.png"].startswith("too large: 0 MB")
+
+
+def test_what_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    png(tmp_path / "a/secret.png")
+    png(tmp_path / "closed/b.png")
+    real = os.open
+
+    def denied(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
+        if path in ("secret.png", "closed"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, flags, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", denied)  # the tests may run as root, whom no permission stops
+    assert scanned(tmp_path)[1] == {
+        "a/secret.png": "not readable: Permission denied",
+        "closed/": "not readable: Permission denied",
+    }
+
+
+def test_a_file_exchanged_after_the_scan_leads_nowhere(tmp_path: Path, opened: list[str]) -> None:
+    folder = tmp_path / "site"
+    png(tmp_path / "outside/a.png", 7)
+    png(folder / "x/a.png", 1)
+    png(folder / "y/b.png", 2)
+    png(folder / "z/c.png", 3)
+    made = open_source(f"folder:{folder}")
+    (folder / "x/a.png").unlink()
+    (folder / "x").rmdir()
+    (folder / "x").symlink_to(tmp_path / "outside")
+    (folder / "y/b.png").unlink()
+    os.mkfifo(folder / "y/b.png")
+    (folder / "z/c.png").unlink()
+    (folder / "z/c.png").symlink_to(tmp_path / "outside/a.png")
+    for i, reason in enumerate(("does not exist|not readable", "not a regular file: FIFO", "regular file: symbolic")):
+        with pytest.raises(ValueError, match=reason):
+            made.image(i)
+    assert "a.png" not in opened
+
+
+def test_a_table_may_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("path\na.png\n")
+    png(tmp_path / "site/a.png")
+    (tmp_path / "site/labels.csv").symlink_to(tmp_path / "labels.csv")
+    with pytest.raises(ValueError, match="labels\\.csv: symbolic link: leads out of the folder"):
+        open_source(f"folder:{tmp_path / 'site'}")
+
+
+def test_names_are_escaped_and_stay_different() -> None:
+    names = ["a b.png", "ä.png", "a\nb", "a\\nb", "a\x1b[2J", os.fsdecode(b"\xff.png"), "a\u202eb"]
+    shown = [escaped(name) for name in names]
+    assert shown == ["a b.png", "ä.png", r"a\nb", r"a\\nb", r"a\x1b[2J", r"\udcff.png", r"a\u202eb"]
+
+
+# Other sources ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["hw", "hwc", "chw", "hw1"])
+def test_npz(tmp_path: Path, layout: str) -> None:
+    x = np.random.default_rng(0).integers(0, 65536, (4, 6, 5, 3)).astype(np.uint16)
+    stored = {"hw": x[..., 0], "hwc": x, "chw": x.transpose(0, 3, 1, 2), "hw1": x[..., :1]}[layout]
+    more = {"y": np.array([0, 2, 0, 2]), "classes": np.array(["a", "b", "c"]), "group": np.array(list("ppqq"))}
+    np.savez(tmp_path / "data.npz", x=stored, split=np.array(["train", "", "test", ""]), **more)
+    made = open_source(f"npz:{tmp_path / 'data.npz'}")
+    np.testing.assert_array_equal(made.image(2), x[2] if "wc" in layout or "ch" in layout else x[2, ..., 0])
+    assert made.image(2).dtype == np.uint16
+    assert made.classes == ("a", "c")
+    rows = [(made.name(i), made.label(i), made.group(i), made.split(i)) for i in range(4)]
+    assert rows == [("0", "a", "p", "train"), ("1", "c", "p", ""), ("2", "a", "q", "test"), ("3", "c", "q", "")]
+
+
+def test_npz_without_labels_and_bad_ones(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    x = np.zeros((2, 4, 4), np.uint8)
+    np.savez(path, x=x)
+    made = open_source(f"npz:{path}")
+    assert (made.classes, made.label(0)) == ((), None)
+    np.savez(path, x=x, y=np.array(["b", ""]))
+    assert [open_source(f"npz:{path}").label(i) for i in range(2)] == ["b", None]
+    for arrays, message in (
+        ({"y": np.zeros(3)}, "2 images but y of shape"),
+        ({"y": np.array([0.5, 1])}, "whole numbers"),
+        ({"y": np.array([0, 3]), "classes": np.array(["a"])}, "label 3, but there are 1 class names"),
+        ({"split": np.array(["train", "tset"])}, "image 1: split 'tset'"),
+        ({"x": np.zeros((2, 4, 4, 2))}, "x must be"),
+    ):
+        np.savez(path, **{"x": x, **arrays})
+        with pytest.raises(ValueError, match=message):
+            open_source(f"npz:{path}")
+    os.mkfifo(tmp_path / "fifo.npz")
+    with pytest.raises(ValueError, match="there is no file"):
+        open_source(f"npz:{tmp_path / 'fifo.npz'}")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the library keep its copies in a folder of the test."""
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+
+
+def encoded(value: int) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((8, 8), value, np.uint8)).save(buffer, "png")
+    return {"bytes": buffer.getvalue(), "path": None}
+
+
+def hugging_face(values: list[int], **columns: Any) -> Any:
+    datasets = pytest.importorskip("datasets")
+    features = {"picture": datasets.Image()}
+    for name, column in columns.items():
+        named = name == "kind"
+        features[name] = datasets.ClassLabel(names=["cat", "dog"]) if named else datasets.Value("string")
+        assert len(column) == len(values)
+    rows = {"picture": [encoded(value) for value in values], **columns}
+    return datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+
+
+def test_hugging_face_from_disk(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    hugging_face([1, 2, 3], kind=[0, 1, -1], group=["p", "q", None]).save_to_disk(tmp_path / "one")
+    made = open_source(f"hf:{tmp_path / 'one'}")
+    assert (len(made), made.classes, made.name(1)) == (3, ("cat", "dog"), "train/1")
+    rows = [(made.label(i), made.group(i), made.split(i)) for i in range(3)]
+    assert rows == [("cat", "p", ""), ("dog", "q", ""), (None, "", "")]
+    assert np.asarray(made.image(1)).tolist() == [[2] * 8] * 8
+    assert (Reader(made, PREPARED, 100).read(2)[1] == 3).all()
+
+    parts = {"train": hugging_face([1, 2]), "val": hugging_face([3]), "test": hugging_face([4])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "three")
+    made = open_source(f"hf:{tmp_path / 'three'}")
+    assert [made.split(i) for i in range(4)] == ["train", "train", "validation", "test"]
+    assert (made.classes, made.label(0)) == ((), None)
+
+
+@pytest.mark.usefixtures("cache")
+def test_hugging_face_by_path(tmp_path: Path) -> None:
+    hugging_face([5, 6], label=["x", "y"]).to_parquet(tmp_path / "files" / "a.parquet")
+    made = open_source(f"hf:{tmp_path / 'files'}")
+    assert [made.label(i) for i in range(2)] == ["x", "y"]
+    assert (Reader(made, PREPARED, 100).read(1)[1] == 6).all()
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_hugging_face_data_set_may_not_lead_out_of_its_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    outside = png(tmp_path / "secret.png")
+    features = datasets.Features({"image": datasets.Image(decode=False)})
+    rows = {"image": [{"bytes": None, "path": str(outside)}]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "files" / "a.parquet")
+    with pytest.raises(ValueError, match="leads out of the folder"):
+        Reader(open_source(f"hf:{tmp_path / 'files'}"), PREPARED, 100).read(0)
+
+
+def test_hugging_face_without_an_image_column(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "one")
+    with pytest.raises(ValueError, match="one column of type Image is needed"):
+        open_source(f"hf:{tmp_path / 'one'}")
+
+
+def test_a_class_of_ones_own() -> None:
+    made = open_source(source([Item("x", 5, "a", "p", "test")]))
+    assert (made.name(0), made.label(0), made.group(0), made.split(0)) == ("x", "a", "p", "test")
+    assert (Reader(made, PREPARED, 1).read(0)[1] == round(5 / 65535 * 255)).all()
+    with pytest.raises(ValueError, match="too large"):
+        Reader(made, PREPARED, 0).read(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tests.data.memory_source:Incomplete", r"lacks image\(\), label\(\), group\(\), split\(\)"),
+        ("tests.data.memory_source:Nothing", "cannot be imported"),
+        ("tests.data.no_module:Nothing", "cannot be imported"),
+        ("folder:/no/such/folder", "there is no folder"),
+        ("npz:/no/such/file", "there is no file"),
+        ("folder:", "allowed are folder:PATH"),
+        ("/data/site", "allowed are folder:PATH"),
+    ],
+)
+def test_sources_that_cannot_be_opened(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_source(text)

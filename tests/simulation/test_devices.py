@@ -1,0 +1,154 @@
+"""Simulations of devices with data of their own: every file is a client, with the bits of boxes that have the data."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from client.agent.config import AgentConfig
+from client.names import parse_class_map
+from client.node import Node, perform
+from client.own import _of_run
+from client.sites import simulated_nodes
+from client.state import MemoryState
+from messages.arrays import Arrays
+from messages.flower import allow_messages
+from messages.transport import Addressed, Answer, answer_of
+from models import load_arrays
+from server.app import serve
+from server.report import METRICS_FILE, read_results
+from settings import Settings, SettingsError
+from simulation import simulate
+from simulation.engine import with_devices
+from tests.client.folders import OWN, device_file, folder, sites
+
+RUN = OWN.replace(rounds=1, stacked_clients=1)
+
+
+class Boxes:
+    """Devices with state of their own, which answer in any order."""
+
+    def __init__(self, files: Sequence[Path], state: Path) -> None:
+        configs = [AgentConfig.from_toml(path) for path in files]
+        self.by_node = {
+            100 - number: Node(
+                one.name, MemoryState(), one.data, one.role or None, {"state-dir": str(state / one.name)},
+                class_map=parse_class_map(one.class_map),
+            )
+            for number, one in enumerate(configs)
+        }  # fmt: skip
+
+    def nodes(self) -> list[int]:
+        return list(self.by_node)
+
+    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
+        for one in random.Random(1).sample(requests, len(requests)):
+            _of_run.cache_clear()  # every request is answered by a process of its own
+            yield answer_of(one, perform(one.request, self.by_node[one.node]).to_record())
+
+
+def found(results: Path) -> tuple[dict[str, Arrays], list[tuple[object, ...]]]:
+    """All models and statistics of a run, and the counts of its evaluations."""
+    arrays = {path.name: load_arrays(path)[0] for path in results.glob("*.safetensors")}
+    evaluations = read_results(results / METRICS_FILE).evaluations
+    return arrays, [(one.method, one.shift, one.partition, one.correct, one.total) for one in evaluations]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    (arrays, counts), (expected, same) = found(one), found(other)
+    assert counts == same
+    assert len(counts) > 0
+    assert arrays.keys() == expected.keys()
+    for name, values in arrays.items():
+        for key, value in values.items():
+            assert np.array_equal(value, expected[name][key]), (name, key)
+
+
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A folder with three sites, one of them without labels, and the results of their deployment."""
+    path = tmp_path_factory.mktemp("sites")
+    files = sites(path)
+    allow_messages()
+    settings = RUN.replace(results=str(path / "results"), run_name="deployed")
+    serve(Boxes(files, path / "boxes"), settings, path / "deployed")
+    return path, path / "deployed"
+
+
+@pytest.mark.parametrize("engine", ["vectorised", "ray", "flower"])
+def test_every_engine_has_the_bits_of_the_boxes(boxes: tuple[Path, Path], tmp_path: Path, engine: str) -> None:
+    path, deployed = boxes
+    settings = RUN.replace(devices=str(path / "*.toml"), engine=engine, results=str(tmp_path), clients=1)
+    results = simulate(settings)
+    assert_same(results, deployed)
+    lines = map(json.loads, (results / METRICS_FILE).read_text(encoding="utf-8").splitlines())
+    (clients,) = [line for line in lines if line["event"] == "clients"]
+    assert clients["names"] == ["site-a", "site-b", "site-c"]
+    assert clients["roles"] == ["both", "both", "target"]
+
+
+def test_the_folder_of_the_files_and_the_place_of_the_run_do_not_matter(
+    boxes: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, deployed = boxes
+    for part in ("a", "b", "c"):
+        shutil.copytree(path / part, tmp_path / "moved" / part)
+    for file in path.glob("*.toml"):
+        shutil.copy(file, tmp_path / "moved" / f"renamed-{file.name[::-1][5:]}.toml")
+    monkeypatch.chdir(tmp_path)
+    settings = RUN.replace(devices="moved/*.toml", engine="vectorised", results=str(tmp_path / "results"))
+    assert_same(simulate(settings), deployed)
+
+
+def test_clients_are_the_files_in_the_order_of_their_names(tmp_path: Path) -> None:
+    for number, name in enumerate(["10", "b", "9", "a"]):
+        device_file(tmp_path, name, f"folder-{number}", role="source", class_map="x=y")
+    settings = with_devices(OWN.replace(devices=str(tmp_path / "*.toml"), image_cache_mb=100))
+    assert settings.clients == 4
+    nodes = simulated_nodes(settings)
+    assert [node.name for node in nodes] == ["9", "10", "a", "b"]
+    assert nodes[0].source == f"folder:{tmp_path / 'folder-2'}"
+    assert (nodes[0].role, nodes[0].class_map) == ("source", {"x": "y"})
+    assert [node.settings["image-cache-mb"] for node in nodes] == [25] * 4
+    assert len({id(node.state) for node in nodes}) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('name = "a"\nstate-dir = "s"\n', "data: must be set"),
+        ('data = "folder:x"\nstate-dir = "s"\n', "name: must be set"),
+        ('name = "a"\ndata = "folder:x"\nadaptor = "x"\n', "unknown key 'adaptor'"),
+        ('name = "a/b"\ndata = "folder:x"\n', "name = 'a/b'"),
+        ('name = "same"\ndata = "folder:x"\n', "another device has it"),
+    ],
+)
+def test_a_file_that_is_no_device_is_named(tmp_path: Path, content: str, told: str) -> None:
+    device_file(tmp_path, "same", "x")
+    (tmp_path / "wrong.toml").write_text(content)
+    with pytest.raises(SettingsError, match=told) as caught:
+        with_devices(OWN.replace(devices=str(tmp_path / "*.toml")))
+    assert "wrong.toml" in str(caught.value)
+
+
+def test_devices_that_do_not_exist_or_whose_data_do_not_fit_are_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no such file"):
+        simulate(OWN.replace(devices=str(tmp_path / "*.toml")))
+    device_file(tmp_path, "site-a", "a")
+    folder(tmp_path / "a", {"blue": 10, "purple": 10})
+    settings = OWN.replace(devices=str(tmp_path / "*.toml"), results=str(tmp_path / "results"))
+    with pytest.raises(SettingsError, match=r"device site-a: .*purple"):
+        simulate(settings)
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_divided_data_set_is_left_as_it_is() -> None:
+    settings = Settings(clients=2)
+    assert with_devices(settings) is settings
+    assert [node.name for node in simulated_nodes(settings)] == ["0", "1"]
