@@ -162,6 +162,13 @@ def test_a_model_file_is_served_without_a_federation(tmp_path: Path) -> None:
     three.close()
 
 
+@pytest.mark.parametrize("adapter", ["bn_adapt", "tent", "cotta", "rotta", "roid", "bbn", "eata", "shot", "memo"])
+def test_every_adapter_that_needs_no_training_serves_a_file(tmp_path: Path, adapter: str) -> None:
+    agent = Agent(config(tmp_path, adapter=adapter, model=str(model_file(tmp_path / "m.safetensors"))))
+    assert np.isfinite(agent.predict(agent.check(Encoded((encoded("PNG"),) * 8))).probabilities).all()
+    agent.close()
+
+
 @pytest.mark.parametrize(
     ("adapter", "base", "reason"),
     [
