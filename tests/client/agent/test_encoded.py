@@ -42,9 +42,9 @@ def image(width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(rng.integers(0, 255, (height, width, 3), np.uint8))
 
 
-def encoded(kind: str, picture: Image.Image | None = None) -> bytes:
+def encoded(kind: str, drawn: Image.Image | None = None) -> bytes:
     file = io.BytesIO()
-    (picture or image()).save(file, kind)
+    (drawn or image()).save(file, kind)
     return file.getvalue()
 
 
