@@ -104,7 +104,7 @@ def check(candidate: Served, served: Served | None, samples: Samples, limits: Ac
     """
     if name := not_finite(candidate):
         return Check(f"{name}: not finite")
-    pixels = samples.pixels if len(samples.pixels) else np.full((1, *candidate.shape), 128, np.uint8)
+    pixels = samples.pixels if len(samples.pixels) else _noise(candidate.shape)
     new = probabilities(candidate, pixels)
     if not (np.isfinite(new).all() and np.isfinite(_adapted(candidate, pixels)).all()):
         return Check("its output is not finite")
@@ -127,6 +127,11 @@ def check(candidate: Served, served: Served | None, samples: Samples, limits: Ac
             else _unlike(new.shape[1], limits, figures)
         )
     return Check(next(filter(None, reasons), ""), figures)
+
+
+def _noise(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Return images of noise, for a look at outputs where a device has no samples."""
+    return np.random.default_rng(0).integers(0, 256, (BATCH, *shape), np.uint8)
 
 
 def not_finite(served: Served) -> str:

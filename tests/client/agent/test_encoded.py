@@ -42,9 +42,9 @@ def image(width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(rng.integers(0, 255, (height, width, 3), np.uint8))
 
 
-def encoded(kind: str, picture: Image.Image | None = None) -> bytes:
+def encoded(kind: str, drawn: Image.Image | None = None) -> bytes:
     file = io.BytesIO()
-    (picture or image()).save(file, kind)
+    (drawn or image()).save(file, kind)
     return file.getvalue()
 
 
@@ -160,6 +160,13 @@ def test_a_model_file_is_served_without_a_federation(tmp_path: Path) -> None:
     three = Agent(config(tmp_path, adapter="t3a", model=str(path)))
     assert three.status().version == first  # a rollback holds
     three.close()
+
+
+@pytest.mark.parametrize("adapter", ["bn_adapt", "tent", "cotta", "rotta", "roid", "bbn", "eata", "shot", "memo"])
+def test_every_adapter_that_needs_no_training_serves_a_file(tmp_path: Path, adapter: str) -> None:
+    agent = Agent(config(tmp_path, adapter=adapter, model=str(model_file(tmp_path / "m.safetensors"))))
+    assert np.isfinite(agent.predict(agent.check(Encoded((encoded("PNG"),) * 8))).probabilities).all()
+    agent.close()
 
 
 @pytest.mark.parametrize(
