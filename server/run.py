@@ -220,9 +220,9 @@ def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
     SettingsError
         The images' preprocessing is not possible.
     """
-    keys = ("image_size", "resize", "interpolation", "crop_fraction", "window")
+    chosen = {key.replace("-", "_"): value for key, value in settings.select("preprocessing").items()}
     try:
-        preprocessing = Preprocessing(channels=info.channels, **{key: getattr(settings, key) for key in keys})
+        preprocessing = Preprocessing.from_dict({**chosen, "channels": info.channels})
     except ValueError as error:
         raise SettingsError(str(error)) from error
     return {
