@@ -156,7 +156,7 @@ class Device:
         shifts, note = self._shifts()
         if "unseen_domain" in shifts and not len(federation.unseen):
             raise ValueError("shifts: unseen_domain is a test distribution with unseen-domain only")
-        if " without " in images.name:  # some of its domains are not at hand
+        if federation.divided and " without " in images.name:  # some of its domains are not at hand
             note = "; ".join(filter(None, (note, f"images: {images.name}")))
         channels = images.shape[0]
         mean, std = normalization_of(settings, channels)
