@@ -118,6 +118,11 @@ def streams_of(settings: Settings, federation: Federation) -> CorruptionStream |
     """
     if not federation.divided:
         return OwnStream(federation, settings.stream_batch, settings.stream_order == "sorted")
+    return divided_streams(settings, federation)
+
+
+def divided_streams(settings: Settings, federation: Federation) -> CorruptionStream:
+    """Return the streams of all clients over a divided data set's images; raises as `data.corruption_streams`."""
     return _streams(federation, tuple(settings.select("streams").items()))
 
 

@@ -156,7 +156,7 @@ class Device:
         shifts, note = self._shifts()
         if "unseen_domain" in shifts and not len(federation.unseen):
             raise ValueError("shifts: unseen_domain is a test distribution with unseen-domain only")
-        if " without " in images.name:  # some of its domains are not at hand
+        if federation.divided and " without " in images.name:  # some of its domains are not at hand
             note = "; ".join(filter(None, (note, f"images: {images.name}")))
         channels = images.shape[0]
         mean, std = normalization_of(settings, channels)
@@ -177,7 +177,7 @@ class Device:
             corruptions=list(self._corruptions) if collaborates else [],
             stream_rounds=streams_of(settings, federation).rounds if collaborates else 0,
             saved={key: sorted(tags[key]) for key in sorted(tags) if key != PINNED},
-            **self._data_facts(),
+            **(self.own.facts if self.own else {}),
         )
 
     def _shifts(self) -> tuple[tuple[str, ...], str | None]:
@@ -185,20 +185,6 @@ class Device:
         if not self.federation.images.labelled:
             return (), None
         return resolve(self.settings.shifts, self.natural is not None, alone=not self.federation.divided)
-
-    def _data_facts(self) -> dict[str, Any]:
-        """Return the fields of an identity that describe a device's own data."""
-        if self.own is None:
-            return {}
-        data = self.own.data
-        return {
-            "own_data": True,
-            "labelled": data.labelled,
-            "samples": data.samples,
-            "skipped": len(data.skipped),
-            "classes_present": data.classes_present,
-            "notes": list(self.own.notes),
-        }
 
     @property
     def _corruptions(self) -> tuple[str, ...]:

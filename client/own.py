@@ -45,6 +45,18 @@ class Own:
     federation: Federation
     notes: tuple[str, ...]
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of `messages.replies.Identity` that describe a device's own data."""
+        return {
+            "own_data": True,
+            "labelled": self.data.labelled,
+            "samples": self.data.samples,
+            "skipped": len(self.data.skipped),
+            "classes_present": self.data.classes_present,
+            "notes": list(self.notes),
+        }
+
 
 @lru_cache(maxsize=8)
 def settings_alone(settings: Settings) -> Settings:

@@ -25,7 +25,12 @@ from simulation.superlink import FlowerError, Scalar, run_config
 
 DEFAULTS: dict[str, Any] = {"rounds": 3, "local-epochs": 2}  # other than a simulation's; --set overrides them
 SHOWN = 8  # predictions of each agent at the end
-OURS = {"clients": "--nodes", "workers": "nothing: every client has its own process", "state-dir": "--folder"}
+OURS = {
+    "clients": "--nodes",
+    "workers": "nothing: every client has its own process",
+    "state-dir": "--folder",
+    "devices": "nothing: it is for simulations, and the nodes here divide the run's data set",
+}
 
 
 @dataclass(frozen=True)

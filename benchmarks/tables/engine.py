@@ -34,7 +34,7 @@ from benchmarks.tables.results import (
     row_content,
 )
 from benchmarks.tables.runs import evaluated
-from client.adaptation import streams_of
+from client.adaptation import divided_streams
 from server.methods import Training, plan
 from settings import Settings, SettingsError
 
@@ -166,7 +166,7 @@ def fill(job: Job, out: Path, folder: Path, every: int, console: Console) -> Ite
         results = evaluated(own, folder / "trainings", cell_folder / name, of=own if every else None)
         add_run(content, results, job.cell, own, training.name, start)
         if settings.collaborations:
-            content["rows"][CONSTANT] = constant_row(streams_of(settings, load_federation(settings)).counts)
+            content["rows"][CONSTANT] = constant_row(divided_streams(settings, load_federation(settings)).counts)
         write_json(job.path, content)
         yield name
     if every:

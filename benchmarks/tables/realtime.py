@@ -119,7 +119,7 @@ def measure_cell(settings: Settings, realtime: Realtime, console: Console) -> di
     try:
         clients, notes = prepare(settings, federation, load_model(settings.init)[0], rows, console)
         adapters = {label: served.build() for label, served in clients[0].served.items()}
-        x = clients[0].streams[0].x
+        x = clients[0].streams[0].x[:]
         costs = measure_costs(adapters, x, settings, realtime.queue, realtime.repeats, console)
         interval = costs[reference].per_single_sample
         scores = play(clients, costs, interval, realtime, settings.eval_batch_size, console)

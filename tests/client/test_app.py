@@ -18,6 +18,7 @@ from messages.flower import CONTENT
 from messages.replies import Evaluated, Summarized, Trained
 from messages.requests import AdapterRow, Evaluate, Identify, Request, Summarize, Train, TrainingTask
 from settings import Settings, SettingsError
+from tests.client.folders import OWN, folder
 from tests.client.through_app import SETTINGS, about, ask, bits, initial, node
 from tests.flower import request as message_of
 
@@ -49,6 +50,13 @@ def test_identify_says_the_name_and_what_kind_of_data() -> None:
     assert identity.saved == {}
     assert identity.role == "both"
     assert ask(node(2, role="target"), Identify(**about())).role == "target"
+
+
+def test_a_node_config_may_name_data_of_its_own(tmp_path: Path) -> None:
+    folder(tmp_path / "images", {"blue": 12, "rouge": 12})
+    config = {"name": "site-a", "data": f"folder:{tmp_path / 'images'}", "class-map": "rouge=red"}
+    identity = ask(node(None, None, **config), Identify(**about(OWN.replace(state_dir=str(tmp_path / "state")))))
+    assert (identity.name, identity.own_data, identity.samples, identity.classes_present) == ("site-a", True, 24, 2)
 
 
 def test_a_clients_life() -> None:

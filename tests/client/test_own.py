@@ -188,6 +188,14 @@ def test_without_own_data_a_name_that_no_client_has_is_refused() -> None:
         perform(Identify(settings=to_json(OWN), run="r"), Node("site-a", MemoryState()))
 
 
+def test_seeds_go_by_name(tmp_path: Path) -> None:
+    box = Box(tmp_path, COUNTS)
+    first, twin = box.trained(), Box(tmp_path).trained()
+    other = Box(tmp_path, name="site-b").trained()
+    assert all(np.array_equal(first.arrays[name], twin.arrays[name]) for name in first.arrays)
+    assert any(not np.array_equal(first.arrays[name], other.arrays[name]) for name in first.arrays)
+
+
 # The same data until the run ends -----------------------------------------------------------------------------------
 
 
