@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data import CorruptionStream, Federation, corruption_streams
-from messages.arrays import Arrays
-from models import TwoHead
-from settings import Scalar, Settings, from_config
-from tta.atp import Adapt, refine_with_loss
-from tta.collaborator import Collaborator, Share
+from fedtta.data import CorruptionStream, Federation, corruption_streams
+from fedtta.messages.arrays import Arrays
+from fedtta.models import TwoHead
+from fedtta.settings import Scalar, Settings, from_config
+from fedtta.tta.atp import Adapt, refine_with_loss
+from fedtta.tta.collaborator import Collaborator, Share
 
 RENDERED = 1024  # batches kept; 200 CIFAR images take 0.6 MB
 
@@ -111,7 +111,7 @@ def streams_of(settings: Settings, federation: Federation) -> CorruptionStream:
     Raises
     ------
     ValueError
-        As `data.corruption_streams`.
+        As `fedtta.data.corruption_streams`.
     """
     return _streams(federation, tuple(settings.select("streams").items()))
 
@@ -185,7 +185,7 @@ def refine_rates(
     Raises
     ------
     ValueError
-        As `tta.atp.refine`, or the client has no validation samples.
+        As `fedtta.tta.atp.refine`, or the client has no validation samples.
     """
     if len(y) == 0:
         raise ValueError("rates are refined on validation samples, and there are none")

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from client.device import Device
-from client.resources import federation_of, resolve_device, shared_network
-from client.state import DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
-from data import Federation, Role, load_natural
-from messages.replies import Reply
-from messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
-from settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
+from fedtta.client.device import Device
+from fedtta.client.resources import federation_of, resolve_device, shared_network
+from fedtta.client.state import DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
+from fedtta.data import Federation, Role, load_natural
+from fedtta.messages.replies import Reply
+from fedtta.messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
+from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
 
 
 @dataclass(frozen=True)

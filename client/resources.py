@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from data import DATASETS, Federation, Images, load
-from models import TwoHead, build
-from settings import Scalar, Settings, SettingsError, assignments, from_config
+from fedtta.data import DATASETS, Federation, Images, load
+from fedtta.models import TwoHead, build
+from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config
 
 
 def federation_of(settings: Settings) -> Federation:
@@ -18,7 +18,7 @@ def federation_of(settings: Settings) -> Federation:
 
 
 def network_spec(images: Images, settings: Settings) -> dict[str, Any]:
-    """Return the arguments of `models.build`, without the seed of initial weights unless `model-options` has one."""
+    """Return the arguments of `fedtta.models.build`; the seed of initial weights only if `model-options` has one."""
     channels = int(images.pixels.shape[1])
     mean, std = DATASETS[settings.dataset].normalisation(channels)
     return {

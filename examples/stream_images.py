@@ -13,8 +13,8 @@ import grpc
 import numpy as np
 from PIL import Image
 
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
 

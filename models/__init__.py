@@ -10,13 +10,13 @@ non-negative features z [B, d]. `balance` replaces the BatchNorm layers of a net
 The package depends on torch only: not on federated learning, adaptation or data sets.
 """
 
-from models.arrays import load_arrays, save_arrays, write_atomically
-from models.balanced import BalancedBatchNorm, balance
-from models.checkpoint import load_model, save_model
-from models.info import ModelInfo
-from models.layers import Normalise
-from models.registry import MODELS, build
-from models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
+from fedtta.models.arrays import load_arrays, save_arrays, write_atomically
+from fedtta.models.balanced import BalancedBatchNorm, balance
+from fedtta.models.checkpoint import load_model, save_model
+from fedtta.models.info import ModelInfo
+from fedtta.models.layers import Normalise
+from fedtta.models.registry import MODELS, build
+from fedtta.models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
 
 __all__ = [
     "MODELS",

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import cct, cnn, resnet
-from models.info import ModelInfo, complete, is_whole
-from models.layers import Normalise
-from models.two_head import TwoHead
+from fedtta.models import cct, cnn, resnet
+from fedtta.models.info import ModelInfo, complete, is_whole
+from fedtta.models.layers import Normalise
+from fedtta.models.two_head import TwoHead
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(
     {

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from messages.replies import Identity
-from messages.requests import Identify
-from messages.transport import Addressed, Answer, Transport
-from server.events import Events, NodesMissing, RunError
+from fedtta.messages.replies import Identity
+from fedtta.messages.requests import Identify
+from fedtta.messages.transport import Addressed, Answer, Transport
+from fedtta.server.events import Events, NodesMissing, RunError
 
 #: Fields of `Identity` that all clients must agree on.
 COMMON = (
@@ -41,7 +41,7 @@ class FederationInfo:
     shifts : list of str
         Test distributions that the settings stand for.
     note : str
-        See `messages.replies.Identity`.
+        See `fedtta.messages.replies.Identity`.
     sizes : list of [int, int, int]
         Samples for training, validation and test, by partition.
     roles : list of str

@@ -1,6 +1,6 @@
 """The schema of everything a user can set, and how it is parsed; server and clients share it."""
 
-from settings.parse import (
+from fedtta.settings.parse import (
     add_arguments,
     assignments,
     from_arguments,
@@ -10,7 +10,7 @@ from settings.parse import (
     to_json,
     to_toml,
 )
-from settings.schema import GROUPS, Scalar, Settings, SettingsError, keys_in
+from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, keys_in
 
 __all__ = [
     "GROUPS",

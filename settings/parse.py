@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 import tomli_w
 
-from settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key
+from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key
 
 
 def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settings:

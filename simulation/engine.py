@@ -10,18 +10,18 @@ from pathlib import Path
 
 from flwr.clientapp import ClientApp
 
-from client.app import app as default_client_app
-from client.resources import federation_of, network_spec, resolve_device
-from data import resolve
-from messages.flower import allow_messages
-from models import build
-from models.vectorized import is_stochastic
-from server.adaptation import check_collaborations
-from server.app import run_folder, serve
-from server.events import Listener
-from server.methods import plan
-from settings import Settings, SettingsError
-from simulation.vectorized import VectorizedTransport
+from fedtta.client.app import app as default_client_app
+from fedtta.client.resources import federation_of, network_spec, resolve_device
+from fedtta.data import resolve
+from fedtta.messages.flower import allow_messages
+from fedtta.models import build
+from fedtta.models.vectorized import is_stochastic
+from fedtta.server.adaptation import check_collaborations
+from fedtta.server.app import run_folder, serve
+from fedtta.server.events import Listener
+from fedtta.server.methods import plan
+from fedtta.settings import Settings, SettingsError
+from fedtta.simulation.vectorized import VectorizedTransport
 
 #: Bytes of a network up to which a GPU trains many at once faster: one alone leaves most of the GPU idle.
 SMALL = 8 * 2**20
@@ -67,12 +67,12 @@ def simulate(
             transport = VectorizedTransport(settings.clients, settings.stacked_clients, on_disk)
             serve(transport, settings, folder, listeners, class_counts)
         elif name == "ray":
-            from simulation.workers import ray_transport  # imports Ray
+            from fedtta.simulation.workers import ray_transport  # imports Ray
 
             with ray_transport(settings) as (settings, workers):
                 serve(workers, settings, folder, listeners, class_counts)
         else:
-            from simulation.flower import run_on_flower
+            from fedtta.simulation.flower import run_on_flower
 
             run_on_flower(settings, folder, listeners, class_counts, client_app)
     return folder

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from settings import Scalar, SettingsError, assignments, from_toml
-from settings.schema import REQUIRED, check, key_of, setting
+from fedtta.settings import Scalar, SettingsError, assignments, from_toml
+from fedtta.settings.schema import REQUIRED, check, key_of, setting
 
 #: Keys that hold a path; a relative one is relative to the TOML file.
 PATHS = ("state_dir", "data_dir", "certificate", "key", "client_ca")
@@ -22,7 +22,7 @@ UNIX = "unix:"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the guard; see `client.agent.guard`.
+    """Limits of the guard; see `fedtta.client.agent.guard`.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class AgentConfig:
     snapshots_kept: int = setting(3, "snapshots of the adapter's state", low=1)
     runs_kept: int = setting(4, "runs whose private state is kept; older ones cannot be resumed", low=1)
 
-    # The guard against collapse; see `client.agent.guard`
+    # The guard against collapse; see `fedtta.client.agent.guard`
     guard: bool = setting(True, "watch the adapter, hold it or roll it back")
     guard_window: int = setting(128, "samples in the guard's window", low=8)
     guard_margin: float = setting(0.05, "share of degenerate samples that may be predicted adapted", low=0, high=1)
@@ -134,7 +134,7 @@ class AgentConfig:
 
     def _check_adapter(self) -> None:
         """Refuse an adapter that does not exist, or that needs a whole test set."""
-        from tta.registry import info
+        from fedtta.tta.registry import info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
         if whole_set := info(name).whole_set:
@@ -156,7 +156,7 @@ class AgentConfig:
 
     def _parsed(self) -> tuple[str, dict[str, Any]]:
         """Return name and options of `adapter`; SettingsError lists the known ones."""
-        from tta.registry import parse_options
+        from fedtta.tta.registry import parse_options
 
         match = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", self.adapter)
         name = match[1] if match else self.adapter

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from client.agent.config import AgentConfig
-from client.agent.live import Live, images
-from client.agent.predictions import NoModel, Prediction
-from client.agent.store import Store
-from client.node import Node, make_device, perform
-from client.resources import resolve_device
-from client.serving import Served
-from client.state import MemoryState, forget_runs
-from messages.replies import Reply
-from messages.requests import AdapterRow, Base, Evaluate, Request
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.live import Live, images
+from fedtta.client.agent.predictions import NoModel, Prediction
+from fedtta.client.agent.store import Store
+from fedtta.client.node import Node, make_device, perform
+from fedtta.client.resources import resolve_device
+from fedtta.client.serving import Served
+from fedtta.client.state import MemoryState, forget_runs
+from fedtta.messages.replies import Reply
+from fedtta.messages.requests import AdapterRow, Base, Evaluate, Request
 
 NOTES = 100  # notes kept, the newest ones
 PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
@@ -261,7 +261,7 @@ class Agent:
         Raises
         ------
         SettingsError, ValueError, FloatingPointError
-            As `client.device.perform`.
+            As `fedtta.client.device.perform`.
         """
         with self._working:
             self._current = request.kind.rpartition(".")[2]

@@ -63,7 +63,7 @@ class _Request:
 
 
 class Predicts(Protocol):
-    """What predicts the requests of a queue: the agent (`client.agent.core.Agent`)."""
+    """What predicts the requests of a queue: the agent (`fedtta.client.agent.core.Agent`)."""
 
     @property
     def per(self) -> Literal["sample", "batch"]:

@@ -21,12 +21,12 @@ from urllib.parse import quote
 import grpc
 import numpy as np
 
-from client.agent.config import AgentConfig
-from client.agent.core import Agent, Saved
-from client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
-from messages.requests import REQUESTS
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.core import Agent, Saved
+from fedtta.client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
+from fedtta.messages.requests import REQUESTS
 
 LOG = logging.getLogger("fedtta.agent")
 DETAILS = 4000  # bytes of an error's text, as gRPC encodes it in a header of at most 8 KiB

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from server.report.events import (
+from fedtta.server.report.events import (
     Adapted,
     AdaptRound,
     Clients,

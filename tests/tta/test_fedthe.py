@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedtta.tta.arrays import softmax_entropy
+from fedtta.tta.fedthe import FedTHE, adam_schedule, running_average, solve_weight, weight_gradient
 from tests.tta import reference
 from tests.tta.streams import make_stream
-from tta.arrays import softmax_entropy
-from tta.fedthe import FedTHE, adam_schedule, running_average, solve_weight, weight_gradient
 
 
 def run(adapter, x: Tensor, size: int) -> Tensor:

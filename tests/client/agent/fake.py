@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from client.agent.config import AgentConfig
-from client.agent.core import Saved, Status
-from client.agent.predictions import NoModel, Prediction
-from client.agent.server import Running, serve
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
-from messages.replies import Reply, Trained
-from messages.requests import Request, Train, TrainingTask
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.core import Saved, Status
+from fedtta.client.agent.predictions import NoModel, Prediction
+from fedtta.client.agent.server import Running, serve
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
+from fedtta.messages.replies import Reply, Trained
+from fedtta.messages.requests import Request, Train, TrainingTask
 
 CLASSES = 3
 TRAIN = Train(

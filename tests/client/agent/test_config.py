@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from client.agent.config import AgentConfig
-from settings import SettingsError
+from fedtta.client.agent.config import AgentConfig
+from fedtta.settings import SettingsError
 
 LEAST = 'partition-id = 1\nnum-partitions = 3\nstate-dir = "state"\n'
 TLS = 'certificate = "tls/server.pem"\nkey = "tls/server.key"\nclient-ca = "/etc/ca.pem"\n'

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from client.agent.store import SCHEMA, StateInUse, Store
-from client.serving import Baseline, Served
-from messages.arrays import Arrays
-from messages.requests import AdapterRow
-from models import build
+from fedtta.client.agent.store import SCHEMA, StateInUse, Store
+from fedtta.client.serving import Baseline, Served
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.requests import AdapterRow
+from fedtta.models import build
 from tests.client.agent.world import fork, killed, said
 
 CPU = torch.device("cpu")
@@ -185,7 +185,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("fails", ["models.arrays", "client.agent.store"])  # the file; the manifest
+@pytest.mark.parametrize("fails", ["fedtta.models.arrays", "fedtta.client.agent.store"])  # the file; the manifest
 def test_a_full_disk_changes_nothing(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
     store, _ = opened(tmp_path)
