@@ -60,6 +60,14 @@ def call(module: str, words: Sequence[str]) -> None:
     raise typer.Exit(program.main(list(words)))
 
 
+def checkout() -> None:
+    """Refuse what sends the app to nodes where only the package is installed: it is bundled from a checkout."""
+    import fedtta
+
+    if not (Path(fedtta.__path__[0]) / "pyproject.toml").is_file():
+        raise click.ClickException("this needs a checkout of the project, from which the app is bundled for the nodes")
+
+
 @contextmanager
 def refused() -> Iterator[None]:
     """Turn what the user can change into one line and exit status 2."""
@@ -132,11 +140,11 @@ def settings(
 
     fields, console = fields_by_key(), Console()
     if not group:
-        table = Table("group", "keys", "what its settings decide", box=None)
+        table = Table("group", "keys", "what its settings decide", box=None, pad_edge=False)
         for name, about in GROUPS.items():
             table.add_row(name, str(len(keys_in(name))), about)
     elif group in GROUPS or group in fields:
-        table = Table("key", "default", "meaning", box=None)
+        table = Table("key", "default", "meaning", box=None, pad_edge=False)
         for key in keys_in(group) if group in GROUPS else [group]:
             table.add_row(key, repr(fields[key].default), fields[key].metadata["help"])
     else:
@@ -158,6 +166,8 @@ def program(name: str, module: str, panel: str, about: str) -> None:
     """Add a command that hands all words, `--help` too, to the program of a module."""
 
     def command(context: typer.Context) -> None:
+        if name == "deploy-local":
+            checkout()
         call(module, context.args)
 
     own: Callable[..., Any] = app.command(
@@ -193,6 +203,7 @@ def submit(
     timeout: Annotated[float, typer.Option(help="Seconds after which the run is stopped.")] = 86400.0,
 ) -> None:
     """Run the app on a SuperLink that is running, and show its log."""
+    checkout()
     words = ["--superlink", superlink, "--root-certificates", str(root), "run", "--timeout", str(timeout)]
     call("fedtta.simulation.superlink", [*words, *(["--set", *pairs] if pairs else [])])
 

@@ -78,9 +78,9 @@ def listed(superlink: str, ca: Path | None) -> list[Device]:
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-    how = {"verify": ssl.create_default_context(cafile=_existing(ca))} if ca else {}
+    trust = ssl.create_default_context(cafile=_existing(ca)) if ca else True
     version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")  # the SuperLink compares versions
-    client = ControlHttpClient(f"http{'s' if ca else ''}://{superlink}", interceptors=[version], **how)
+    client = ControlHttpClient(f"http{'s' if ca else ''}://{superlink}", verify=trust, interceptors=[version])
     try:
         nodes = client.ListNodes(ListNodesRequest()).nodes_info
     except httpx.HTTPError as error:
@@ -221,7 +221,7 @@ def from_agent(address: str) -> Known:
 
 def table(devices: Sequence[Device], known: Mapping[str, Known], gone: bool = False) -> Table:
     """Return a table of devices; those that were removed only with `gone`."""
-    rows = Table("name", "node", "status", "last seen", "data", "model", box=None)
+    rows = Table("name", "node", "status", "last seen", "data", "model", box=None, pad_edge=False)
     for device in devices:
         if device.status == REMOVED and not gone:
             continue

@@ -61,3 +61,23 @@ print(sys.modules["data"] is not fedtta.data)
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["btfl", "none", "1", str(installed / "fedtta/data/__init__.py"), "True"]
+
+
+def test_the_command_runs_where_only_the_wheel_is(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.py").write_text("raise ImportError('not ours')")
+
+    def fedtta(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", "from fedtta.cli import app; app()", *words],
+            cwd=tmp_path, env={"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
+            capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+
+    small = {"rounds": 1, "clients": 2, "fraction": 0.1, "local-epochs": 1, "methods": "fedavg", "shifts": "original"}
+    words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    done = fedtta("run", *words, "--engine", "vectorised", "--run-name", "there")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "results" / "there" / "report.html").is_file()
+    refused = fedtta("submit", "rounds=1")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "needs a checkout" in refused.stderr
