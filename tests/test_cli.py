@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from fedtta import cli
 from fedtta.settings import GROUPS, Settings, keys_in
+from tests.client.agent import fake
 
 ROOT = Path(__file__).parent.parent
 TREE: Any = get_command(cli.app)
@@ -141,6 +142,19 @@ def test_serve_writes_the_agents_config(tmp_path: Path, called: list[tuple[str, 
     assert called == [("fedtta.client.agent.__main__", ["--config", str(state / "device.toml")])]
     content = tomllib.loads((state / "device.toml").read_text())
     assert content == {"name": "a", "model": str(model), "state-dir": str(state), "adapter": "tent"}
+
+
+def test_an_agent_answers_its_owner() -> None:
+    pytest.importorskip("fedtta.client.agent.control")
+    with fake.running() as (agent, _):
+        address = agent.config.listen_address
+        done = invoke("status", "--agent", address)
+        assert done.exit_code == 0
+        assert "run/ce/3/abcd" in done.output
+        several = invoke("status", "--agent", f"unix:{agent.config.state_dir}/nowhere", "--agent", address)
+        assert several.exit_code == 1
+        assert "run/ce/3/abcd" in several.output
+        assert f"no agent answers at unix:{agent.config.state_dir}/nowhere" in several.stderr
 
 
 # What is refused
