@@ -70,7 +70,7 @@ def test_a_run_of_a_divided_data_set_names_its_clients_by_number(tmp_path: Path)
 
 def test_an_agent_says_what_it_serves(tmp_path: Path) -> None:
     with fake.running() as (agent, _):
-        assert devices.from_agent(agent.config.listen_address) == Known("-", "run/ce/3/abcd")
+        assert devices.from_agent(agent.config.listen_address).model == "run/ce/3/abcd"
     with pytest.raises(FlowerError, match="no agent answers"):
         devices.from_agent(f"unix:{tmp_path}/nowhere")
 
