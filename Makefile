@@ -20,7 +20,7 @@ FITS  := $(if $(ALL),$(if $(findstring --model,$(ARGS))$(findstring --settings,$
 DEMO  := $(if $(DATASET)$(findstring --settings,$(ARGS)),,--rounds 5 $(if $(ALL),--classifier-rounds 5 --tune-samples 20))
 
 run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS= (or all), ARGS="--rounds 20 ..."
-	$(BIN)/python -m fedtta.simulation $(if $(DATASET),--dataset $(DATASET)) $(if $(METHODS),--methods '$(METHODS)') \
+	$(BIN)/python -m fedtta run $(if $(DATASET),--dataset $(DATASET)) $(if $(METHODS),--methods '$(METHODS)') \
 	  $(FITS) $(DEMO) $(ARGS)
 
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
@@ -42,10 +42,10 @@ flower: $(VENV)/ready  ## the same app through Flower's own CLI, on a SuperLink 
 	$(BIN)/python -m fedtta.simulation.flower_cli $(ARGS)
 
 keys: $(VENV)/ready  ## keys of a deployment in keys/; ARGS="--nodes 3 --host fl.example.org"
-	$(BIN)/python -m fedtta.simulation.keys $(ARGS)
+	$(BIN)/python -m fedtta keys $(ARGS)
 
 deploy-local: $(VENV)/ready  ## SuperLink, SuperNodes and agents as processes of this machine; ARGS="--nodes 3 --set rounds=3 ..."
-	$(BIN)/python -m fedtta.simulation.deploy_local $(ARGS)
+	$(BIN)/python -m fedtta deploy-local $(ARGS)
 
 sheet: $(VENV)/ready  ## an image of every corruption at every severity
 	$(BIN)/python -m fedtta.data.corruptions.sheet corruptions.png
@@ -93,4 +93,4 @@ clean:         ## remove environment, caches and built files; results stay
 
 .PHONY: gpu
 gpu: $(VENV)/ready  ## speed of what a GPU matters for, where there is one; ARGS="--parts options"
-	$(BIN)/python -m fedtta.benchmarks speed --gpu $(ARGS)
+	$(BIN)/python -m fedtta bench speed --gpu $(ARGS)

@@ -27,9 +27,7 @@ COMMANDS = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
-    top = argparse.ArgumentParser(
-        prog="python -m fedtta.benchmarks", description="Tables of the papers and measurements of speed."
-    )
+    top = argparse.ArgumentParser(prog="fedtta bench", description="Tables of the papers and measurements of speed.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in COMMANDS.items():
         module.add_arguments(commands.add_parser(name, help=text, description=text))

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from typing import NoReturn
 
 from rich.console import Console
 
 from fedtta.settings import SettingsError, add_arguments, from_arguments
 
 
-def main() -> int:
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors do not list all settings."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and one line."""
+        self.exit(2, f"error: {message}; `fedtta settings` lists the settings\n")
+
+
+def main(words: Sequence[str] | None = None) -> int:
     """Parse, run, print the table; exit status 0 on success, 1 when the run failed, 2 for bad settings."""
-    parser = argparse.ArgumentParser(prog="python -m fedtta.simulation", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="python -m fedtta.simulation", description=__doc__, allow_abbrev=False)
     add_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     console = Console()
     try:
         settings = from_arguments(arguments)

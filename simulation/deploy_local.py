@@ -74,9 +74,7 @@ def parse(words: Sequence[str] | None = None) -> Plan:
     SettingsError
         A setting or an agent's key is unknown, has the wrong type or a value that is not allowed.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m fedtta.simulation.deploy_local", description=__doc__, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog="fedtta deploy-local", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, default=3, help="SuperNodes, each with an agent (default: 3)")
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of the run"

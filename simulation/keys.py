@@ -424,7 +424,7 @@ def _names(certificate: x509.Certificate) -> list[x509.GeneralName]:
 def main(words: Sequence[str] | None = None) -> int:
     """Make keys and list them; return exit status 0, or 2 when something was refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m fedtta.simulation.keys", description=__doc__,
+        prog="fedtta keys", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=Path("keys"), help="folder of the files (default: keys)")

@@ -17,16 +17,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from click import Group, UsageError
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from PIL import Image
+from typer.main import get_command
 
 from docs import figure, generated
+from fedtta import cli
 from fedtta.benchmarks.__main__ import parser as benchmarks_parser
 from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
 from fedtta.models import build, save_model
 from fedtta.server.methods import METHODS, plan
 from fedtta.server.trainings import TRAININGS
-from fedtta.settings import Settings, add_arguments, from_arguments
+from fedtta.settings import Settings, SettingsError, add_arguments, from_arguments
 from fedtta.simulation import deploy_local, flower_cli, keys, superlink
 from fedtta.tta.registry import ADAPTERS
 from tests.client.agent import fake
@@ -75,7 +78,7 @@ def of_make(command: str) -> list[str]:
 def simulation_plans(command: str, tmp_path: Path) -> None:
     """Every setting is allowed and every row fits the network, the clients and the aggregation."""
     words = of_make(command) if command.startswith("make") else shlex.split(command)
-    plan(settings_of(words[words.index("fedtta.simulation") + 1 :], tmp_path))
+    plan(settings_of(words[words.index("run" if "fedtta" in words else "fedtta.simulation") + 1 :], tmp_path))
 
 
 def simulation_help(command: str, tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def simulation_help(command: str, tmp_path: Path) -> None:
 
 
 def deploys(command: str, tmp_path: Path) -> None:
-    deploy_local.parse(of_make(command)[3:])
+    deploy_local.parse(of_make(command)[4:])
 
 
 def through_flower(command: str, tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def through_flower(command: str, tmp_path: Path) -> None:
 
 
 def keys_are_made(command: str, tmp_path: Path) -> None:
-    words = [*of_make(command)[3:], "--folder", str(tmp_path / "keys")]
+    words = [*of_make(command)[4:], "--folder", str(tmp_path / "keys")]
     if "--replace" in words:
         keys.main(["--nodes", "1", "--folder", str(tmp_path / "keys")])
     assert keys.main(words) == 0
@@ -118,6 +121,17 @@ def run_config_parses(command: str, tmp_path: Path) -> None:
     pairs = re.findall(r"([\w-]+)=('[^']*'|\S+)", words[words.index("--run-config") + 1])
     assert pairs
     superlink.run_config([f"{key}={value}" for key, value in pairs], {})
+
+
+def fedtta_takes(command: str, tmp_path: Path) -> None:
+    """The command exists and takes these words; what it hands to a program of its own is checked where that is."""
+    node: Any = get_command(cli.app)
+    words = shlex.split(command)[1:]
+    if words[0] == "run":
+        simulation_plans(f"fedtta {shlex.join(words)}", tmp_path)
+    while isinstance(node, Group):
+        node = node.commands[words.pop(0)]
+    node.make_context(command, words)
 
 
 def nothing(command: str, tmp_path: Path) -> None:
@@ -153,6 +167,7 @@ PROOFS = (
     Proof(".venv/bin/python -m fedtta.server.report", place="tests", words="fedtta.server.report.__main__ import main"),
     Proof(".venv/bin/python -m fedtta.client.agent", place="tests/client/agent", words='"-m", "fedtta.client.agent"'),
     Proof(".venv/bin/python -m examples.stream_images", place="tests/test_docs.py", words="examples.stream_images"),
+    Proof("fedtta ", fedtta_takes, "tests/test_cli.py", "invoke("),
     Proof(".venv/bin/python -m docs.figure", place="tests/test_docs.py", words="figure.drawn"),
 )
 
@@ -262,6 +277,14 @@ def test_the_references_are_complete() -> None:
     ):  # fmt: skip
         lines = [line.split(" | ")[0] for line in generated.section(name).splitlines() if line.startswith("| `")]
         assert sorted(lines) == sorted(f"| `{key}`" for key in table), name
+
+
+def test_a_command_that_fedtta_does_not_take_is_seen(tmp_path: Path) -> None:
+    fedtta_takes("fedtta devices list --superlink h:1 --all", tmp_path)
+    fedtta_takes("fedtta run --rounds 2 --methods fedavg", tmp_path)
+    for wrong in ("fedtta devices list --every", "fedtta device list", "fedtta run --rounds few"):
+        with pytest.raises((UsageError, KeyError, SettingsError)):
+            fedtta_takes(wrong, tmp_path)
 
 
 def test_every_marker_has_a_generator_and_others_are_refused() -> None:

@@ -19,9 +19,7 @@ USAGE = 2  # exit status for an invalid config
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run an agent and return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fedtta.client.agent", description="The resident agent of one device."
-    )
+    parser = argparse.ArgumentParser(prog="fedtta agent", description="The resident agent of one device.")
     parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the agent's keys")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

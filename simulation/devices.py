@@ -1,0 +1,232 @@
+"""The devices enrolled at a SuperLink: list, enrol by public key, remove; and what runs and agents know of them.
+
+Listing asks Flower's Control API, whose answer has the names that `flwr supernode list` leaves out.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fedtta.settings import SettingsError
+from fedtta.simulation.superlink import CONNECTION, REGISTERED, FlowerError, flwr, write_connection
+
+REMOVED = "unregistered"  # Flower's status of a node that may no longer connect
+PATIENCE = 10.0  # seconds for an agent to answer
+
+
+@dataclass(frozen=True)
+class Device:
+    """An enrolled node.
+
+    Parameters
+    ----------
+    name : str
+        The name it was enrolled under.
+    node_id : int
+        Flower's id.
+    status : str
+        "registered" (has never connected), "online", "offline" or "unregistered".
+    last_seen : datetime, optional
+        Its last heartbeat, UTC; None: it has never connected.
+    """
+
+    name: str
+    node_id: int
+    status: str
+    last_seen: datetime | None
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a run or an agent says of a device; "-" for what it does not say."""
+
+    data: str = "-"
+    model: str = "-"
+
+
+def listed(superlink: str, ca: Path | None) -> list[Device]:
+    """Return all devices that were ever enrolled, by name.
+
+    Parameters
+    ----------
+    superlink : str
+        "<host>:<port>" of its Runtime HTTP API.
+    ca : Path or None
+        Certificate of the authority to trust; None: connect without TLS.
+
+    Raises
+    ------
+    FlowerError
+        It does not answer.
+    FileNotFoundError
+        There is no such certificate.
+    """
+    import httpx
+    from flwr.common.constant import HEARTBEAT_PATIENCE
+    from flwr.proto.control_pb2 import ListNodesRequest
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+    trust = ssl.create_default_context(cafile=_existing(ca)) if ca else True
+    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")  # the SuperLink compares versions
+    client = ControlHttpClient(f"http{'s' if ca else ''}://{superlink}", verify=trust, interceptors=[version])
+    try:
+        nodes = client.ListNodes(ListNodesRequest()).nodes_info
+    except httpx.HTTPError as error:
+        raise FlowerError(f"no SuperLink answers at {superlink}: {error}") from error
+    finally:
+        client.close()
+    found = []
+    for node in nodes:
+        seen = None
+        if node.last_activated_at:
+            # a node is online until so many intervals after its last heartbeat
+            seen = datetime.fromtimestamp(node.online_until - HEARTBEAT_PATIENCE * node.heartbeat_interval, UTC)
+        found.append(Device(node.name or "-", node.node_id, node.status, seen))
+    return sorted(found, key=lambda device: (device.name, device.node_id))
+
+
+def enrol(superlink: str, ca: Path | None, key: Path, name: str) -> str:
+    """Register a device's public key under a name and return what to tell the user.
+
+    Raises
+    ------
+    FlowerError
+        The file is no public key, or the SuperLink does not answer.
+    FileNotFoundError
+        There is no such file.
+    """
+    with _home(superlink, ca) as home:
+        try:
+            answer = flwr(home, "supernode", "register", str(_existing(key).resolve()), CONNECTION, "--name", name)
+        except FlowerError as error:
+            if REGISTERED in str(error):
+                return f"{key} is enrolled already"
+            raise
+    return f"{name} is enrolled as node {answer['node-id']}"
+
+
+def remove(superlink: str, ca: Path | None, device: str) -> str:
+    """Unregister a device, given by its name or node id, and return what to tell the user.
+
+    Raises
+    ------
+    SettingsError
+        No device, or more than one, has this name.
+    FlowerError
+        The SuperLink does not answer, or refuses.
+    """
+    enrolled = [one for one in listed(superlink, ca) if one.status != REMOVED]
+    found = [one for one in enrolled if device in (one.name, str(one.node_id))]
+    if len(found) != 1:
+        names = ", ".join(f"{one.name} ({one.node_id})" for one in found or enrolled) or "none"
+        why = "several devices are called so, give the node id" if found else "no such device"
+        raise SettingsError(f"{device}: {why}; enrolled: {names}")
+    with _home(superlink, ca) as home:
+        flwr(home, "supernode", "unregister", str(found[0].node_id), CONNECTION)
+    return f"{found[0].name} (node {found[0].node_id}) is removed"
+
+
+@contextmanager
+def _home(superlink: str, ca: Path | None) -> Iterator[Path]:
+    """Make a Flower home that names the SuperLink."""
+    with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:
+        home = Path(folder).resolve()
+        write_connection(home, superlink, _existing(ca).resolve() if ca else None)
+        yield home
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; `fedtta keys` makes keys")
+    return path
+
+
+def from_run(folder: Path) -> dict[str, Known]:
+    """Return name → what the events of a run say: the data at its start or when it joined, the model served at the end.
+
+    Raises
+    ------
+    SettingsError
+        The folder has no events.
+    """
+    from fedtta.server.report import METRICS_FILE
+
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise SettingsError(f"--run {folder}: no {METRICS_FILE} is there")
+    data: dict[str, str] = {}
+    names: dict[int, str] = {}
+    models: dict[str, str] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        event = json.loads(line)
+        if event["event"] == "clients":
+            sizes = event["sizes"]
+            names = dict(enumerate(event.get("names") or map(str, range(len(sizes)))))
+            abouts = event.get("data") or [{}] * len(sizes)
+            data |= {names[i]: _data(sizes[i], abouts[i]) for i in range(len(sizes))}
+        elif event["event"] == "joined":
+            names[event["partition"]] = event["name"]
+            data[event["name"]] = _data(event["sizes"], event.get("data") or {})
+        elif event["event"] == "served":
+            models[names.get(event["partition"], str(event["partition"]))] = event["served"]
+    return {name: Known(text, models.get(name, "-")) for name, text in data.items()}
+
+
+def _data(sizes: Sequence[int], about: Mapping[str, Any]) -> str:
+    """Return a summary of a client's data."""
+    parts = [f"{about.get('samples') or sum(sizes)} samples"]
+    if about.get("skipped"):
+        parts.append(f"{about['skipped']} skipped")
+    if not about.get("labelled", True):
+        parts.append("no labels")
+    elif about.get("classes_present"):
+        parts.append(f"{about['classes_present']} classes")
+    return ", ".join(parts)
+
+
+def from_agent(address: str) -> Known:
+    """Return what an agent on a Unix socket says of itself.
+
+    Raises
+    ------
+    FlowerError
+        It does not answer.
+    """
+    import grpc
+
+    from fedtta.messages import agent_pb2 as pb
+    from fedtta.messages import agent_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            status = agent_pb2_grpc.PredictorStub(channel).Status(pb.StatusRequest(), timeout=PATIENCE)
+        except grpc.RpcError as error:
+            raise FlowerError(f"no agent answers at {address}: {error.details()}") from error
+    samples, skipped = getattr(status, "data_samples", 0), getattr(status, "data_skipped", 0)
+    data = f"{samples} samples" + (f", {skipped} skipped" if skipped else "") if samples else "-"
+    return Known(data, status.model_version or "none yet")
+
+
+def table(devices: Sequence[Device], known: Mapping[str, Known], gone: bool = False) -> Table:
+    """Return a table of devices; those that were removed only with `gone`."""
+    rows = Table("name", "node", "status", "last seen", "data", "model", box=None, pad_edge=False)
+    for device in devices:
+        if device.status == REMOVED and not gone:
+            continue
+        about = known.get(device.name, Known())
+        seen = device.last_seen.strftime("%Y-%m-%d %H:%M:%S") if device.last_seen else "never"
+        cells = (device.name, str(device.node_id), device.status, seen, about.data, about.model)
+        rows.add_row(*map(Text, cells))
+    return rows

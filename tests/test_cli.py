@@ -1,0 +1,226 @@
+"""The command `fedtta`: what each command calls, how its help looks, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner, Result
+
+from fedtta import cli
+from fedtta.settings import GROUPS, Settings, keys_in
+from tests.client.agent import fake
+
+ROOT = Path(__file__).parent.parent
+TREE: Any = get_command(cli.app)
+#: Commands of typer's; the others show the help of the program that they call.
+OWN = sorted(set(TREE.commands) - {"agent", "bench", "data", "demo", "deploy-local", "export", "keys", "report"})
+
+
+def invoke(*words: str, width: int = 80) -> Result:
+    return CliRunner().invoke(cli.app, list(words), env={"COLUMNS": str(width), "TERM": "dumb"}, prog_name="fedtta")
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """The programs that were called, in place of calling them; each "fails" with the number of its words."""
+    calls: list[tuple[str, list[str]]] = []
+
+    def find(name: str) -> ModuleType:
+        def main(words: list[str]) -> int:
+            calls.append((name, words))
+            return 0 if "fails" not in words else 1
+
+        module = ModuleType(name)
+        module.main = main  # type: ignore[attr-defined]
+        return module
+
+    monkeypatch.setattr(cli, "import_module", find)
+    return calls
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", ["", *OWN, "devices list", "devices enrol", "devices remove"])
+def test_help_fits_a_screen(command: str) -> None:
+    done = invoke(*command.split(), "--help")
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert 6 < len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert f"fedtta {command}".strip() in done.output
+
+
+def test_help_lists_every_command_and_groups_them() -> None:
+    shown = invoke("--help").output
+    assert all(f" {name} " in shown for name in TREE.commands)
+    assert all(panel in shown for panel in (cli.TRY, cli.FEDERATION, cli.DEVICE, cli.RESULTS))
+
+
+def test_the_usual_settings_are_in_the_help_of_run() -> None:
+    shown = invoke("run", "--help").output
+    for key in cli.COMMON:
+        assert f"--{key} " in shown
+        assert f"({Settings().flat()[key] or 'none'}"[:18] in shown
+
+
+def test_settings_are_shown_by_group() -> None:
+    groups = invoke("settings", width=200).output
+    assert all(name in groups for name in GROUPS)
+    for group in GROUPS:
+        shown = [line.split()[0] for line in invoke("settings", group, width=200).output.splitlines()[1:]]
+        assert set(keys_in(group)) <= set(shown)
+    assert "0.05" in invoke("settings", "learning-rate", width=200).output
+
+
+def test_help_imports_neither_torch_nor_flower() -> None:
+    code = (
+        "import sys; from fedtta.cli import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit as end: print(end.code)\n"
+        "print([name for name in ('torch', 'flwr', 'ray', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-2:] == ["0", "[]"]
+
+
+# What is called
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "given"),
+    [
+        ("run --rounds 3 --settings s.toml --seed=2", "simulation.__main__", "--settings s.toml --rounds 3 --seed=2"),
+        ("agent --config device.toml", "client.agent.__main__", "--config device.toml"),
+        ("bench run brfl --cells a,b --seeds 3", "benchmarks.__main__", "run brfl --cells a,b --seeds 3"),
+        ("keys --nodes 3 --host a --host b", "simulation.keys", "--nodes 3 --host a --host b"),
+        ("deploy-local --set rounds=1 seed=2 --nodes 2", "simulation.deploy_local", "--set rounds=1 seed=2 --nodes 2"),
+        ("report results/r --plots", "server.report.__main__", "results/r --plots"),
+        ("export results/r --format onnx", "models.export", "results/r --format onnx"),
+        ("data folder:/d --classes a,b", "data.sources.__main__", "folder:/d --classes a,b"),
+        ("demo --help", "simulation.demo.__main__", "--help"),
+        ("models --agent unix:/a", "client.agent.control", "--socket unix:/a models"),
+        ("status --agent b:1 --ca c --certificate d --key e", "client.agent.control",
+         "--socket b:1 --ca c --certificate d --key e status"),
+        ("rollback --agent unix:/a", "client.agent.control", "--socket unix:/a rollback"),
+        ("approve v3 --agent unix:/a", "client.agent.control", "--socket unix:/a approve v3"),
+        ("submit rounds=3 --superlink h:1 --root-certificates c", "simulation.superlink",
+         "--superlink h:1 --root-certificates c run --timeout 86400.0 --set rounds=3"),
+    ],
+)  # fmt: skip
+def test_a_command_calls_its_program(words: str, module: str, given: str, called: list[tuple[str, list[str]]]) -> None:
+    assert invoke(*words.split()).exit_code == 0
+    assert called == [(f"fedtta.{module}", given.split())]
+
+
+def test_the_status_of_a_program_is_the_commands(called: list[tuple[str, list[str]]]) -> None:
+    assert invoke("report", "fails").exit_code == 1
+
+
+def test_all_agents_are_asked_and_the_worst_status_counts(called: list[tuple[str, list[str]]]) -> None:
+    done = invoke("rollback", "--agent", "fails", "--agent", "unix:/b")
+    assert done.exit_code == 1
+    assert [words[1] for _, words in called] == ["fails", "unix:/b"]
+    assert "unix:/b:" in done.output
+
+
+def test_serve_writes_the_agents_config(tmp_path: Path, called: list[tuple[str, list[str]]]) -> None:
+    model = tmp_path / "model.safetensors"
+    model.touch()
+    state = tmp_path / "state"
+    assert invoke("serve", str(model), "--state-dir", str(state), "--adapter", "tent", "--name", "a").exit_code == 0
+    assert called == [("fedtta.client.agent.__main__", ["--config", str(state / "device.toml")])]
+    content = tomllib.loads((state / "device.toml").read_text())
+    assert content == {"name": "a", "model": str(model), "state-dir": str(state), "adapter": "tent"}
+
+
+def test_an_agent_answers_its_owner() -> None:
+    pytest.importorskip("fedtta.client.agent.control")
+    with fake.running() as (agent, _):
+        address = agent.config.listen_address
+        done = invoke("status", "--agent", address)
+        assert done.exit_code == 0
+        assert "run/ce/3/abcd" in done.output
+        several = invoke("status", "--agent", f"unix:{agent.config.state_dir}/nowhere", "--agent", address)
+        assert several.exit_code == 1
+        assert "run/ce/3/abcd" in several.output
+        assert f"no agent answers at unix:{agent.config.state_dir}/nowhere" in several.stderr
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("run --round 3", "unknown setting 'round' (did you mean rounds?)"),
+        ("run --rounds many", "rounds = 'many'"),
+        ("run --rounds", "--rounds"),
+        ("run extra", "extra"),
+        ("run --settings nowhere.toml", "nowhere.toml"),
+        ("runs", "runs"),
+        ("settings wether", "no group and no key is called 'wether'"),
+        ("serve nowhere.safetensors --state-dir s", "nowhere.safetensors"),
+        ("models", "--agent"),
+        ("devices list --root-certificates nowhere.crt", "nowhere.crt"),
+        ("devices enrol nowhere.pub --insecure", "nowhere.pub"),
+        ("report nowhere", "nowhere"),
+        ("keys --nodes 0 --folder k", "0"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = invoke(*words.split(), width=200)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+
+
+def test_a_superlink_that_does_not_answer_is_status_1(tmp_path: Path) -> None:
+    done = invoke("devices", "list", "--superlink", "127.0.0.1:1", "--insecure", width=200)
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("failed: no SuperLink answers at 127.0.0.1:1")
+
+
+# Real processes
+
+
+def test_the_help_of_run_as_a_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fedtta", "run", "--help"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "fedtta run" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_tiny_run_as_a_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('methods = "fedavg"\nrounds = 3\n')
+    words = (
+        f"--settings {tmp_path}/mine.toml --rounds 1 --clients 2 --fraction 0.1 --local-epochs 1 --shifts original "
+        f"--engine vectorised --device cpu --results {tmp_path} --run-name tiny"
+    ).split()
+    done = subprocess.run(
+        [sys.executable, "-m", "fedtta", "run", *words],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"Results: {tmp_path}/tiny/" in done.stdout.replace("\n", "")
+    events = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    assert events[0]["settings"]["rounds"] == 1
+    assert events[-1]["status"] == "completed"
