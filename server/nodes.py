@@ -152,7 +152,8 @@ class Nodes:
             others = grouped("node", {node: self._reasons[node] for node in sorted(self._reasons)})
             after = "" if hopeless else f" after {timeout:g} s"
             what = f"{len(found)} of {number} clients are there{after}{there}"
-            raise NodesMissing("; ".join((what, *others)))
+            absent = [name for name in wanted.members if name not in found]
+            raise NodesMissing("; ".join((what, *([f"missing: {', '.join(absent)}"] if absent else []), *others)))
         return {name: node for name, (node, _) in found.items()}
 
     def begin(self, nodes: Mapping[str, int], identities: Mapping[str, Identity], wanted: Wanted) -> None:
@@ -180,9 +181,11 @@ class Nodes:
         """Return the identified clients that fit, in name order; note why the others do not."""
         first: dict[str, tuple[int, Identity]] = {}
         for node, identity in self.unknown.items():
-            if identity is None or node not in connected or (wanted.members and identity.name not in wanted.members):
+            if identity is None or node not in connected:
                 continue
-            if identity.name in first:
+            if wanted.members and identity.name not in wanted.members:
+                self._reasons[node] = f"{identity.name}: no client of the run that is resumed"
+            elif identity.name in first:
                 self._reasons[node] = _same_name(identity.name, first[identity.name][0])
             else:
                 first[identity.name] = node, identity

@@ -112,7 +112,7 @@ def _round(
     start = time.perf_counter()
     phase = f"rates {training}" + ("" if variant == "all" else f" ({variant})")
     sent = rate_arrays(rates)
-    federation.update(training, round, strategy)
+    federation.update(training, round, strategy, join=False)  # who joins now has no statistics to be evaluated with
     clients = federation.sources
     template = RefineRates(**federation.common(training), round=round, variant=variant, network="")
     outcome = Round(federation, RatesCheck(sent), training, round, phase, strategy).ask(

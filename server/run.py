@@ -220,9 +220,9 @@ def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
     SettingsError
         The images' preprocessing is not possible.
     """
-    chosen = {key.replace("-", "_"): value for key, value in settings.select("preprocessing").items()}
+    values = {key.replace("-", "_"): value for key, value in settings.select("preprocessing").items()}
     try:
-        preprocessing = Preprocessing.from_dict({**chosen, "channels": info.channels})
+        preprocessing = Preprocessing.from_dict({**values, "channels": info.channels})
     except ValueError as error:
         raise SettingsError(str(error)) from error
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 
 from settings.schema import SettingsError
@@ -13,6 +14,7 @@ def is_number(name: str) -> bool:
     return re.fullmatch(r"0|[1-9][0-9]*", name) is not None
 
 
+@lru_cache(maxsize=1 << 17)  # asked for every client, several times a round
 def name_order(name: str) -> tuple[int, int, str]:
     """Return the sort key of a client's name: numbers first, by value, then the others as text.
 

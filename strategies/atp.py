@@ -64,7 +64,7 @@ class ATPRates(BroadcastStrategy):
     ) -> Iterable[Message]:
         """Send the rates to a cohort, and the network to its nodes that do not have it.
 
-        Nodes are drawn by their position in the grid, since ids are random: list them in the order of partitions.
+        Nodes are drawn by their position in the grid, since ids are random: list them in the order of their names.
         """
         nodes = self.sample(list(grid.get_node_ids()), server_round)
         return self._messages(server_round, {node: {"rates": arrays} for node in nodes}, config, RATES_MESSAGE)

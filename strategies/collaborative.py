@@ -36,7 +36,7 @@ class Replies:
     Parameters
     ----------
     node_ids : list of int
-        In the order of the replies (of partitions, when the server sorts them).
+        In the order of the replies (of the clients' names, when the server sorts them).
     shared : list of dict
         name → array; the same names, shapes and dtypes everywhere. Empty when the method has nothing to share.
     normalisation : list of dict

@@ -107,17 +107,20 @@ def client_section(results: Results) -> str:
     caption = (
         "<strong>Accuracy of each client in %</strong>, mean over its test distributions. Stronger color is higher."
     )
-    labels, clients = row_labels(results), 1 + max((entry.partition for entry in results.evaluations), default=-1)
+    labels = row_labels(results)
+    clients = results.columns(1 + max((entry.partition for entry in results.evaluations), default=-1))
     body = []
     for pair, shifts in by_method(results).items():
         for shift, entries in shifts.items():
             found = {entry.partition: ACCURACY.of(entry) for entry in entries}
-            shown = [percent(found.get(client)) for client in range(min(clients, LISTED))]
+            shown = [percent(found.get(client)) for client in clients[:LISTED]]
             body.append([f"{breakable(labels[pair])} · {breakable(shift)}", *shown])
-    head = ["method · distribution", *map(str, range(min(clients, LISTED)))]
-    more = f" The first {LISTED} clients; all are in {METRICS_FILE}." if clients > LISTED else ""
+    head = ["method · distribution", *(breakable(results.name(client)) for client in clients[:LISTED])]
+    more = f" The first {LISTED} clients; all are in {METRICS_FILE}." if len(clients) > LISTED else ""
     details = data_table(head, body, f"<strong>Accuracy of each client</strong> in %.{more}") if body else ""
-    return "<h2>Accuracy of each client</h2>" + plot_figure(plot, caption) + folded("By distribution", details)
+    unknown = results.without_labels
+    none = missing(f"{', '.join(unknown)}: no labels, so no accuracies.") if unknown else ""
+    return "<h2>Accuracy of each client</h2>" + plot_figure(plot, caption) + none + folded("By distribution", details)
 
 
 def collaboration_section(results: Results, found: Matrix | None) -> str:

@@ -109,13 +109,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Matrix:
-    """All outcomes of a run; names are in order of first appearance and `cells` holds those that were run."""
+    """All outcomes of a run; names are in order of first appearance and `cells` holds those that were run.
+
+    `columns` are the clients with labels: partition → name, in name order.
+    """
 
     methods: tuple[str, ...]
     collaborations: tuple[str, ...]
     corruptions: tuple[str, ...]
     classes: tuple[str, ...]
     cells: dict[tuple[str, str], Outcome]
+    columns: dict[int, str]
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -156,8 +160,7 @@ def matrix(results: Results) -> Matrix | None:
     groups = {pair: entries for pair, entries in groups.items() if any(any(entry.total) for entry in entries)}
     if not groups:
         return None
-    expected = len(results.clients.sizes) if results.clients else 0
-    clients = max(expected, 1 + max(entry.partition for entry in results.adapted))
+    clients = 1 + max(*results.members, -1, *(entry.partition for entry in results.adapted))
     names = results.clients.classes if results.clients and results.clients.classes else []
     # Clients may meet the corruptions in different orders: take the order of the first client.
     in_order = sorted(results.adapted, key=lambda entry: (entry.partition, entry.round))
@@ -170,6 +173,7 @@ def matrix(results: Results) -> Matrix | None:
         corruptions=corruptions,
         classes=tuple(map(str, names or range(len(results.adapted[0].total)))),
         cells={pair: _outcome(pair, group, clients, corruptions, rounds, samples) for pair, group in groups.items()},
+        columns={partition: results.name(partition) for partition in results.columns(clients)},
     )
 
 

@@ -78,6 +78,10 @@ class Clients:
         Training, validation and test samples.
     roles : list of str, optional
         Role of each client: source, target or both.
+    names : list of str, optional
+        Names of the clients; without them a client is called by its number.
+    data : list of dict, optional
+        What is known of each client's data: `own_data`, `labelled`, `samples`, `skipped`, `classes_present`, `notes`.
     """
 
     key: ClassVar[tuple[str, ...]] = ()
@@ -85,6 +89,8 @@ class Clients:
     classes: list[str | int]
     sizes: list[list[Count]]
     roles: list[str] | None = None
+    names: list[str] | None = None
+    data: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if any(len(row) != len(self.classes) for row in self.class_counts or []):
@@ -126,6 +132,36 @@ class Incident:
     reason: str
     partition: Count | None = None
     node_id: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A client that came or went: ``joined``, ``left``, ``rejoined``; a node that takes no part: ``left_alone``.
+
+    `sizes`, `role` and `data` are those of `Clients`; only a client that joins has them all.
+    """
+
+    key: ClassVar[tuple[str, ...]] = ()
+    event: str
+    node_id: int | str
+    name: str | None = None
+    partition: Count | None = None
+    training: str | None = None
+    round: Count | None = None
+    reason: str = ""
+    sizes: list[Count] | None = None
+    role: str | None = None
+    data: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a client's agent did with the model that it got: ``served``."""
+
+    key: ClassVar[tuple[str, ...]] = ("training", "partition")
+    training: str
+    partition: Count
+    served: str
 
 
 @dataclass(frozen=True)
@@ -273,8 +309,8 @@ class End:
 
 
 Event = (
-    RunInfo | Clients | Round | Incident | Evaluation | LeakCheck | RatesRound | Rates | AdaptRound | Adapted
-    | Note | Resumed | End
+    RunInfo | Clients | Round | Incident | Membership | Served | Evaluation | LeakCheck | RatesRound | Rates
+    | AdaptRound | Adapted | Note | Resumed | End
 )  # fmt: skip
 
 #: Name in the file → type. Two events with the same values of `key` describe the same thing, and the later one counts.
@@ -285,6 +321,11 @@ EVENTS: dict[str, type[Event]] = {
     "refused": Incident,
     "failed": Incident,
     "late": Incident,
+    "joined": Membership,
+    "left": Membership,
+    "rejoined": Membership,
+    "left_alone": Membership,
+    "served": Served,
     "evaluation": Evaluation,
     "leak_check": LeakCheck,
     "rates_round": RatesRound,

@@ -23,11 +23,16 @@ def data_table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str,
     head, rows, caption
         HTML.
     kind
-        CSS classes of the table: ``average`` sets the second column apart, ``text`` is for words instead of numbers.
+        CSS classes of the table: ``average`` sets the second column apart, ``text`` is for words instead of numbers,
+        ``cards`` shows each row as a list on a narrow screen.
     """
     header = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    labels = [f' data-label="{cell}"' if kind == "cards" else "" for cell in head]
     body = "".join(
-        f'<tr><th scope="row">{row[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in row[1:]) + "</tr>" for row in rows
+        f'<tr><th scope="row">{row[0]}</th>'
+        + "".join(f"<td{label}>{cell}</td>" for cell, label in zip(row[1:], labels[1:], strict=True))
+        + "</tr>"
+        for row in rows
     )
     return (
         f'<figure class="data"><figcaption>{caption}</figcaption><div class="scroll"><table class="{kind}">'
@@ -188,6 +193,13 @@ footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line
   .data table { font-size: .8rem; }
   thead th { font-size: .76rem; }
   .sd { display: block; }
+  .cards thead { display: none; }  /* each cell has its own label */
+  .cards tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--line); }
+  .cards tbody th, .cards td { display: flex; justify-content: space-between; gap: 1rem; max-width: none;
+    padding: .1rem 0; border: 0; white-space: normal; overflow-wrap: anywhere; }
+  .cards tbody tr:last-child > * { border: 0; }
+  .cards tbody th { position: static; font-weight: 700; }
+  .cards td::before { content: attr(data-label); color: var(--muted); }
 }
 @media print {
   main { max-width: none; padding: 0; }

@@ -17,6 +17,8 @@ from pathlib import Path
 from models import write_atomically
 from server.report import plots
 from server.report.accuracy import accuracy_section, client_section, collaboration_section
+from server.report.clients import LISTED as _INCIDENTS
+from server.report.clients import data_section, served_table
 from server.report.collaboration import Matrix, matrix
 from server.report.drawing import Plot
 from server.report.events import AdaptRound, RatesRound, Round
@@ -42,7 +44,6 @@ from settings import Settings
 
 REPORT_FILE = "report.html"
 MODEL_FILE = "model.safetensors"
-_INCIDENTS = 50  # incidents and clients shown; the metrics file has them all
 _FLOAT32 = 4  # bytes
 
 
@@ -86,7 +87,7 @@ def build_page(results: Results, name: str, network_bytes: int | None = None) ->
         _weights(results),
         _rates(results),
         _training(results),
-        _data(results),
+        data_section(results),
         _time(results, found, network_bytes),
         _checks(results),
         _settings(results),
@@ -106,7 +107,7 @@ def build_page(results: Results, name: str, network_bytes: int | None = None) ->
 
 
 def _header(results: Results, name: str) -> str:
-    number = len(results.clients.sizes) if results.clients else results.setting("clients")
+    number = len(results.members) if results.clients else results.setting("clients")
     rounds = len({entry.round for entry in results.rounds})
     parts = [
         *(text(results.setting(key)) for key in ("dataset", "model") if results.setting(key)),
@@ -208,34 +209,7 @@ def _training(results: Results) -> str:
     return "<h2>Training</h2>" + warning + plot_figure(plot, caption)
 
 
-# Data, time, checks and settings
-
-
-def _data(results: Results) -> str:
-    title, clients = "<h2>Data of the clients</h2>", results.clients
-    if clients is None:
-        return title + missing("The run has not recorded its clients.")
-    totals = [sum(sizes) for sizes in clients.sizes]
-    line = ""
-    if totals:
-        train, validation, test = (sum(sizes[part] for sizes in clients.sizes) for part in range(3))
-        low, high = min(totals), max(totals)
-        median = f"{low:,} to {high:,} samples (median {statistics.median(totals):,.0f})"
-        line = (
-            f"<p>{counted(len(totals), 'client')} with {median if low < high else f'{low:,} samples each'}; in total "
-            f"{train:,} for training, {validation:,} for validation, {test:,} for testing.</p>"
-        )
-    if not clients.class_counts:
-        return title + line + missing("Class counts stay on the devices.")
-    roles = clients.roles or [""] * len(totals)
-    body = [
-        [f"{client} {escape(role)}" if role != "both" else str(client), *map(str, counts)]
-        for client, (counts, role) in enumerate(zip(clients.class_counts, roles, strict=False))
-    ][:_INCIDENTS]
-    more = f" The first {_INCIDENTS} clients." if len(totals) > _INCIDENTS else ""
-    caption = f"<strong>Samples of each class</strong> by client.{more}"
-    counts_table = data_table(["client", *(breakable(str(name)) for name in clients.classes)], body, caption)
-    return title + line + folded("Samples of each class", counts_table)
+# Time, checks and settings
 
 
 def local_training_seconds(entry: Round, workers: int | None) -> float:
@@ -309,7 +283,7 @@ def _costs(rounds: Sequence[Round] | Sequence[RatesRound] | Sequence[AdaptRound]
 def _checks(results: Results) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in results.notes)
     return (
-        f"<h2>Checks and incidents</h2>{_leaks(results)}{_incidents(results)}"
+        f"<h2>Checks and incidents</h2>{_leaks(results)}{_incidents(results)}{served_table(results)}"
         f"{f'<p>Notes of the run:</p><ul>{notes}</ul>' if notes else ''}"
     )
 
@@ -335,7 +309,9 @@ def _incidents(results: Results) -> str:
         return '<p class="good">Every reply was accepted: none refused, failed or late.</p>'
     totals = Counter(entry.event for entry in results.incidents)
     body = [
-        [text(getattr(entry, name)) for name in ("event", "training", "round", "partition", "node_id", "reason")]
+        [text(getattr(entry, name)) for name in ("event", "training", "round")]
+        + [text(None if entry.partition is None else results.name(entry.partition))]
+        + [text(entry.node_id), text(entry.reason)]
         for entry in results.incidents[:_INCIDENTS]
     ]
     left_out = len(results.incidents) - len(body)

@@ -35,6 +35,7 @@ from server.report.scores import METRICS, Row, by_method, client_accuracy, perce
 _TOGETHER = 4  # training curves in a pair of panels
 _MARKED_ROUNDS = 30  # with more rounds the markers of a curve run into each other
 _NUMBERED_CELLS = 320  # a heat map with more cells is drawn without numbers
+_NAMED_CLIENTS = 24  # names of clients below a heat map
 _ACROSS = 3  # heat maps of W in a line
 _DASHED: Any = (0, (4, 2))
 
@@ -108,20 +109,30 @@ def accuracy_by_client(results: Results) -> Plot | None:
         found[outcome.label] = accuracies
     if not found:
         return None
-    clients = 1 + max(client for values in found.values() for client in values)
-    values = np.array([[row.get(client, math.nan) for client in range(clients)] for row in found.values()])
+    columns = results.columns(1 + max(client for values in found.values() for client in values))
+    clients, names = len(columns), [results.name(client) for client in columns]
+    values = np.array([[row.get(client, math.nan) for client in columns] for row in found.values()])
     figure = new_figure(0.6 + 0.24 * len(found))
     axes = figure.subplots()
     numbered = values.size <= _NUMBERED_CELLS and clients <= 24
     heat_map(axes, values, (lambda value: percent(value, 0)) if numbered else None)
     axes.set_yticks(range(len(found)), list(found), fontsize=8.5)
-    integer_x(axes)
+    if names == [str(position) for position in range(clients)]:
+        integer_x(axes)
+    else:
+        _client_ticks(axes, names)
     axes.set_xlabel("client")
     words = [
         f"{label}: from {percent(min(row.values()))} % to {percent(max(row.values()))} %"
         for label, row in found.items()
     ]
     return to_svg(figure, "clients", "Accuracy of each client. " + "; ".join(words))
+
+
+def _client_ticks(axes: Axes, names: Sequence[str]) -> None:
+    """Write the names of clients below a heat map; of many only some."""
+    ticks = range(0, len(names), math.ceil(len(names) / _NAMED_CLIENTS))
+    axes.set_xticks(ticks, [names[tick] for tick in ticks], rotation=30, ha="right", fontsize=7.5)
 
 
 # 3. Collaboration at test time: accuracy over the rounds, and the weights W
@@ -142,7 +153,7 @@ def collaboration(results: Results) -> Plot | None:
     _draw_rounds(parts[0], found)
     words = [f"{outcome.label}: {percent(outcome.scores.accuracy)} %" for outcome in found.outcomes]
     if mixed:
-        words += _draw_weights(parts[1], mixed)
+        words += _draw_weights(parts[1], mixed, results)
     return to_svg(figure, "collaboration", "Accuracy over the rounds at test time; at the end " + "; ".join(words))
 
 
@@ -188,11 +199,11 @@ def weight_maps(results: Results) -> Plot | None:
     if not mixed:
         return None
     figure = new_figure(1.95 * len(mixed) + 0.2)
-    words = _draw_weights(figure, mixed)
+    words = _draw_weights(figure, mixed, results)
     return to_svg(figure, "mixing", "Weights that clients give each other. " + "; ".join(words))
 
 
-def _draw_weights(figure: FigureBase, mixed: Mapping[tuple[str, str], list[AdaptRound]]) -> list[str]:
+def _draw_weights(figure: FigureBase, mixed: Mapping[tuple[str, str], list[AdaptRound]], results: Results) -> list[str]:
     """Draw heat maps of W, rows and columns being clients, and return a summary of each line."""
     grid = figure.subplots(len(mixed), _ACROSS, squeeze=False)
     words = []
@@ -204,8 +215,9 @@ def _draw_weights(figure: FigureBase, mixed: Mapping[tuple[str, str], list[Adapt
             axes.set_aspect("equal")
             axes.set_title(f"round {entry.round}", color=MUTED, fontsize=8.5)
             step = math.ceil(clients / 8)
-            ticks, names = range(0, clients, step), [str(partition) for partition in entry.replied][::step]
-            axes.set_xticks(ticks, names, fontsize=7.5)
+            ticks, names = range(0, clients, step), [results.name(partition) for partition in entry.replied][::step]
+            turned = {"rotation": 30, "ha": "right"} if max(map(len, names)) > 3 else {}
+            axes.set_xticks(ticks, names, fontsize=7.5, **turned)
             axes.set_yticks(ticks, names, fontsize=7.5)
         for axes in line[len(rounds) :]:
             axes.set_axis_off()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,17 +18,53 @@ from server.report.events import (
     Event,
     Incident,
     LeakCheck,
+    Membership,
     Note,
     Rates,
     RatesRound,
     Resumed,
     Round,
     RunInfo,
+    Served,
     parse_event,
 )
+from settings import name_order
 
 METRICS_FILE = "metrics.jsonl"
 Kind = TypeVar("Kind", bound=Event)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A client of a run.
+
+    Parameters
+    ----------
+    partition : int
+    name : str
+    sizes : list of [train, validation, test]
+    role : str
+        "both", "source" or "target"; empty where it was not recorded.
+    data : dict
+        See `events.Clients`; empty where it was not recorded.
+    joined : Membership or None
+        None for a client that was there at the start.
+    counts : list [K] or None
+        Training samples of each class; None where labels stay on the device.
+    """
+
+    partition: int
+    name: str
+    sizes: list[int]
+    role: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+    joined: Membership | None = None
+    counts: list[int] | None = None
+
+    @property
+    def labelled(self) -> bool:
+        """Whether its samples have labels."""
+        return bool(self.data.get("labelled", True))
 
 
 @dataclass(frozen=True)
@@ -42,6 +79,8 @@ class Results:
     rounds: list[Round] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     incidents: list[Incident] = field(default_factory=list)
+    memberships: list[Membership] = field(default_factory=list)
+    served: list[Served] = field(default_factory=list)
     leak_checks: list[LeakCheck] = field(default_factory=list)
     rates_rounds: list[RatesRound] = field(default_factory=list)
     rates: list[Rates] = field(default_factory=list)
@@ -70,6 +109,8 @@ class Results:
             rounds=_distinct(seen, Round),
             evaluations=_distinct(seen, Evaluation),
             incidents=_of_kind(seen, Incident),
+            memberships=_of_kind(seen, Membership),
+            served=_distinct(seen, Served),
             leak_checks=_distinct(seen, LeakCheck),
             rates_rounds=_distinct(seen, RatesRound),
             rates=_distinct(seen, Rates),
@@ -79,6 +120,39 @@ class Results:
             end=_last(seen, End),
             starts=len(_of_kind(seen, RunInfo)) + len(_of_kind(seen, Resumed)),
         )
+
+    @cached_property
+    def members(self) -> dict[int, Member]:
+        """Every client by partition: those of the start, and those that joined."""
+        found, start = {}, self.clients
+        for partition, sizes in enumerate(start.sizes if start else []):
+            assert start is not None
+            found[partition] = Member(
+                partition,
+                *(_at(start.names, partition, str(partition)), sizes),
+                *(_at(start.roles, partition, ""), _at(start.data, partition, {})),
+                counts=_at(start.class_counts, partition, None),
+            )
+        for event in self.memberships:
+            if event.event == "joined" and event.partition is not None and event.name is not None:
+                about = (event.sizes or [0, 0, 0], event.role or "", event.data or {})
+                found[event.partition] = Member(event.partition, event.name, *about, joined=event)
+        return found
+
+    def name(self, partition: int) -> str:
+        """Return a client's name; its number where no name was recorded."""
+        return self.members[partition].name if partition in self.members else str(partition)
+
+    def columns(self, clients: int) -> list[int]:
+        """Return the clients with labels among the first `clients` partitions, in name order."""
+        found = [one for one in range(clients) if one not in self.members or self.members[one].labelled]
+        return sorted(found, key=lambda partition: name_order(self.name(partition)))
+
+    @property
+    def without_labels(self) -> list[str]:
+        """Names of the clients without labels, which have no accuracies."""
+        names = (member.name for member in self.members.values() if not member.labelled)
+        return sorted(names, key=name_order)
 
     def trainings(self) -> list[str]:
         """Return the names of the trainings, in order of their first round or evaluation."""
@@ -122,6 +196,10 @@ def read_results(path: Path) -> Results:
         return Results.of(events)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _at(values: list[Any] | None, index: int, default: Any) -> Any:
+    return values[index] if values and index < len(values) else default
 
 
 def _of_kind(events: list[Event], kind: type[Kind]) -> list[Kind]:

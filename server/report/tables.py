@@ -54,12 +54,13 @@ def collaboration_csv(found: Matrix) -> str:
         *("method", "collaboration", "rounds", "samples", "global", "mean_over_classes"),
         *(f"corruption:{name}" for name in found.corruptions),
         *(f"class:{name}" for name in found.classes),
-        *(f"client:{client}" for client in range(found.clients)),
+        *(f"client:{name}" for name in found.columns.values()),
     ]
     lines = []
     for outcome in found.outcomes:
         scores = outcome.scores
-        values = [scores.accuracy, scores.mean_class, *scores.per_corruption, *scores.per_class, *scores.per_client]
+        clients = [scores.per_client[client] for client in found.columns]
+        values = [scores.accuracy, scores.mean_class, *scores.per_corruption, *scores.per_class, *clients]
         counts = [len(outcome.rounds), int(outcome.total.sum())]
         shown = [percent(number_or_none(value), 2, missing="") for value in values]
         lines.append([outcome.method, outcome.collaboration, *counts, *shown])
@@ -130,14 +131,15 @@ def _render_matrix(found: Matrix, measure: str) -> Table:
 
 def _render_clients(found: Matrix) -> Table:
     """Return the accuracy of each client in whole %, so that ten clients fit in a line."""
-    more = f"; the first {LISTED} of {found.clients}" if found.clients > LISTED else ""
+    columns = list(found.columns)
+    more = f"; the first {LISTED} of {len(columns)}" if len(columns) > LISTED else ""
     rendered = Table(title=f"Accuracy of each client in %{more}", padding=(0, 0, 0, 1))
     for column in ("method", "collaboration"):
         rendered.add_column(column, overflow="fold")
-    for client in range(min(found.clients, LISTED)):
-        rendered.add_column(str(client), justify="right", no_wrap=True)
+    for client in columns[:LISTED]:
+        rendered.add_column(Text(found.columns[client]), justify="right", overflow="fold")
     for outcome in found.outcomes:
-        shown = [percent(number_or_none(value), 0) for value in outcome.scores.per_client[:LISTED]]
+        shown = [percent(number_or_none(outcome.scores.per_client[client]), 0) for client in columns[:LISTED]]
         rendered.add_row(Text(outcome.method), Text(outcome.collaboration), *shown)
     return rendered
 

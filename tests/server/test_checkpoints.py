@@ -249,7 +249,7 @@ def test_clients_that_have_lost_their_state(cut: Path) -> None:
 
 
 def test_clients_with_other_data(cut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client.device, "resolve", lambda shifts, natural: (["original", "fog"], None))
+    monkeypatch.setattr(client.device, "resolve", lambda shifts, natural, **_: (["original", "fog"], None))
     with pytest.raises(RunError, match=r"clients now have shifts = \['original', 'fog'\], in the run it is \['orig"):
         resume(cut)
 

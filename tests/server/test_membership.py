@@ -12,12 +12,12 @@ import pytest
 
 from messages.flower import allow_messages
 from messages.replies import Adapted, Identity, Reply
-from messages.requests import Adapt, Evaluate, Request, Train
+from messages.requests import Adapt, Evaluate, Identify, Request, Train
 from messages.transport import Addressed, Answer
 from models import load_arrays
 from server.app import serve
 from server.checkpoints import checkpoint_files, read_checkpoint
-from server.events import Event, RunError
+from server.events import Event, NodesMissing, RunError
 from settings import Settings, SettingsError
 from tests.transports import Client, FakeTransport, devices
 
@@ -197,11 +197,11 @@ def test_a_node_that_does_not_fit_fails_nothing(tmp_path: Path) -> None:
     def other(request: Request) -> Reply:
         raise ValueError("classes = ('cow', 'sheep'): this device has others")
 
-    doors = run(tmp_path, SMALL, change=lambda clients: clients.update({5: other}))
+    doors = run(tmp_path, SMALL.replace(min_clients=0), change=lambda clients: clients.update({5: other}))
     (alone,) = events(tmp_path, "left_alone")
     assert (alone["node_id"], alone["name"]) == (5, None)
     assert "cow" in alone["reason"]
-    assert len(doors.requests(Request, 5)) == 0
+    assert [type(one.request) for one, _ in doors.sent if one.node == 5] == [Identify]
     (end,) = events(tmp_path, "end")
     assert end["status"] == "completed"
 
@@ -252,6 +252,19 @@ def test_a_member_that_is_not_there_when_a_run_is_resumed_may_come_back(tmp_path
     assert [(event["name"], event["round"]) for event in events(tmp_path, "rejoined")] == [("0", 4)]
 
 
+def test_other_devices_than_those_of_a_run_do_not_resume_it(tmp_path: Path) -> None:
+    settings = SMALL.replace(methods="fedrep", clients=2, min_clients=0)
+    with pytest.raises(Killed):
+        run(tmp_path, settings, then=killed_at("round", 2, lambda event, doors: None))
+
+    def renamed(clients: dict[int, Client]) -> None:
+        clients[899] = says_also(clients[899], True, None, name="ward")
+
+    told = "1 of 2 clients are there after 0.3 s: 0; missing: 1; node 899: ward: no client of the run that is resumed"
+    with pytest.raises(NodesMissing, match=told.replace(".", r"\.")):
+        run(tmp_path, settings.replace(resume=str(tmp_path / "r")), change=renamed)
+
+
 @pytest.mark.parametrize(
     ("own_data", "told"), [(False, r"client 1 now has sizes = \[9, 9, 9\], in the run it is"), (True, "")]
 )
@@ -272,11 +285,11 @@ def test_a_divided_data_set_must_not_change_and_a_device_may_have_new_files(
         run(tmp_path, resumed, change=owning([9, 9, 9]))
 
 
-def says_also(client: Client, own_data: bool, sizes: list[int] | None) -> Client:
+def says_also(client: Client, own_data: bool, sizes: list[int] | None, **changes: Any) -> Client:
     def answer(request: Request) -> Reply | None:
         reply = client(request)
         if isinstance(reply, Identity):
-            return replace(reply, own_data=own_data, sizes=sizes or reply.sizes)
+            return replace(reply, own_data=own_data, sizes=sizes or reply.sizes, **changes)
         return reply
 
     return answer

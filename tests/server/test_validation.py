@@ -260,3 +260,40 @@ def test_a_start_looks_like_what_is_shared_and_is_finite() -> None:
     assert found[0] == "start: other names, shapes or dtypes than shared"
     assert found[1] == "start: gamma: values that are not finite"
     assert found[2] is None
+
+
+# -- clients without labels
+
+
+@pytest.mark.parametrize("kind", [Trained, Summarized, RefinedRates])
+def test_what_needs_labels_is_refused_of_a_client_without_them(kind: type[Reply]) -> None:
+    good = next(one for one in GOOD if type(one) is kind)
+    first, second = CHECKS[kind].refusals([good, good], [99, 99], labelled=[True, False])
+    assert first is None
+    assert "needs labels, which this client does not have" in (second or "")
+
+
+def test_a_client_without_labels_evaluates_nothing() -> None:
+    nothing = Evaluated(checked=0, leaked=0, results=[])
+    found = CHECKS[Evaluated].refusals(
+        [EVALUATED, nothing, EVALUATED, nothing], [99] * 4, 0.0, [True, False, False, True]
+    )
+    assert found[:2] == [None, None]
+    assert found[2:] == ["unknown results [('btfl', 'fog')]", "missing results [('btfl', 'fog')], unknown results []"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, None),
+        ({"total": [2, 0, 3]}, "correct or total is not 0, which needs labels"),
+        ({"total": [0, 0]}, "total: expected 3 counts"),
+        ({"corruption": 15}, "corruption = 15, there are 15"),
+        ({"shared": {"gamma": np.full(2, np.nan, np.float32)}}, "shared: gamma: values that are not finite"),
+    ],
+)
+def test_a_client_without_labels_adapts_and_counts_nothing(changes: dict[str, Any], told: str | None) -> None:
+    reply = replace(ADAPTED, **{"correct": [0] * 3, "total": [0] * 3, **changes})
+    assert AdaptCheck(classes=3, corruptions=15).refusals([reply], [99], labelled=[False]) == [told]
+    if told is None:
+        assert AdaptCheck(classes=3, corruptions=15).refusals([reply], [99]) != [None], "with labels it has to count"

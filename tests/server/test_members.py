@@ -1,0 +1,84 @@
+"""What clients must have in common, and what a run knows of each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from messages.replies import Identity
+from server.members import FederationInfo, difference, known_members, member_names
+from tests.server.test_nodes import IDENTITY
+
+COWS = ["cow", "sheep"]
+
+
+def named(name: str, **changes: Any) -> Identity:
+    return replace(IDENTITY, name=name, **changes)
+
+
+def test_what_most_report_is_agreed_and_the_first_decides_a_tie() -> None:
+    a, b, c = named("a", classes=COWS), named("b"), named("c")
+    assert FederationInfo.agreed([a, b, c]).classes == IDENTITY.classes
+    assert FederationInfo.agreed([a, b]).classes == COWS
+    assert FederationInfo.agreed([b, a]).classes == IDENTITY.classes
+
+
+def test_clients_without_labels_have_no_say_but_must_have_the_same_classes() -> None:
+    none = [named(name, labelled=False, shifts=[], classes=COWS) for name in "ab"]
+    info = FederationInfo.agreed([*none, named("c")])
+    assert (info.classes, info.shifts) == (IDENTITY.classes, ["original"])
+    assert info.misfit(none[0]) == "classes = ['cow', 'sheep'], the run has ['cat', 'dog']"
+    assert info.misfit(named("d", labelled=False, shifts=[])) == ""
+    assert FederationInfo.agreed(none).classes == COWS
+
+
+def test_the_shortest_stream_of_devices_with_their_own_data_is_that_of_the_run() -> None:
+    own = [named(name, own_data=True, stream_rounds=rounds) for name, rounds in (("a", 9), ("b", 5), ("c", 7))]
+    info = FederationInfo.agreed(own)
+    assert info.stream_rounds == 5
+    assert not any(map(info.misfit, own))
+    parts = [named(name, stream_rounds=rounds) for name, rounds in (("a", 9), ("b", 5), ("c", 9))]
+    info = FederationInfo.agreed(parts)
+    assert info.stream_rounds == 9
+    assert [bool(info.misfit(one)) for one in parts] == [False, True, False]
+
+
+def test_columns_are_in_the_order_given_and_notes_are_told_once() -> None:
+    info = FederationInfo.of([
+        named("b", sizes=[1, 2, 3], note="no natural shift", samples=8, own_data=True, notes=["2 skipped"]),
+        named("a", role="target", labelled=False, note="no natural shift"),
+        named("c", note="other"),
+    ])  # fmt: skip
+    assert (info.names, info.sizes[0], info.roles) == (["b", "a", "c"], [1, 2, 3], ["both", "target", "both"])
+    assert info.note == "no natural shift; other"
+    assert (info.data[0]["samples"], info.data[0]["notes"], info.data[1]["labelled"]) == (8, ["2 skipped"], False)
+    assert info.labelled_roles == ["both", "both"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"sizes": [9, 9, 9]}, "sizes = [9, 9, 9], at first it was [5, 4, 3]"),
+        ({"labelled": False}, "labelled = False, at first it was True"),
+        ({"saved": {"t": [1]}, "notes": ["new"], "note": "x"}, ""),
+    ],
+)
+def test_a_client_that_comes_back(change: dict[str, Any], told: str) -> None:
+    assert difference(IDENTITY, replace(IDENTITY, **change)) == told
+    own = replace(IDENTITY, own_data=True)
+    assert difference(own, replace(own, **change)) == ("" if "sizes" in change else told)
+
+
+def test_members_of_a_checkpoint_are_known_also_when_they_are_not_there() -> None:
+    clients = [named("b", sizes=[1, 1, 1]), named("a", labelled=False, role="target", own_data=True, samples=7)]
+    world = asdict(FederationInfo.of(clients))
+    back = replace(clients[0], saved={"t": [1]})
+    known = known_members(world, {"b": back})
+    assert list(known) == member_names(world) == ["b", "a"]
+    assert known["b"] is back
+    assert known["a"] == clients[1]
+    earlier = {"sizes": [[1, 1, 1], [2, 2, 2]], "roles": ["both", "source"], "shifts": ["original"]}
+    known = known_members(earlier, {"0": named("0")})
+    assert [(one.name, one.role, one.sizes) for one in known.values()][1] == ("1", "source", [2, 2, 2])
