@@ -19,7 +19,9 @@ from client.evaluation import Neighbours, make_adapter
 from data import Federation
 from messages.arrays import Arrays
 from messages.requests import AdapterRow
-from models import TwoHead, load_arrays, load_model, save_arrays, save_model
+from models import PERSONAL_PREFIX, TwoHead, load_arrays, load_model, save_arrays, save_model
+from models.checkpoint import SIZES
+from models.preprocessing import Preprocessing
 from settings import Scalar, Settings
 from tta import Adapter, Statistics
 from tta.knn_per import Datastore, KNNPer
@@ -109,14 +111,23 @@ class Served:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Return C, H, W of the images that the network takes."""
-        size = int(self.spec["image_size"])
-        return int(self.spec["in_channels"]), size, size
+        size = int(self.spec.get("image_size", SIZES["image_size"]))
+        return int(self.spec.get("in_channels", SIZES["in_channels"])), size, size
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """Return what prepares an image for the network; the default for models that do not say."""
+        stated = self.spec.get("preprocessing")
+        if stated is not None:
+            return Preprocessing.from_dict(stated)
+        channels, size, _ = self.shape
+        return Preprocessing(size, channels)
 
     def digest(self) -> str:
         """Return the SHA-256 of all that predictions depend on, so that a state can tell its model."""
         total = hashlib.sha256(self._about().encode())
         state = {name: value.detach().cpu().numpy() for name, value in self.network.state_dict().items()}
-        for name, value in sorted({**state, **self._arrays()}.items()):
+        for name, value in sorted({**state, **self.arrays()}.items()):
             if value.dtype.kind == "f":  # counters, such as BatchNorm's, are not saved
                 total.update(f"{name} {value.dtype} {value.shape}".encode())
                 total.update(np.ascontiguousarray(value).tobytes())
@@ -126,7 +137,7 @@ class Served:
         """Write two files to `folder`; ValueError if the network is not what its spec says."""
         save_model(folder / NETWORK, self.network, self.spec, personal=True)
         metadata = {"format": FORMAT, "version": VERSION, "about": self._about(), "digest": self.digest()}
-        save_arrays(folder / REST, self._arrays(), metadata)
+        save_arrays(folder / REST, self.arrays(), metadata)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Served:
@@ -175,7 +186,7 @@ class Served:
         }
         return json.dumps(about, sort_keys=True, allow_nan=False)
 
-    def _arrays(self) -> Arrays:
+    def arrays(self) -> Arrays:
         """Return the arrays other than the network's."""
         arrays: Arrays = {"usual.shares": self.baseline.shares, "usual.entropy": np.array(self.baseline.entropy)}
         if self.statistics is not None:
@@ -215,6 +226,36 @@ def serve(
     served = Served(row, network, dict(spec), followed, classes, baseline, statistics, own, store, chosen)
     served.build()
     return served
+
+
+def from_file(path: Path, row: AdapterRow, device: torch.device) -> tuple[Served, str]:
+    """Return a model file (`models.save_model`) with an adapter that needs no training, and the file's SHA-256.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        There is no such file, it cannot be read, or the adapter needs what only a federated training makes.
+    """
+    network, spec = load_model(path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    given = {"gradients", "batchnorm"}
+    if any(name.startswith(PERSONAL_PREFIX) for name in load_arrays(path)[0]):
+        given.add("personal_head")
+    if network.rotation_head is not None:
+        given.add("rotation_head")
+    if missing := sorted(info(row.adapter).needs - given):
+        raise ValueError(
+            f"adapter = {row.adapter} needs {', '.join(missing)}, which a federated training makes; "
+            "there are adapters without: none, bn_adapt, tent, t3a"
+        )
+    if row.base == "personalised":
+        raise ValueError("base = personalised: only a federated training personalizes a network")
+    classes = tuple(map(str, spec.get("classes") or range(network.num_classes)))
+    network = network.to(device).to(memory_format=torch.channels_last)
+    settings = {key.replace("-", "_"): value for key, value in Settings().select("adapter").items()}
+    served = Served(row, network, spec, settings, classes, Baseline.unknown(len(classes)), origin=f"file/{path.stem}/0")
+    served.build()
+    return served, digest
 
 
 def missing_heads(adapter: str, algorithm: LocalAlgorithm) -> list[str]:

@@ -47,7 +47,7 @@ def summarise(model: TwoHead, pixels: Rows, batch_size: int) -> dict[str, NDArra
     Raises
     ------
     ValueError
-        There is no sample, or a feature is negative or NaN (the discretisation needs a ReLU before the heads).
+        There is no sample, or a feature is NaN, or negative though the network says that none can be.
     """
     if len(pixels) == 0:
         raise ValueError("statistics need at least one training sample")
@@ -55,11 +55,11 @@ def summarise(model: TwoHead, pixels: Rows, batch_size: int) -> dict[str, NDArra
     sums: dict[str, Tensor] = {}
     for batch in pixels.split(batch_size):
         z = model.features(batch.float() / 255)  # (B, d)
-        if not bool((z >= 0).all()):
-            raise ValueError("a feature is negative or no number: statistics need a ReLU before the heads")
+        if not bool((z >= 0 if model.features_nonnegative else z.isfinite()).all()):
+            raise ValueError("a feature is no number, or negative behind a ReLU")
         parts = {
             "descriptor": z.double().sum(0),
-            "dle": (discretise(z) == 0).double().sum(0),
+            "dle": (discretise(z) <= 0).double().sum(0),
             "entropy_local": _entropy(model.personal_head(z)).sum(0, keepdim=True),
             "entropy_global": _entropy(model.head(z)).sum(0, keepdim=True),
         }

@@ -1,8 +1,9 @@
-"""Stream the images of a folder to a device's agent and print its predictions.
+"""Stream the image files of a folder to a device's agent and print its predictions.
 
 python -m examples.stream_images FOLDER unix:/var/lib/fedtta/agent.sock
 
-Needs numpy, grpcio, protobuf and pillow; neither torch nor Flower.
+The files are sent as they are: the agent decodes and resizes them as its model was trained. Needs numpy, grpcio and
+protobuf; neither torch nor Flower nor Pillow.
 """
 
 import sys
@@ -11,30 +12,27 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-from PIL import Image
 
 from messages import agent_pb2 as pb
 from messages import agent_pb2_grpc
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp")
+ENDINGS = (".bmp", ".dcm", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
-def requests(folder: Path, channels: int, height: int, width: int) -> Iterator[pb.PredictRequest]:
-    """Yield one request for each image, in the order of the file names."""
+def requests(folder: Path) -> Iterator[pb.PredictRequest]:
+    """Yield one request for each file, in the order of the file names."""
     for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS):
-        image = Image.open(path).convert("L" if channels == 1 else "RGB").resize((width, height))
-        pixels = np.asarray(image, np.uint8).reshape(height, width, channels).transpose(2, 0, 1)
-        images = pb.Images(kind=pb.Images.UINT8, shape=[1, channels, height, width], values=pixels.tobytes())
+        images = pb.Images(kind=pb.Images.ENCODED, files=[path.read_bytes()])
         yield pb.PredictRequest(id=path.name, images=images)
 
 
 def main(folder: str, address: str) -> None:
-    """Ask for the model's input shape, then stream; one line an image: name, class, probability, head weight."""
+    """Stream; print one line an image: name, class, probability, weight of the global head (if the method has one)."""
     agent = agent_pb2_grpc.PredictorStub(grpc.insecure_channel(address))
     status = agent.Status(pb.StatusRequest(), wait_for_ready=True, timeout=30)
     if not status.shape:
         sys.exit("the agent has no model yet: it comes from training")
-    for reply in agent.PredictStream(requests(Path(folder), *status.shape)):
+    for reply in agent.PredictStream(requests(Path(folder))):
         p, e = np.frombuffer(reply.probabilities, "<f4"), np.frombuffer(reply.weights, "<f4")
         answer = reply.error or f"{status.classes[p.argmax()]} {p.max():.3f}"
         print(reply.id, answer, *(f"e={weight:.2f}" for weight in e))

@@ -8,22 +8,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Images(_message.Message):
-    __slots__ = ("kind", "shape", "values")
+    __slots__ = ("kind", "shape", "values", "files")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNSPECIFIED: _ClassVar[Images.Kind]
         UINT8: _ClassVar[Images.Kind]
         FLOAT32: _ClassVar[Images.Kind]
+        ENCODED: _ClassVar[Images.Kind]
     UNSPECIFIED: Images.Kind
     UINT8: Images.Kind
     FLOAT32: Images.Kind
+    ENCODED: Images.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
     kind: Images.Kind
     shape: _containers.RepeatedScalarFieldContainer[int]
     values: bytes
-    def __init__(self, kind: _Optional[_Union[Images.Kind, str]] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[bytes] = ...) -> None: ...
+    files: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, kind: _Optional[_Union[Images.Kind, str]] = ..., shape: _Optional[_Iterable[int]] = ..., values: _Optional[bytes] = ..., files: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
     __slots__ = ("id", "images")
@@ -60,7 +64,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model_version", "adapter", "classes", "samples", "unsaved_samples", "waiting", "holding", "guard_events", "snapshots", "notes", "uptime_seconds", "training", "shape")
+    __slots__ = ("model_version", "adapter", "classes", "samples", "unsaved_samples", "waiting", "holding", "guard_events", "snapshots", "notes", "uptime_seconds", "training", "shape", "candidate", "refused", "data_samples", "data_skipped", "data_notes")
     class GuardEventsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +85,11 @@ class StatusReply(_message.Message):
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TRAINING_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    DATA_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    DATA_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    DATA_NOTES_FIELD_NUMBER: _ClassVar[int]
     model_version: str
     adapter: str
     classes: _containers.RepeatedScalarFieldContainer[str]
@@ -94,7 +103,79 @@ class StatusReply(_message.Message):
     uptime_seconds: float
     training: str
     shape: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_version: _Optional[str] = ..., adapter: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., samples: _Optional[int] = ..., unsaved_samples: _Optional[int] = ..., waiting: _Optional[int] = ..., holding: bool = ..., guard_events: _Optional[_Mapping[str, int]] = ..., snapshots: _Optional[_Iterable[str]] = ..., notes: _Optional[_Iterable[str]] = ..., uptime_seconds: _Optional[float] = ..., training: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
+    candidate: str
+    refused: str
+    data_samples: int
+    data_skipped: int
+    data_notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model_version: _Optional[str] = ..., adapter: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., samples: _Optional[int] = ..., unsaved_samples: _Optional[int] = ..., waiting: _Optional[int] = ..., holding: bool = ..., guard_events: _Optional[_Mapping[str, int]] = ..., snapshots: _Optional[_Iterable[str]] = ..., notes: _Optional[_Iterable[str]] = ..., uptime_seconds: _Optional[float] = ..., training: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., candidate: _Optional[str] = ..., refused: _Optional[str] = ..., data_samples: _Optional[int] = ..., data_skipped: _Optional[int] = ..., data_notes: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("version", "state", "origin", "time", "reason", "check", "snapshots")
+    class CheckEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    state: str
+    origin: str
+    time: float
+    reason: str
+    check: _containers.ScalarMap[str, float]
+    snapshots: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., origin: _Optional[str] = ..., time: _Optional[float] = ..., reason: _Optional[str] = ..., check: _Optional[_Mapping[str, float]] = ..., snapshots: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ModelsReply(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+
+class ModelRequest(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    def __init__(self, version: _Optional[str] = ...) -> None: ...
+
+class ModelReply(_message.Message):
+    __slots__ = ("version", "state", "samples")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    state: str
+    samples: int
+    def __init__(self, version: _Optional[str] = ..., state: _Optional[str] = ..., samples: _Optional[int] = ...) -> None: ...
+
+class RescanRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RescanReply(_message.Message):
+    __slots__ = ("samples", "used", "skipped", "notes")
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    samples: int
+    used: int
+    skipped: int
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, samples: _Optional[int] = ..., used: _Optional[int] = ..., skipped: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()

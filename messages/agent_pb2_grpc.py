@@ -65,6 +65,31 @@ class PredictorStub(object):
                 request_serializer=messages_dot_agent__pb2.ResetRequest.SerializeToString,
                 response_deserializer=messages_dot_agent__pb2.SnapshotReply.FromString,
                 _registered_method=True)
+        self.Models = channel.unary_unary(
+                '/fedtta.agent.v1.Predictor/Models',
+                request_serializer=messages_dot_agent__pb2.ModelsRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.ModelsReply.FromString,
+                _registered_method=True)
+        self.Approve = channel.unary_unary(
+                '/fedtta.agent.v1.Predictor/Approve',
+                request_serializer=messages_dot_agent__pb2.ModelRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.ModelReply.FromString,
+                _registered_method=True)
+        self.Reject = channel.unary_unary(
+                '/fedtta.agent.v1.Predictor/Reject',
+                request_serializer=messages_dot_agent__pb2.ModelRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.ModelReply.FromString,
+                _registered_method=True)
+        self.RestoreModel = channel.unary_unary(
+                '/fedtta.agent.v1.Predictor/RestoreModel',
+                request_serializer=messages_dot_agent__pb2.ModelRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.ModelReply.FromString,
+                _registered_method=True)
+        self.Rescan = channel.unary_unary(
+                '/fedtta.agent.v1.Predictor/Rescan',
+                request_serializer=messages_dot_agent__pb2.RescanRequest.SerializeToString,
+                response_deserializer=messages_dot_agent__pb2.RescanReply.FromString,
+                _registered_method=True)
 
 
 class PredictorServicer(object):
@@ -114,6 +139,41 @@ class PredictorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Models(self, request, context):
+        """The device's models: the served one, its successor, older ones that are kept, and refused ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Approve(self, request, context):
+        """Serves the model that waits for approval or runs in shadow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reject(self, request, context):
+        """Drops that model; it is refused when it is offered again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreModel(self, request, context):
+        """Serves an older model again, with what its adapter had learned.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rescan(self, request, context):
+        """Looks at the device's own data again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PredictorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +206,31 @@ def add_PredictorServicer_to_server(servicer, server):
                     servicer.Reset,
                     request_deserializer=messages_dot_agent__pb2.ResetRequest.FromString,
                     response_serializer=messages_dot_agent__pb2.SnapshotReply.SerializeToString,
+            ),
+            'Models': grpc.unary_unary_rpc_method_handler(
+                    servicer.Models,
+                    request_deserializer=messages_dot_agent__pb2.ModelsRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.ModelsReply.SerializeToString,
+            ),
+            'Approve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Approve,
+                    request_deserializer=messages_dot_agent__pb2.ModelRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.ModelReply.SerializeToString,
+            ),
+            'Reject': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reject,
+                    request_deserializer=messages_dot_agent__pb2.ModelRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.ModelReply.SerializeToString,
+            ),
+            'RestoreModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RestoreModel,
+                    request_deserializer=messages_dot_agent__pb2.ModelRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.ModelReply.SerializeToString,
+            ),
+            'Rescan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rescan,
+                    request_deserializer=messages_dot_agent__pb2.RescanRequest.FromString,
+                    response_serializer=messages_dot_agent__pb2.RescanReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +396,141 @@ class Predictor(object):
             '/fedtta.agent.v1.Predictor/Reset',
             messages_dot_agent__pb2.ResetRequest.SerializeToString,
             messages_dot_agent__pb2.SnapshotReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Models(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedtta.agent.v1.Predictor/Models',
+            messages_dot_agent__pb2.ModelsRequest.SerializeToString,
+            messages_dot_agent__pb2.ModelsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Approve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedtta.agent.v1.Predictor/Approve',
+            messages_dot_agent__pb2.ModelRequest.SerializeToString,
+            messages_dot_agent__pb2.ModelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reject(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedtta.agent.v1.Predictor/Reject',
+            messages_dot_agent__pb2.ModelRequest.SerializeToString,
+            messages_dot_agent__pb2.ModelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedtta.agent.v1.Predictor/RestoreModel',
+            messages_dot_agent__pb2.ModelRequest.SerializeToString,
+            messages_dot_agent__pb2.ModelReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rescan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fedtta.agent.v1.Predictor/Rescan',
+            messages_dot_agent__pb2.RescanRequest.SerializeToString,
+            messages_dot_agent__pb2.RescanReply.FromString,
             options,
             channel_credentials,
             insecure,

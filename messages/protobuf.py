@@ -24,6 +24,7 @@ DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
 )  # fmt: skip
 PIXELS = {pb.Images.UINT8: "uint8", pb.Images.FLOAT32: "float32"}
+FILES = 1024  # encoded files of a request, at most
 DIMENSIONS = 32  # of an array, at most
 
 
@@ -78,6 +79,26 @@ def to_images(pixels: NDArray[Any]) -> pb.Images:
     raise ValueError(f"images of type {pixels.dtype}: allowed are {', '.join(PIXELS.values())}")
 
 
+def to_files(files: Sequence[bytes]) -> pb.Images:
+    """Return encoded image files (JPEG, PNG, TIFF, DICOM ...) as a message."""
+    return pb.Images(kind=pb.Images.ENCODED, files=files)
+
+
+def from_files(message: pb.Images) -> tuple[bytes, ...]:
+    """Return a message's encoded files.
+
+    Raises
+    ------
+    ValueError
+        There is none or there are too many, or the message has pixels beside them.
+    """
+    if not 1 <= len(message.files) <= FILES:
+        raise ValueError(f"{len(message.files)} encoded files: allowed are 1 to {FILES}")
+    if message.values or message.shape:
+        raise ValueError("encoded files beside shape or values: allowed is one of them")
+    return tuple(message.files)
+
+
 def from_images(message: pb.Images) -> NDArray[Any]:
     """Return a message's images [B, C, H, W], writable.
 
@@ -86,8 +107,8 @@ def from_images(message: pb.Images) -> NDArray[Any]:
     ValueError
         No type is set, the shape does not have four positive sizes, or the bytes do not fit it.
     """
-    if message.kind not in PIXELS:
-        raise ValueError(f"images of kind {message.kind}: allowed are UINT8 and FLOAT32")
+    if message.kind not in PIXELS or message.files:
+        raise ValueError(f"images of kind {message.kind}: allowed are UINT8 and FLOAT32, and files with ENCODED")
     shape = list(message.shape)
     if len(shape) != 4 or min(shape) < 1:
         raise ValueError(f"images of shape {shape}: allowed are [B, C, H, W], each 1 or more")

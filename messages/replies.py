@@ -241,8 +241,8 @@ class Evaluated(Reply):
     results : list of EvaluationResult
         Empty for a client without labels.
     served : str
-        What the client's agent did with the model: "promoted <version>", "shadow <version>", "refused: <reason>",
-        "waiting for approval"; empty without an agent.
+        What a resident agent did with the model: "promoted <version>", "shadow <version>", "refused: <reason>" or
+        "waiting for approval <version>"; empty without one.
     """
 
     kind: ClassVar[str] = "evaluated"

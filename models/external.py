@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,40 +105,44 @@ def build_external(
     of_two_heads = any(key.startswith(BODY) for key in weights)
     head_name = "" if source.feature_dim is not None else _classifier(owner, source.network)
 
-    notes: list[str] = []
+    notes = [f"{owner}: the library's weights are loaded"] if download else []
     keep = source.pretrained and same_classes
     if weights and not of_two_heads:
-        if not same_classes:
-            weights = {key: value for key, value in weights.items() if not key.startswith(f"{head_name}.")}
-        loaded = load_matching(source.network, weights)
-        notes.append(_note(f"{owner}: {path}", loaded, source.network, f"{head_name}."))
-        keep = f"{head_name}.weight" in loaded.names
+        head = f"{head_name}."
+        fitting = {key: value for key, value in weights.items() if same_classes or not key.startswith(head)}
+        loaded = load_matching(source.network, fitting)
+        notes.append(_note(f"{owner}: {path}", loaded, source.network, head))
+        keep = f"{head}weight" in loaded.names
     repeats = shape[0] == 1 and name.startswith(LIBRARIES)
     encoder = _encoder(owner, source, head_name, (3, *shape[1:]) if repeats else shape)
-    layers = OrderedDict[str, nn.Module](normalise=normalise)
-    if repeats:
-        layers["colour"] = Repeat()
-    layers["body"] = encoder.body
-    rectified = options.get("features") == "relu"
-    if rectified:
-        layers["relu"] = nn.ReLU()
-    nonnegative = encoder.features_nonnegative or rectified
-    model = TwoHead(nn.Sequential(layers), encoder.feature_dim, num_classes, **heads, features_nonnegative=nonnegative)
+    model = _two_heads(encoder, num_classes, normalise, repeats, options.get("features") == "relu", heads)
     if of_two_heads:
         starts = ("encoder.", "head.") if same_classes else ("encoder.",)
         loaded = load_matching(model, {key: value for key, value in weights.items() if key.startswith(starts)})
         notes.append(_note(f"{owner}: {path}", loaded, model, ("head.", "personal_head.", "rotation_head.")))
         keep = "head.weight" in loaded.names
-    elif keep and encoder.head is not None and encoder.head.out_features == num_classes:
+    elif keep := keep and encoder.head is not None and encoder.head.out_features == num_classes:
         _copy_head(model.head, encoder.head)
-    else:
-        keep = False
-    if keep:
-        notes.append(f"{owner}: the pretrained head is kept")
+    if weights or download:
+        notes.append(f"{owner}: the pretrained head is {'kept' if keep else 'replaced by a new one'}")
     model.input_shape, model.notes = shape, tuple(notes)
     for note in notes:
         log.log(logging.WARNING if "not loaded" in note else logging.INFO, note)
     return model.train()
+
+
+def _two_heads(
+    encoder: Encoder, num_classes: int, normalise: nn.Module, repeats: bool, rectified: bool, heads: Mapping[str, bool]
+) -> TwoHead:
+    """Put two heads on an encoder, and in front of it normalization and, for grayscale images, the repetition."""
+    layers = OrderedDict[str, nn.Module](normalise=normalise)
+    if repeats:
+        layers["colour"] = Repeat()
+    layers["body"] = encoder.body
+    if rectified:
+        layers["relu"] = nn.ReLU()
+    nonnegative = encoder.features_nonnegative or rectified
+    return TwoHead(nn.Sequential(layers), encoder.feature_dim, num_classes, **heads, features_nonnegative=nonnegative)
 
 
 def _classifier(owner: str, network: nn.Module) -> str:
@@ -169,7 +173,7 @@ def _encoder(owner: str, source: Source, head_name: str, shape: tuple[int, ...])
         with torch.no_grad():
             logits = network(x) if head_name else None
             if head_name:
-                head = network.get_submodule(head_name)
+                head = cast(nn.Linear, network.get_submodule(head_name))
                 _replace(network, head_name, nn.Identity())
             _split_batchnorm(owner, network)
             z, last = _traced(network, x)
@@ -212,7 +216,7 @@ def _split_batchnorm(owner: str, network: nn.Module) -> None:
             raise ValueError(f"{name} ({type(layer).__name__}) is a BatchNorm layer with a forward function of its own")
         norm = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         norm.load_state_dict({key: value for key, value in layer.state_dict().items() if "." not in key})
-        split = OrderedDict[str, nn.Module](norm=norm, drop=layer.drop, act=layer.act)
+        split = OrderedDict(norm=norm, drop=cast(nn.Module, layer.drop), act=cast(nn.Module, layer.act))
         _replace(network, name, nn.Sequential(split).train(layer.training))
 
 

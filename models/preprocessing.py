@@ -8,23 +8,22 @@ the same bytes on every way. Mean/std normalization is the network's first layer
 
 Images of 8 bits are converted to RGB or grayscale and resized by Pillow. Images of more bits are scaled to [0, 255] as
 floats, resized by the same filter and rounded once, at the end.
+
+This file needs nothing else of the project: exported models contain a copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-
-if TYPE_CHECKING:
-    import pydicom
 
 RawImage: TypeAlias = "NDArray[Any] | Image.Image"
 
@@ -248,11 +247,7 @@ class Preprocessing:
 
     def _decode_dicom(self, content: bytes, max_pixels: int) -> NDArray[Any]:
         """Return a DICOM image: colours as uint8 [H, W, 3], grayscale [H, W] in [0, 1], or raw if there is a window."""
-        try:
-            import pydicom
-            from pydicom.pixels import apply_modality_lut
-        except ImportError as error:
-            raise ImportError("DICOM files need pydicom: pip install 'fedtta[dicom]'") from error
+        pydicom = _pydicom()
         file = pydicom.dcmread(BytesIO(content))
         _check_size(int(file.Columns), int(file.Rows), max_pixels)
         if int(file.get("NumberOfFrames", 1) or 1) != 1:
@@ -260,7 +255,7 @@ class Preprocessing:
         stored = file.pixel_array  # colours are RGB
         if stored.ndim == 3:
             return stored if stored.dtype == np.uint8 else _full_scale(stored, int(file.BitsStored))
-        raw = np.asarray(apply_modality_lut(stored, file), np.float32)
+        raw = np.asarray(pydicom.pixels.apply_modality_lut(stored, file), np.float32)
         inverted = file.PhotometricInterpretation == "MONOCHROME1"  # small values are white
         if self.window is not None:
             return np.float32(sum(self.window)) - raw if inverted else raw
@@ -292,12 +287,22 @@ def _full_scale(values: NDArray[Any], bits: int) -> NDArray[np.float32]:
     return np.clip(values.astype(np.float32) / np.float32(2**bits - 1), 0, 1)
 
 
-def _dicom_window(file: pydicom.FileDataset, stored: NDArray[Any], raw: NDArray[np.float32]) -> NDArray[np.float32]:
+def _pydicom() -> Any:
+    """Return the package pydicom; ImportError names the extra that brings it."""
+    try:
+        import pydicom
+        import pydicom.pixels
+    except ImportError as error:
+        raise ImportError("DICOM files need pydicom: pip install 'fedtta[dicom]'") from error
+    return pydicom
+
+
+def _dicom_window(file: Any, stored: NDArray[Any], raw: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return a grayscale DICOM image in [0, 1]: through its own window or look-up table (the first), else by bit depth.
 
     Parameters
     ----------
-    file : FileDataset
+    file : pydicom.FileDataset
     stored, raw : ndarray [H, W]
         Pixel values as stored, and after rescaling.
 
@@ -305,16 +310,13 @@ def _dicom_window(file: pydicom.FileDataset, stored: NDArray[Any], raw: NDArray[
     -----
     DICOM PS3.3, C.11.2.1.2 and C.11.2.1.3.
     """
-    from pydicom.multival import MultiValue
-    from pydicom.pixels import apply_voi_lut
-
+    luts = _pydicom().pixels
     if file.get("VOILUTSequence"):
         bits = int(file.VOILUTSequence[0].LUTDescriptor[2])
-        return _full_scale(apply_voi_lut(raw.astype(np.int64), file, prefer_lut=True), bits)
+        return _full_scale(luts.apply_voi_lut(raw.astype(np.int64), file, prefer_lut=True), bits)
     if file.get("WindowCenter") is not None and file.get("WindowWidth") is not None:
         center, width = (
-            float(value[0] if isinstance(value, MultiValue) else value)
-            for value in (file.WindowCenter, file.WindowWidth)
+            float(value[0] if isinstance(value, Sequence) else value) for value in (file.WindowCenter, file.WindowWidth)
         )
         shape = file.get("VOILUTFunction", "LINEAR")
         if shape == "SIGMOID":
@@ -322,9 +324,7 @@ def _dicom_window(file: pydicom.FileDataset, stored: NDArray[Any], raw: NDArray[
         if shape == "LINEAR":  # from c - w/2 to c + w/2 - 1
             center, width = center - 0.5, width - 1
         return np.clip((raw - center) / max(width, 1e-9) + 0.5, 0, 1)
-    from pydicom.pixels import apply_modality_lut
-
     bits, signed = int(file.BitsStored), bool(file.PixelRepresentation)
     ends = np.array([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1] if signed else [0, 2**bits - 1], stored.dtype)
-    low, high = sorted(np.asarray(apply_modality_lut(ends, file), np.float64).tolist())
+    low, high = sorted(np.asarray(luts.apply_modality_lut(ends, file), np.float64).tolist())
     return np.clip((raw - low) / max(high - low, 1e-9), 0, 1)

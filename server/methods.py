@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import cast, get_args
 
 from messages.requests import AdapterRow, Base, Variant
-from models.registry import MODELS
+from models.registry import MODELS, Abilities, abilities
 from server.aggregation import check_aggregation
 from server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
 from settings import Settings, SettingsError, assignments
@@ -234,8 +234,7 @@ def choose(settings: Settings, roles: Sequence[str] = ()) -> tuple[list[MethodRo
 
     Raises as `plan`, apart from aggregation and roles.
     """
-    if settings.model not in MODELS:
-        raise SettingsError(f"model = {settings.model!r}: allowed are {', '.join(MODELS)}")
+    _abilities(settings)
     rows: list[MethodRow] = []
     left_out: dict[str, list[str]] = {}
     for row in parse_rows(settings.methods):
@@ -276,8 +275,13 @@ def check_roles(trainings: Sequence[Training], roles: Sequence[str]) -> None:
 def _misfit(row: MethodRow, settings: Settings) -> str:
     """Return why a row does not fit the network or the aggregation, and what would; empty if it fits."""
     own = row.recipe.changes.get("aggregation", settings.aggregation)
-    options = assignments(settings.model_options, "model-options")
-    if MODELS[settings.model].normalisation_with(options) != "batch":
+    network = _abilities(settings)
+    if "nonnegative" in ADAPTERS[row.method.adapter].needs and not network.features_nonnegative:
+        return (
+            f"needs features that are not negative, which those of {settings.model} may be; fitting: {settings.model} "
+            "with model-options features=relu"
+        )
+    if not network.batchnorm:
         lacking = f"BatchNorm{{}}, which {settings.model} lacks; fitting: {', '.join(_with_batchnorm())}"
         if "batchnorm" in ADAPTERS[row.method.adapter].needs:
             return f"adapts {lacking.format('')}"
@@ -291,6 +295,15 @@ def _misfit(row: MethodRow, settings: Settings) -> str:
         fitting = ", ".join(name for name, one in AGGREGATIONS.items() if one.aggregates_partial)
         return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is {fitting}"
     return ""
+
+
+def _abilities(settings: Settings) -> Abilities:
+    """Return what the network has that methods ask for; SettingsError if there is no such network."""
+    try:
+        options = assignments(settings.model_options, "model-options")
+        return abilities(settings.model, settings.channels, settings.image_size, options)
+    except (ValueError, ImportError) as error:
+        raise SettingsError(f"model = {settings.model!r}: {error}") from error
 
 
 def _with_batchnorm() -> list[str]:

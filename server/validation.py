@@ -281,8 +281,9 @@ def arrays_refused(arrays: Arrays, shapes: Shapes, ranges: bool = True) -> str |
             return f"{name}: {value.dtype}{list(value.shape)}, expected {dtype}{list(shape)}"
         if not array_finite(value):
             return f"{name}: values that are not finite"
-        low = 0.0 if name in STATISTICS or name.endswith(VARIANCES) else -math.inf
-        high = STATISTICS[name].high if name in STATISTICS else math.inf
+        low, high = (0.0 if name.endswith(VARIANCES) else -math.inf), math.inf
+        if name in STATISTICS:
+            low, high = STATISTICS[name].low, STATISTICS[name].high
         bounded = (low, high) != (-math.inf, math.inf)
         if ranges and bounded and value.size and (value.min() < low or value.max() > high):
             return f"{name}: values from {value.min()} to {value.max()}, allowed are {low} to {high}"

@@ -1,13 +1,22 @@
-"""What all tests share: one torch thread (bits depend on the number), Flower messages without a Flower process."""
+"""What all tests share: one torch thread (bits depend on the number), Flower messages without a Flower process, and
+which test files run side by side.
+"""
 
 import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "120")  # seconds for Ray's first process to answer, instead of 20
+
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 from flwr.supercore.task_identity import TaskIdentity
+from xdist.scheduler import LoadFileScheduling
+
+#: Files that start Ray or a whole deployment, each enough for two cores; they are collected first.
+PROCESSES = ("tests/integration/", "tests/simulation/test_transport_contract.py")
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is no property
@@ -19,3 +28,21 @@ def _flower_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `Message(...)` be made outside a Flower process."""
     for name in ("task_id", "run_id", "node_id"):
         monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+class OneAfterAnother(LoadFileScheduling):
+    """Distribution by files, of which those in `PROCESSES` count as one.
+
+    One worker runs them one after another while the others run tests that compute: deployments do not wait for each
+    other's processes, and no two Rays start at the same time, which takes them longer than they wait.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "processes" if file.startswith(PROCESSES) else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Replace `--dist loadfile`."""
+    return OneAfterAnother(config, log) if config.option.dist == "loadfile" else None

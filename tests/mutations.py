@@ -16,6 +16,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import multiprocessing
@@ -61,7 +62,7 @@ def tests_of(module: str) -> tuple[list[str], list[str]]:
         return [path for path in package if pattern.fullmatch(path.name)]
 
     imported = re.compile(rf"(from|import) {re.escape(module)}\b(?!\.)|from {'.'.join(parents)} import .*\b{last}\b")
-    near = named(last) + [path for path in package + others if imported.search(path.read_text("utf-8"))]
+    near = named(last) + [path for path in package + others if imported.search(_imports(path))]
     near = (
         list(dict.fromkeys(near + [path for part in parents[1:] for path in named(part)]))
         or named("contract")
@@ -69,6 +70,12 @@ def tests_of(module: str) -> tuple[list[str], list[str]]:
     )
     rest = [path for path in package if path not in near]
     return [str(path.relative_to(ROOT)) for path in near], [str(path.relative_to(ROOT)) for path in rest]
+
+
+@functools.cache
+def _imports(path: Path) -> str:
+    """Return the lines of a file that import something."""
+    return "\n".join(line for line in path.read_text("utf-8").splitlines() if "import " in line)
 
 
 class FirstFailure:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: What an adapter may need from the training before it, the model or the machine.
 NEEDS = STATISTICS_NEEDS | {
-    "personal_head", "residual_head", "rotation_head", "gradients", "batchnorm", "rates", "datastore",
+    "personal_head", "residual_head", "rotation_head", "gradients", "batchnorm", "nonnegative", "rates", "datastore",
 }  # fmt: skip
 
 #: Constructor arguments that are no options: they come from the training or the network.

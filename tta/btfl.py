@@ -34,6 +34,8 @@ from tta.statistics import Statistics, discretise
 
 __all__ = ["BTFL", "discretise", "mixing_weight"]
 
+NEEDS_RELU = "btfl needs features that are not negative: a ReLU before the heads (model-options features=relu)"
+
 RECTIFICATIONS = ("power", "product", "none")
 
 #: What stands in for a mean entropy of 0, and for an entropy of 0 below a fraction line: SMALL / TINY is huge.
@@ -49,7 +51,8 @@ class BTFL(Adapter):
     Parameters
     ----------
     model : nn.Module
-        A two-head network with d features z >= 0 (a ReLU before the heads).
+        A two-head network with d features z >= 0 (a ReLU before the heads). One that says by `features_nonnegative`
+        that features may be negative is refused; external networks get a ReLU by their option `features = "relu"`.
     statistics : Statistics
         `dle_local` p^l and `dle_global` p^g ([d], in [0, 1]), `entropy_local` H̄_l and `entropy_global` H̄_g (nats).
     strength : float
@@ -68,14 +71,15 @@ class BTFL(Adapter):
     Raises
     ------
     ValueError
-        A statistic is missing, of the wrong shape or out of range, or an option is. `predict` raises it for samples
+        Features may be negative; a statistic is missing, of the wrong shape or out of range, or an option is. `predict`
+        raises it for samples
         with a negative feature.
     """
 
     name = "btfl"
     paper = "BTFL: A Bayesian-based Test-Time Generalization Method (KDD 2025)"
     adapts = "the weight of the global head"
-    needs = frozenset({"personal_head", "dle", "entropy"})
+    needs = frozenset({"personal_head", "dle", "entropy", "nonnegative"})
 
     def __init__(
         self,
@@ -88,6 +92,8 @@ class BTFL(Adapter):
         record: bool = True,
     ) -> None:
         features = check_two_heads(model, "btfl")
+        if not getattr(model, "features_nonnegative", True):
+            raise ValueError(NEEDS_RELU)
         statistics = statistics or Statistics()
         statistics.require("btfl", "dle_local", "dle_global", "entropy_local", "entropy_global")
         check_number("strength", strength, 0, math.inf, open_low=True)

@@ -38,8 +38,8 @@ class Statistic:
         The adapters' need that it meets; see `tta.base.NEEDS`.
     own, mean : str
         Fields of `Statistics` that the client's own value and the mean over clients fill; empty: not used.
-    high : float
-        Its values lie in [0, high].
+    high, low : float
+        Its values lie in [low, high].
     on_request : bool
         Sent only if an adapter of the run needs it; the others are always sent.
     distribution : bool
@@ -51,6 +51,7 @@ class Statistic:
     own: str = ""
     mean: str = ""
     high: float = 1.0
+    low: float = 0.0
     on_request: bool = False
     distribution: bool = False
 
@@ -61,7 +62,9 @@ class Statistic:
 
 #: What clients send, by name and in order.
 STATISTICS: dict[str, Statistic] = {
-    "descriptor": Statistic(("features",), "descriptor", "descriptor_local", "descriptor_global", high=math.inf),
+    "descriptor": Statistic(
+        ("features",), "descriptor", "descriptor_local", "descriptor_global", high=math.inf, low=-math.inf
+    ),
     "dle": Statistic(("features",), "dle", "dle_local", "dle_global"),
     "entropy_local": Statistic((), "entropy", own="entropy_local", high=math.inf),
     "entropy_global": Statistic((), "entropy", own="entropy_global", high=math.inf),
@@ -89,7 +92,8 @@ class Statistics:
     descriptor_local, descriptor_global : Tensor [d] or None
         Mean feature z (FedTHE, section 4.2: h^l, h^g).
     dle_local, dle_global : Tensor [d] or None
-        Fraction of samples whose discretised feature is 0, raw, in [0, 1] (BTFL, section 4.1: p^l, p^g).
+        Fraction of samples whose discretised feature is 0, raw, in [0, 1] (BTFL, section 4.1: p^l, p^g). A feature
+        below 0 counts as 0; BTFL itself refuses networks with such features.
     entropy_local, entropy_global : float or None
         Mean entropy in nats of the predictions of the personal and of the global head (BTFL: mean H_l, mean H_g).
     label_prior : Tensor [K] or None
@@ -160,10 +164,10 @@ def statistics_shapes(needs: Collection[str], model: TwoHead) -> dict[str, tuple
 
 def out_of_range(name: str, value: NDArray[Any]) -> str:
     """Return which values of a statistic are not allowed; empty if all are finite and in range."""
-    high = STATISTICS[name].high
-    if ((value >= 0) & (value <= min(high, np.finfo(np.float64).max))).all():  # also refuses NaN
+    low, high = STATISTICS[name].low, STATISTICS[name].high
+    if (np.isfinite(value) & (value >= low) & (value <= high)).all():
         return ""
-    return f"values from {value.min()} to {value.max()}, allowed are 0 to {high:g}"
+    return f"values from {value.min()} to {value.max()}, allowed are {low:g} to {high:g}"
 
 
 def discretise(z: Any) -> Any:

@@ -113,7 +113,7 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
     folder.mkdir()
     config = nodes.agent_config(folder, folder, str(PARTITION), {"device": SETTINGS.device, **keys})
     store = Store(folder / f"agent-{PARTITION}", 1, print)
-    store.save_model(served)
+    store.add(served, "served")
     store.close()
     address = f"unix:{folder}/a{PARTITION}"
     process = nodes.start_agent(folder / "home", config)

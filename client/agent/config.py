@@ -15,7 +15,7 @@ from settings import Scalar, SettingsError, assignments, from_toml
 from settings.schema import REQUIRED, check, key_of, setting
 
 #: Keys that hold a path; a relative one is relative to the TOML file.
-PATHS = ("state_dir", "data_dir", "certificate", "key", "client_ca")
+PATHS = ("state_dir", "data_dir", "model", "certificate", "key", "client_ca")
 #: Keys that only a TCP address has.
 TLS = ("certificate", "key", "client_ca")
 UNIX = "unix:"
@@ -54,6 +54,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Acceptance:
+    """Limits of a new model's check; see `client.agent.candidate`.
+
+    Parameters
+    ----------
+    margin : float
+        By how much its accuracy may be below that of the served model.
+    agreement : float
+        Least share of samples without labels on which both predict the same class.
+    one_class : float
+        One class's share of its predictions beyond which it is refused.
+    """
+
+    margin: float = 0.05
+    agreement: float = 0.3
+    one_class: float = 0.9
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """All keys of an agent, validated on construction; a key is the field's name with hyphens.
 
@@ -78,6 +97,18 @@ class AgentConfig:
     adapter: str = setting("fedthe", "test-time adaptation, with options: 'fedthe[beta=0.3]'")
     base: str = setting("global", "network that the adapter gets", ("global", "personalised"))
     training: str = setting("", "training whose model is served; empty: the first one of a run that fits the adapter")
+
+    model: str = setting("", "model file to serve without a federation; empty: trainings bring the model")
+    max_megapixels: float = setting(100.0, "larger images in files that are sent for prediction are refused", above=0)
+
+    # A new model; see `client.agent.candidate`
+    accept_margin: float = setting(0.05, "by how much its accuracy may be below the served model's", low=0, high=1)
+    accept_agreement: float = setting(0.3, "least agreement with the served model, without labels", low=0, high=1)
+    accept_one_class: float = setting(0.9, "one class's share of its predictions that is refused; 1: none", above=0.5)
+    shadow_samples: int = setting(0, "samples that it predicts beside the served model before it is promoted", low=0)
+    approval: bool = setting(False, "whether it waits for the operator's approval")
+    models_kept: int = setting(3, "models on disk, the served one included", low=1)
+    log_mb: int = setting(10, "size at which <state-dir>/agent.log is rotated, MiB", low=1)
 
     # Addresses and limits of the sockets
     listen: str = setting("", "address of the predictor; empty: unix:<state-dir>/agent.sock")
@@ -191,6 +222,11 @@ class AgentConfig:
     def limits(self) -> Limits:
         """Return the limits of the guard."""
         return Limits(**{field.name: getattr(self, f"guard_{field.name}") for field in dataclasses.fields(Limits)})
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Return the limits of a new model's check."""
+        return Acceptance(self.accept_margin, self.accept_agreement, self.accept_one_class)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> AgentConfig:

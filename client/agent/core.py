@@ -7,26 +7,34 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from client.agent.candidate import Samples
 from client.agent.config import AgentConfig
+from client.agent.encoded import Encoded
+from client.agent.lifecycle import Changed, Lifecycle
 from client.agent.live import Live, images
+from client.agent.log import EventLog
+from client.agent.manifest import Model
+from client.agent.own_data import Scan, samples_of, scan
 from client.agent.predictions import NoModel, Prediction
 from client.agent.store import Store
 from client.names import parse_class_map
 from client.node import Node, make_device, perform
 from client.resources import resolve_device
-from client.serving import Served
+from client.serving import from_file
 from client.state import MemoryState, forget_runs
-from messages.replies import Reply
+from messages.replies import Evaluated, Identity, Reply
 from messages.requests import AdapterRow, Base, Evaluate, Request
 
 NOTES = 100  # notes kept, the newest ones
 PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
+LOG_FILE = "agent.log"
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,14 @@ class Status:
         The federated request that is being processed; empty: none.
     shape : tuple of int
         C, H, W of the images that the model takes; empty without a model.
+    candidate : str
+        "shadow <version>" or "waiting for approval <version>"; empty: none.
+    refused : str
+        "<version>: <reason>" of the last refused model; empty: none.
+    data_samples, data_skipped : int
+        Files of the device's own data, when they were last looked at, and those that cannot be used.
+    data_notes : list of str
+        Skipped files by reason.
     """
 
     version: str = ""
@@ -88,13 +104,18 @@ class Status:
     uptime: float = 0.0
     training: str = ""
     shape: tuple[int, ...] = ()
+    candidate: str = ""
+    refused: str = ""
+    data_samples: int = 0
+    data_skipped: int = 0
+    data_notes: list[str] = field(default_factory=list)
 
 
 class Agent:
-    """A device's model, adapter and private state.
+    """A device's models, adapter and private state.
 
     Predictions run one after the other in order of arrival, federated requests run one at a time, and both run
-    concurrently. A background thread saves the adapter's state.
+    concurrently. A background thread saves the adapter's state and ends the trials of new models.
 
     Parameters
     ----------
@@ -102,34 +123,43 @@ class Agent:
     clock : callable
         Monotonic time in seconds.
 
+    Attributes
+    ----------
+    log : EventLog
+        `<state-dir>/agent.log`.
+
     Raises
     ------
     StateInUse
         Another agent uses the state directory.
     ValueError
-        A newer version of the agent wrote the state directory, or the device does not exist.
+        A newer version of the agent wrote the state directory, the device does not exist, or the model file cannot be
+        served and there is no other model.
     """
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float] = time.monotonic) -> None:
         torch.set_num_threads(1)  # equal bits; and training leaves a core to predictions
         self.config, self._clock, self._start = config, clock, clock()
         self._notes: deque[str] = deque(maxlen=NOTES)
-        self._events: dict[str, int] = {}  # of the guards of former models
         self._device = resolve_device(config.device)
         name, base = config.adapter_name, cast(Base, config.base)
         self._row = AdapterRow(name, name, config.adapter_options, base)
         self._private = config.state_folder / PRIVATE
         self._node = self._own_node()
-        self._live: Live | None = None
-        self._saved_at, self._tried_at, self._changed, self._model_saved = 0, 0, False, True
-        self._current = ""
-        self._predicting, self._saving, self._working = threading.RLock(), threading.RLock(), threading.Lock()
-        self._store = Store(config.state_folder, config.snapshots_kept, self._note)
+        self._current, self._data = "", Scan()
+        self._working = threading.Lock()
+        self._store = Store(config.state_folder, config.snapshots_kept, self._note, config.models_kept)
+        self.log = EventLog(config.state_folder / LOG_FILE, config.log_mb << 20)
+        self._models = Lifecycle(config, self._row, self._device, self._store, self._note, self.log, self._save)
         try:
-            self._restore()
-        except BaseException:
+            self._models.start()
+            if config.model:
+                self._offer_file(Path(config.model))
+        except BaseException as error:
+            self.log.write("stop", error=str(error))
             self._store.close()
             raise
+        self.log.write("start", version=self._live.version if self._live else "", adapter=config.adapter)
         self._due, self._closed = threading.Event(), False
         self._saver = threading.Thread(target=self._save_when_due, name="save", daemon=True)
         self._saver.start()
@@ -140,7 +170,7 @@ class Agent:
         live = self._live
         return "batch" if live is None else live.adapter.per
 
-    def check(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
+    def check(self, pixels: NDArray[Any] | Encoded) -> NDArray[np.float32]:
         """Return images as the network takes them, float32 in [0, 1].
 
         Raises
@@ -148,9 +178,12 @@ class Agent:
         NoModel
             There is no model yet.
         ValueError
-            Type, shape or a value is not allowed; the message names it.
+            Type, shape or a value is not allowed, or a file cannot be decoded; the message names it.
         """
-        return images(pixels, self._model().served.shape)
+        served = self._model().served
+        if isinstance(pixels, Encoded):
+            pixels = pixels.prepared(served.preprocessing, self.config.max_megapixels)
+        return images(pixels, served.shape)
 
     def predict(self, pixels: NDArray[Any]) -> Prediction:
         """Adapt to images in order of arrival and predict them.
@@ -165,35 +198,39 @@ class Agent:
         NoModel, ValueError
             As `check`, or the network's output is not finite. The adapter is unchanged then.
         """
-        with self._predicting:
+        with self._models.predicting:
             live = self._model()
-            position = live.samples
-            rows, weights, adapted = live.predict(images(pixels, live.served.shape))
-            self._changed = True
-            waiting = live.samples - max(self._saved_at, self._tried_at)
-        if waiting >= self.config.save_every_samples:
+            position, checked = live.samples, images(pixels, live.served.shape)
+            rows, weights, adapted = live.predict(checked)
+            live.changed = True
+            self._models.shade(checked, rows)
+            waiting = live.samples - max(live.saved, live.tried)
+        if waiting >= self.config.save_every_samples or self._models.due:
             self._due.set()
         return Prediction(rows, weights, live.version, adapted, position)
 
     def status(self) -> Status:
         """Return the state of the agent."""
-        with self._predicting:
-            live, events = self._live, dict(self._events)
-            for kind, count in (live.guard.events if live and live.guard else {}).items():
-                events[kind] = events.get(kind, 0) + count
+        with self._models.predicting:
+            live = self._live
             return Status(
                 version=live.version if live else "",
                 adapter=self.config.adapter,
                 classes=live.served.classes if live else (),
                 samples=live.samples if live else 0,
-                unsaved_samples=live.samples - self._saved_at if live else 0,
+                unsaved_samples=live.samples - live.saved if live else 0,
                 holding=bool(live and live.guard and live.guard.holding),
-                guard_events=events,
+                guard_events=self._models.events(),
                 snapshots=self._store.names,
                 notes=list(self._notes),
                 uptime=self._clock() - self._start,
                 training=self._current,
                 shape=live.served.shape if live else (),
+                candidate=self._models.waiting,
+                refused=self._models.refused,
+                data_samples=self._data.samples,
+                data_skipped=self._data.skipped,
+                data_notes=list(self._data.notes),
             )
 
     def snapshot(self) -> Saved:
@@ -206,24 +243,24 @@ class Agent:
         OSError, ValueError
             The state could not be written, or a value is not finite; earlier snapshots are kept.
         """
-        with self._saving:
-            with self._predicting:
+        with self._models.saving:
+            with self._models.predicting:
                 live = self._model()
                 arrays, samples = live.state(), live.samples
-                self._changed, self._tried_at = False, samples
+                live.changed, live.tried = False, samples
             try:
-                if not self._model_saved:
-                    self._store.save_model(live.served)
-                    self._model_saved = True
+                if self._store.served is None or self._store.served.digest != live.digest:  # another adapter
+                    self._store.refit(live.served)
                 entry = self._store.save(arrays, samples, live.digest)
             except (OSError, ValueError):
-                self._changed = True
+                live.changed = True
                 raise
-            self._saved_at = samples
+            live.saved = samples
+        self.log.write("saved", version=live.version, snapshot=entry.name, samples=samples)
         return Saved(entry.name, live.version, entry.samples)
 
     def rollback(self, name: str = "") -> Saved:
-        """Restore a snapshot, by default the newest one, and remove newer ones.
+        """Restore a snapshot of the served model, by default the newest one, and remove newer ones.
 
         Raises
         ------
@@ -234,30 +271,58 @@ class Agent:
         OSError
             The newer snapshots could not be removed.
         """
-        with self._saving, self._predicting:
+        with self._models.saving, self._models.predicting:
             live = self._model()
-            found = self._store.load(live.digest, name) if self._model_saved else None
+            found = self._store.load(live.digest, name)
             if found is None:
                 raise ValueError("there is no snapshot to go back to")
             entry, arrays = found
             self._store.forget_after(entry.name)
             live.load(arrays, entry.samples)
-            self._saved_at = self._tried_at = entry.samples
-            self._changed = False
         self._note(f"rolled back to snapshot {entry.name}")
+        self.log.write("adapter rolled back", version=live.version, snapshot=entry.name, samples=entry.samples)
         return Saved(entry.name, live.version, entry.samples)
 
     def reset(self) -> Saved:
         """Reset the adapter to its state before the stream, and save that; raises as `snapshot` does."""
-        with self._saving:
-            with self._predicting:
+        with self._models.saving:
+            with self._models.predicting:
                 self._model().reset()
-                self._saved_at, self._tried_at, self._changed = 0, 0, True
             self._note("reset: the adapter's history of the stream is dropped")
+            self.log.write("adapter reset")
             return self.snapshot()
 
+    def models(self) -> list[tuple[Model, list[str]]]:
+        """Return the device's models in the order in which they were offered, each with its snapshots' names."""
+        with self._models.saving:
+            return [(model, self._store.snapshots(model.digest)) for model in self._store.models]
+
+    def approve(self, version: str = "") -> Changed:
+        """Serve the candidate; raises as `Lifecycle.approve`."""
+        return self._models.approve(version)
+
+    def reject(self, version: str = "") -> Changed:
+        """Drop the candidate; raises as `Lifecycle.reject`."""
+        return self._models.reject(version)
+
+    def restore_model(self, version: str = "") -> Changed:
+        """Serve an older model again; raises as `Lifecycle.restore`."""
+        return self._models.restore(version)
+
+    def rescan(self) -> Scan:
+        """Look at the device's own data again.
+
+        Raises
+        ------
+        ValueError
+            The device has no data of its own, or they cannot be read.
+        """
+        self._data = scan(self.config, self._live.served if self._live else None)
+        self.log.write("rescan", samples=self._data.samples, used=self._data.used, skipped=self._data.skipped)
+        return self._data
+
     def perform(self, request: Request) -> Reply:
-        """Answer a federated request; after an evaluation of the served training, serve its model.
+        """Answer a federated request; after an evaluation of the served training, offer its model.
 
         Raises
         ------
@@ -266,13 +331,22 @@ class Agent:
         """
         with self._working:
             self._current = request.kind.rpartition(".")[2]
+            start, failed = self._clock(), ""
             try:
                 reply = perform(request, self._node)
-                if isinstance(request, Evaluate):
-                    self._take_over(request)
+                if isinstance(request, Evaluate) and isinstance(reply, Evaluated):
+                    reply = replace(reply, served=self._take_over(request))
+                if isinstance(reply, Identity) and reply.own_data:
+                    used = reply.samples - reply.skipped
+                    self._data = Scan(reply.samples, used, reply.skipped, tuple(reply.notes))
                 self._forget_runs(request.run)
+            except BaseException as error:
+                failed = f"{type(error).__name__}: {error}"
+                raise
             finally:
                 self._current = ""
+                about = {"run": request.run, "round": getattr(request, "round", None), "error": failed}
+                self.log.write("request", kind=request.kind, seconds=round(self._clock() - start, 3), **about)
         return reply
 
     def _forget_runs(self, current: str) -> None:
@@ -291,6 +365,7 @@ class Agent:
         self._due.set()
         self._saver.join()
         self._save()
+        self.log.write("stop")
         self._store.close()
 
     def _note(self, text: str) -> None:
@@ -306,84 +381,62 @@ class Agent:
         class_map = parse_class_map(config.class_map)
         return Node(config.name, MemoryState(), config.data, config.role or None, settings, class_map=class_map)
 
+    @property
+    def _live(self) -> Live | None:
+        return self._models.live
+
     def _model(self) -> Live:
         if self._live is None:
             raise NoModel("no model yet: the evaluation that ends a training brings one")
         return self._live
 
-    def _make(self, served: Served) -> Live:
-        watched = self.config.guard and self.config.adapter_name != "none"  # "none" does not adapt
-        limits = self.config.limits if watched else None
-        return Live(served, limits, self._device, self._note)
-
-    def _restore(self) -> None:
-        """Restore model and snapshot from the state directory."""
-        served = self._store.load_model(self._device)
-        if served is None:
-            return
-        chosen = served.chosen if served.row.adapter == self._row.adapter else {}
-        try:
-            if served.row.base != self._row.base:
-                raise ValueError(f"its base is {served.row.base}")
-            live = self._make(replace(served, row=self._row, chosen=chosen))
-        except ValueError as error:
-            self._note(f"the model kept does not fit adapter = {self.config.adapter}: {error}; waiting for one")
-            return
-        found = self._store.load(live.digest)
-        if found is not None:
-            entry, arrays = found
-            try:
-                live.load(arrays, entry.samples)
-            except ValueError as error:
-                self._note(f"snapshot {entry.name} refused: {error}")
-        # with another adapter than before it is saved as a new model
-        self._model_saved = served.digest() == live.digest
-        self._saved_at, self._live = live.samples, live
-
-    def _take_over(self, request: Evaluate) -> None:
-        """Serve the model of an evaluation, if it is of the served training and has changed."""
+    def _take_over(self, request: Evaluate) -> str:
+        """Offer the model of an evaluation, if it is of the served training; return what became of it."""
         run, training, wanted = request.run, request.task.training, self.config.training
-        before = self._live.served.origin.split("/") if self._live else ["", ""]
-        if training != (wanted or (before[1] if before[0] == run else training)):
-            return
+        if training != (wanted or self._models.training_of(run) or training):
+            return ""
         try:
-            served = make_device(request, self._node).serve(request, self._row)
-            live = self._make(replace(served, origin=f"{run}/{training}/{request.round}"))
+            device = make_device(request, self._node)
+            served = replace(device.serve(request, self._row), origin=f"{run}/{training}/{request.round}")
+            return self._models.offer(served, Samples.of_device(device, request.round))
         except (ValueError, RuntimeError) as error:  # the evaluation itself has succeeded, and its result counts
             self._note(f"the model of {run}/{training} is not served: {error}")
-            return
-        with self._saving:
-            if self._live is not None and self._live.digest == live.digest:
-                return
-            with self._predicting:
-                self._install(live)
-            self._save()
+            self.log.write("refused", version=f"{run}/{training}/{request.round}", reason=str(error))
+            return f"refused: {error}"
 
-    def _install(self, live: Live) -> None:
-        """Replace the model; the caller holds the lock on predictions."""
-        text = f"model {live.version}"
-        if self._live is not None:
-            for kind, count in (self._live.guard.events if self._live.guard else {}).items():
-                self._events[kind] = self._events.get(kind, 0) + count
-            text += f" replaces {self._live.version}; its history of {self._live.samples} samples is dropped"
-        self._note(text)
-        self._live, self._saved_at, self._tried_at = live, 0, 0
-        self._changed, self._model_saved = True, False
+    def _offer_file(self, path: Path) -> None:
+        """Offer the model file of the config, unless its content was accepted before."""
+        try:
+            served, digest = from_file(path, self._row, self._device)
+            if digest != self._store.file:
+                self._models.offer(served, samples_of(self.config, served), digest)
+        except (ValueError, OSError) as error:
+            if self._live is None:
+                raise ValueError(f"model = {path}: {error}") from error
+            self._note(f"model = {path} is not served: {error}")
+            self.log.write("refused", version=str(path), reason=str(error))
 
     def _save(self) -> None:
         """Save unsaved state; a failure is noted and retried after the next interval."""
-        with self._saving:
-            if self._live is None or (self._model_saved and not self._changed):
+        with self._models.saving:
+            if self._live is None or not self._live.changed:
                 return
             try:
                 self.snapshot()
             except (OSError, ValueError) as error:
                 self._note(f"not saved: {error}")
+                self.log.write("not saved", error=str(error))
 
     def _save_when_due(self) -> None:
         """Save after the configured numbers of samples and seconds, until the agent is closed."""
         while not self._closed:
             self._due.wait(self.config.save_every_seconds)
             self._due.clear()
-            if not self._closed:
+            if self._closed:
+                return
+            try:
+                self._models.conclude()
                 self._save()
+            except Exception as error:  # this thread must go on
+                self._note(f"not saved: {error}")
+                self.log.write("not saved", error=str(error))

@@ -38,6 +38,10 @@ class Live:
     ----------
     samples : int
         Samples predicted so far.
+    saved, tried : int
+        Samples covered by its newest snapshot, and by the last attempt to save one.
+    changed : bool
+        Whether there is anything to save.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class Live:
         self.adapter = served.build()
         self.digest = served.digest()
         self.version = f"{served.origin}/{self.digest[:8]}"
-        self.samples = 0
+        self.samples = self.saved = self.tried = 0
+        self.changed = True
         self.guard = None if limits is None else Guard(limits, served.baseline, self.adapter.per == "batch")
         self._good = LastGood(self.adapter.state_dict(), limits.window if limits else 1)
         self._before: NDArray[Any] | None = None  # the last image, which the next one may repeat
@@ -94,7 +99,8 @@ class Live:
     def reset(self) -> None:
         """Reset the adapter to its state before the stream."""
         self.adapter.reset()
-        self.samples = 0
+        self.samples = self.saved = self.tried = 0
+        self.changed = True
         self._start_over()
 
     def state(self) -> Arrays:
@@ -110,7 +116,8 @@ class Live:
         learned = {name: value for name, value in arrays.items() if name.startswith(ADAPTER)}
         state = {name.removeprefix(ADAPTER): torch.from_numpy(value).to(self.device) for name, value in learned.items()}
         self.adapter.load_state_dict(state)
-        self.samples = samples
+        self.samples = self.saved = self.tried = samples
+        self.changed = False
         self._start_over()
         guarded = {name.removeprefix(GUARD): value for name, value in arrays.items() if name.startswith(GUARD)}
         if self.guard is not None and guarded:
@@ -188,9 +195,14 @@ def images(pixels: NDArray[Any], shape: tuple[int, int, int]) -> NDArray[np.floa
         expected = f"[B, {', '.join(map(str, shape))}]"
         raise ValueError(f"images have shape {list(pixels.shape)}; allowed is {expected}, B at least 1")
     if pixels.dtype == np.uint8:
-        return pixels.astype(np.float32) / np.float32(255)
+        return as_floats(pixels)
     inside = ((pixels >= 0) & (pixels <= 1)).reshape(len(pixels), -1).all(1)  # NaN is in no range
     if not inside.all():
         bad = np.flatnonzero(~inside).tolist()
         raise ValueError(f"images {bad} of the request hold values that are not finite or outside [0, 1]")
     return pixels
+
+
+def as_floats(pixels: NDArray[Any]) -> NDArray[np.float32]:
+    """Return uint8 images as float32 in [0, 1]; float32 images as they are."""
+    return pixels.astype(np.float32) / np.float32(255) if pixels.dtype == np.uint8 else pixels

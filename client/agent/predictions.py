@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from client.agent.encoded import Encoded
+
 
 class NoModel(RuntimeError):
     """No training has sent a model yet."""
@@ -58,7 +60,7 @@ class Prediction:
 
 @dataclass
 class _Request:
-    pixels: NDArray[Any]
+    pixels: NDArray[Any] | Encoded
     future: Future[Prediction] = field(default_factory=Future)
 
 
@@ -69,7 +71,7 @@ class Predicts(Protocol):
     def per(self) -> Literal["sample", "batch"]:
         """Return "sample" if requests may be joined into one batch, otherwise "batch"."""
 
-    def check(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
+    def check(self, pixels: NDArray[Any] | Encoded) -> NDArray[np.float32]:
         """Return images as the network takes them."""
 
     def predict(self, pixels: NDArray[Any]) -> Prediction:
@@ -104,7 +106,7 @@ class PredictQueue:
         """Return how many requests have not begun."""
         return len(self._requests)
 
-    def submit(self, pixels: NDArray[Any]) -> Future[Prediction]:
+    def submit(self, pixels: NDArray[Any] | Encoded) -> Future[Prediction]:
         """Return the future prediction; its exceptions are those of `Agent.predict`.
 
         A future can be cancelled until its request begins; the adapter then never sees the request.
@@ -157,18 +159,18 @@ class PredictQueue:
 
     def _predict(self, batch: list[_Request]) -> None:
         """Predict a batch; a bad request fails alone."""
-        good = []
+        good: list[_Request] = []
+        checked: list[NDArray[np.float32]] = []
         for request in batch:
             try:
-                request.pixels = self._agent.check(request.pixels)
+                checked.append(self._agent.check(request.pixels))
                 good.append(request)
             except Exception as error:
                 request.future.set_exception(error)
         if not good:
             return
         try:
-            joined = good[0].pixels if len(good) == 1 else np.concatenate([request.pixels for request in good])
-            prediction = self._agent.predict(joined)
+            prediction = self._agent.predict(checked[0] if len(good) == 1 else np.concatenate(checked))
         except Exception as error:
             if len(good) == 1:
                 good[0].future.set_exception(error)
@@ -177,10 +179,12 @@ class PredictQueue:
                 self._predict(good[:half])
                 self._predict(good[half:])
             return
-        for request, part in zip(good, prediction.split([len(r.pixels) for r in good]), strict=True):
+        for request, part in zip(good, prediction.split([len(pixels) for pixels in checked]), strict=True):
             request.future.set_result(part)
 
 
 def _length(request: _Request) -> int:
     """Return the number of samples in a request; 1 for a malformed one."""
+    if isinstance(request.pixels, Encoded):
+        return len(request.pixels)
     return int(np.shape(request.pixels)[0]) if np.ndim(request.pixels) else 1

@@ -96,7 +96,7 @@ def serve(agent: Agent, config: AgentConfig) -> Running:
 
 
 async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Running:
-    calls = Calls()
+    calls = Calls(agent.log)
     predictor = _server(config.message_limit_mb << 20, config.max_streams + config.queue_limit + SPARE)
     agent_pb2_grpc.add_PredictorServicer_to_server(Predictor(agent, queue, calls), predictor)
     relay = _server(MAX_BYTES, SPARE)

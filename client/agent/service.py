@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -23,6 +23,10 @@ import numpy as np
 
 from client.agent.config import AgentConfig
 from client.agent.core import Agent, Saved
+from client.agent.encoded import Encoded
+from client.agent.lifecycle import Changed
+from client.agent.log import EventLog
+from client.agent.manifest import Model
 from client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
 from messages import agent_pb2 as pb
 from messages import agent_pb2_grpc, protobuf
@@ -53,9 +57,16 @@ STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 
 
 class Calls:
-    """The calls in progress, each counted until it has been answered."""
+    """The calls in progress, each counted until it has been answered.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    log : EventLog
+        Gets the refused ones.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
         self.stopping = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -89,10 +100,16 @@ class Calls:
             with self.one():
                 yield
         except Exception as error:
-            code, text = status_of(error)
-            if code is grpc.StatusCode.INTERNAL:
-                LOG.exception("a call failed")
+            code, text = self.refused(error)
             await context.abort(code, text)
+
+    def refused(self, error: Exception) -> tuple[grpc.StatusCode, str]:
+        """Log a refused request; return its status and text."""
+        code, text = status_of(error)
+        if code is grpc.StatusCode.INTERNAL:
+            LOG.error("a call failed", exc_info=error)
+        self._log.write("request refused", code=code.name, reason=text)
+        return code, text
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
@@ -201,13 +218,45 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
             return pb.SnapshotReply(snapshot=saved.snapshot, model_version=saved.version, samples=saved.samples)
         raise AssertionError("unreachable: the call has been aborted")
 
+    async def Models(self, request: pb.ModelsRequest, context: Any) -> pb.ModelsReply:
+        """List the device's models."""
+        async with self.calls.answered(context):
+            listed = await asyncio.to_thread(self.agent.models)
+            return pb.ModelsReply(models=[_model(model, snapshots) for model, snapshots in listed])
+        raise AssertionError("unreachable: the call has been aborted")
+
+    async def Approve(self, request: pb.ModelRequest, context: Any) -> pb.ModelReply:
+        """Serve the candidate."""
+        return await self._changed(context, self.agent.approve, request.version)
+
+    async def Reject(self, request: pb.ModelRequest, context: Any) -> pb.ModelReply:
+        """Drop the candidate."""
+        return await self._changed(context, self.agent.reject, request.version)
+
+    async def RestoreModel(self, request: pb.ModelRequest, context: Any) -> pb.ModelReply:
+        """Serve an older model again."""
+        return await self._changed(context, self.agent.restore_model, request.version)
+
+    async def _changed(self, context: Any, function: Callable[[str], Changed], version: str) -> pb.ModelReply:
+        async with self.calls.answered(context):
+            return pb.ModelReply(**dataclasses.asdict(await asyncio.to_thread(function, version)))
+        raise AssertionError("unreachable: the call has been aborted")
+
+    async def Rescan(self, request: pb.RescanRequest, context: Any) -> pb.RescanReply:
+        """Look at the device's own data again."""
+        async with self.calls.answered(context):
+            return pb.RescanReply(**dataclasses.asdict(await asyncio.to_thread(self.agent.rescan)))
+        raise AssertionError("unreachable: the call has been aborted")
+
     def _due(self) -> float:
         """Return the deadline of a request that arrives now, in the loop's time."""
         return asyncio.get_running_loop().time() + self.config.deadline
 
     def _enter(self, request: pb.PredictRequest) -> asyncio.Future[Prediction]:
         """Put a request into the queue; raises ValueError or Busy."""
-        accepted = self.predictions.submit(protobuf.from_images(request.images))
+        images = request.images
+        files = Encoded(protobuf.from_files(images)) if images.kind == pb.Images.ENCODED else None
+        accepted = self.predictions.submit(protobuf.from_images(images) if files is None else files)
         self._accepted.add(accepted)
         future = asyncio.wrap_future(accepted)
         future.add_done_callback(lambda _: self._left(accepted))
@@ -269,9 +318,7 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
             assert entry.answer is not None
             return await self._reply(entry.name, entry.answer, entry.due)
         except Exception as error:
-            code, text = status_of(error)
-            if code is grpc.StatusCode.INTERNAL:
-                LOG.exception("a request of a stream failed")
+            _, text = self.calls.refused(error)
             return pb.PredictReply(id=entry.name, error=text)
         finally:
             entry.forget()
@@ -348,6 +395,19 @@ def _shortened(text: str) -> str:
     while len(quote(kept)) > DETAILS:
         kept = kept[: len(kept) * 3 // 4]
     return text if kept == text else f"{kept}…"
+
+
+def _model(model: Model, snapshots: Sequence[str]) -> pb.Model:
+    """Return a model as a message."""
+    return pb.Model(
+        version=model.version,
+        state=model.state,
+        origin=model.origin,
+        time=model.time,
+        reason=model.reason,
+        check=model.check,
+        snapshots=snapshots,
+    )
 
 
 def _predict_reply(name: str, prediction: Prediction) -> pb.PredictReply:

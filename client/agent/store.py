@@ -1,4 +1,4 @@
-"""The agent's state directory: a model, the last snapshots, and a manifest that names them.
+"""The agent's state directory: models by version, the last snapshots of each, and a manifest that names them.
 
 `lock`; `manifest.json`; `models/<n>/`, see `client.serving`; `snapshots/<counter>.safetensors`, states of an adapter.
 Files are written first, then the manifest, then files that it no longer names are removed: a process killed at any
@@ -10,54 +10,29 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from client.agent.manifest import SCHEMA, Entry, Manifest, Model, NewerSchema, State, rebuilt
 from client.serving import Served
 from messages.arrays import Arrays
 from models import load_arrays, save_arrays, write_atomically
 
-SCHEMA = 1
-FORMAT = "fedtta-adapter-state"
+__all__ = ["SCHEMA", "Lock", "NewerSchema", "StateInUse", "Store"]
+
+FORMAT, VERSION = "fedtta-adapter-state", "1"
+#: Raised by files that cannot be read.
+DAMAGED = (ValueError, OSError, KeyError, TypeError)
 
 
 class StateInUse(RuntimeError):
     """Another agent uses the state directory."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A snapshot in the manifest.
-
-    Parameters
-    ----------
-    name : str
-        The file's name without its ending, a counter.
-    samples : int
-        Samples that the adapter had seen.
-    model : str
-        Digest of its model.
-    sha256 : str
-        Of the file.
-    """
-
-    name: str
-    samples: int
-    model: str
-    sha256: str
-
-    def __post_init__(self) -> None:
-        """Refuse values that no manifest of ours holds."""
-        wrong = [f.name for f in fields(self) if type(getattr(self, f.name)).__name__ != f.type]
-        if wrong or not self.name.isdigit():
-            raise ValueError(f"a snapshot's {wrong or ['name']} cannot be read")
 
 
 class Lock:
@@ -96,24 +71,26 @@ class Store:
     folder : Path
         Made when needed, for this user alone.
     kept : int
-        Snapshots to keep, at least 1.
+        Snapshots to keep of each model, at least 1.
     note : callable
         Called with a line of text about events such as refused files.
+    models : int
+        Models to keep, the served one included, at least 1.
 
     Raises
     ------
     StateInUse
         See `Lock`.
-    ValueError
+    NewerSchema
         The manifest was written by a newer version of the agent.
     """
 
-    def __init__(self, folder: Path, kept: int, note: Callable[[str], None]) -> None:
-        self.folder, self.kept, self._note = folder, kept, note
+    def __init__(self, folder: Path, kept: int, note: Callable[[str], None], models: int = 3) -> None:
+        self.folder, self._note, self._limits = folder, note, (models, kept)
         self._lock = Lock(folder)
         try:
-            self._model, self._digest, self._entries = self._open()
-            if self._model:  # without a model the manifest names nothing, and the files may still be of use
+            self._manifest = self._open()
+            if self._manifest.models:  # otherwise the manifest names nothing, and the files may still be of use
                 self._sweep()
         except BaseException:
             self._lock.release()
@@ -124,33 +101,120 @@ class Store:
         self._lock.release()
 
     @property
-    def names(self) -> list[str]:
-        """Return the snapshots' names, oldest first."""
-        return [entry.name for entry in self._entries]
+    def models(self) -> tuple[Model, ...]:
+        """Return the models in the order in which they were offered."""
+        return self._manifest.models
 
-    def load_model(self, device: torch.device) -> Served | None:
-        """Return the model; None if there is none or (noted) it cannot be read."""
-        if not self._model:
+    @property
+    def served(self) -> Model | None:
+        """Return the served model."""
+        return self._manifest.served
+
+    @property
+    def candidate(self) -> Model | None:
+        """Return the model that may be served next."""
+        return self._manifest.candidate
+
+    @property
+    def file(self) -> str:
+        """Return the SHA-256 of the model file that was last accepted."""
+        return self._manifest.file
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the served model's snapshots, oldest first."""
+        return self.snapshots(self.served.digest) if self.served else []
+
+    def snapshots(self, model: str) -> list[str]:
+        """Return the names of a model's snapshots, oldest first; `model` is its digest."""
+        return [entry.name for entry in self._manifest.snapshots if entry.model == model]
+
+    def load_model(self, device: torch.device, model: Model | None = None) -> Served | None:
+        """Return a model, by default the served one; None if there is none or (noted) it cannot be read."""
+        model = model or self.served
+        if model is None:
             return None
         try:
-            served = Served.load(self._models / self._model, device)
-            if served.digest() != self._digest:
-                raise ValueError(f"{self._models / self._model}: not the model that the manifest names")
-        except (ValueError, OSError, KeyError, TypeError) as error:
+            served = Served.load(self._models / model.name, device)
+            if served.digest() != model.digest:
+                raise ValueError(f"{self._models / model.name}: not the model that the manifest names")
+        except DAMAGED as error:
             self._note(f"model refused: {error}")
             return None
         return served
 
-    def save_model(self, served: Served) -> None:
-        """Store a model, and remove the old one with its snapshots; nothing changes on OSError."""
-        numbers = [int(path.name) for path in self._folders()]
-        name = str(max([int(self._model or 0), *numbers]) + 1)
+    def add(self, served: Served, state: State, check: Mapping[str, float] | None = None, file: str = "") -> Model:
+        """Store a model in place of a former candidate; nothing changes on OSError.
+
+        Parameters
+        ----------
+        state : "served", "shadow" or "candidate"
+            "served" puts it into service, as `promote` does.
+        check : mapping
+            Figures of its check.
+        file : str
+            SHA-256 of the file that it comes from, if any.
+        """
+        digest = served.digest()
+        model = Model(self._next_name(), digest, served.origin, "candidate", time.time(), check=check or {})
+        manifest = self._manifest
+        for one in manifest.models:  # the same model, offered before; its snapshots remain
+            if one.digest == digest or one == manifest.candidate:
+                manifest = manifest.without(one.name)
+        manifest = replace(manifest.with_model(replace(model, state=state)), file=file or manifest.file)
         try:
-            served.save(self._models / name)
-            self._commit(name, served.digest(), [])
+            served.save(self._models / model.name)
+            self._commit(_served(manifest, model.name) if state == "served" else manifest)
         except OSError:
-            shutil.rmtree(self._models / name, ignore_errors=True)
+            shutil.rmtree(self._models / model.name, ignore_errors=True)
             raise
+        return next(one for one in self.models if one.name == model.name)
+
+    def refit(self, served: Served) -> None:
+        """Store another version of the served model, such as for another adapter, and remove that with its snapshots.
+
+        Nothing changes on OSError.
+        """
+        old = self.served
+        if old is None:
+            self.add(served, "served")
+            return
+        model = replace(old, name=self._next_name(), digest=served.digest())
+        try:
+            served.save(self._models / model.name)
+            self._commit(self._manifest.without(old.name).with_model(model))
+        except OSError:
+            shutil.rmtree(self._models / model.name, ignore_errors=True)
+            raise
+
+    def refuse(self, digest: str, origin: str, reason: str, check: Mapping[str, float] | None = None) -> Model:
+        """Record a refused model, and remove its files if it was a candidate; nothing changes on OSError."""
+        manifest, name = self._manifest, self._next_name()
+        for one in manifest.models:
+            if one.digest == digest and one.state not in ("served", "kept"):
+                manifest, name = manifest.without(one.name), one.name if one.state == "refused" else name
+                check = check or one.check
+        model = Model(name, digest, origin, "refused", time.time(), reason=reason, check=check or {})
+        self._commit(manifest.with_model(model))
+        return model
+
+    def mark(self, name: str, state: State, check: Mapping[str, float]) -> None:
+        """Set state and figures of a model; nothing changes on OSError."""
+        self._commit(self._manifest.with_model(replace(self._named(name), state=state, check=check)))
+
+    def promote(self, name: str, reason: str = "", check: Mapping[str, float] | None = None) -> None:
+        """Put a model into service; nothing changes on OSError.
+
+        Parameters
+        ----------
+        reason : str
+            Why the former one is no longer served; empty: it has been replaced.
+        check : mapping, optional
+            The model's new figures.
+        """
+        model = self._named(name)
+        known = self._manifest.with_model(replace(model, check=model.check if check is None else check))
+        self._commit(_served(known, name, reason))
 
     def save(self, arrays: Arrays, samples: int, model: str) -> Entry:
         """Store an adapter's state as the newest snapshot; nothing changes on OSError.
@@ -160,17 +224,17 @@ class Store:
         samples : int
             Samples that the adapter has seen.
         model : str
-            Digest of its model, which must be the stored one.
+            Digest of its model, which must be the served one.
         """
-        if model != self._digest:
+        if self.served is None or model != self.served.digest:
             raise ValueError(f"{self.folder} holds another model than that of the state")
-        name = f"{max([0, *map(int, self.names)]) + 1:06d}"
+        name = f"{max([0, *(int(entry.name) for entry in self._manifest.snapshots)]) + 1:06d}"
         path = self._path(name)
-        metadata = {"format": FORMAT, "version": str(SCHEMA), "model": model, "samples": str(samples)}
+        metadata = {"format": FORMAT, "version": VERSION, "model": model, "samples": str(samples)}
         try:
             save_arrays(path, arrays, metadata)
             entry = Entry(name, samples, model, _sha256(path))
-            self._commit(self._model, self._digest, [*self._entries, entry][-self.kept :])
+            self._commit(replace(self._manifest, snapshots=(*self._manifest.snapshots, entry)))
         except OSError:
             with contextlib.suppress(OSError):  # the disk may be gone, and the manifest does not name the file
                 path.unlink(missing_ok=True)
@@ -190,14 +254,15 @@ class Store:
         Raises
         ------
         ValueError
-            There is no snapshot of that name, it cannot be read, or it is a state of another model.
+            There is no snapshot of that name, or it cannot be read.
         """
-        if name and name not in self.names:
-            raise ValueError(f"no snapshot {name!r}; there are: {', '.join(self.names) or 'none'}")
-        for entry in reversed(self._entries):
-            if name in ("", entry.name):
+        names = self.snapshots(model)
+        if name and name not in names:
+            raise ValueError(f"no snapshot {name!r}; there are: {', '.join(names) or 'none'}")
+        for entry in reversed(self._manifest.snapshots):
+            if entry.model == model and name in ("", entry.name):
                 try:
-                    return entry, self._read(entry, model)
+                    return entry, self._read(entry)
                 except (ValueError, OSError) as error:
                     if name:
                         raise ValueError(f"snapshot refused: {error}") from error
@@ -205,103 +270,113 @@ class Store:
         return None
 
     def forget_after(self, name: str) -> None:
-        """Remove the snapshots that are newer than `name`."""
-        self._commit(self._model, self._digest, self._entries[: self.names.index(name) + 1])
+        """Remove the served model's snapshots that are newer than `name`."""
+        gone = set(self.names[self.names.index(name) + 1 :])
+        self._commit(
+            replace(self._manifest, snapshots=tuple(one for one in self._manifest.snapshots if one.name not in gone))
+        )
 
     @property
     def _models(self) -> Path:
         return self.folder / "models"
 
     @property
-    def _manifest(self) -> Path:
+    def _manifest_file(self) -> Path:
         return self.folder / "manifest.json"
 
     def _path(self, name: str) -> Path:
         return self.folder / "snapshots" / f"{name}.safetensors"
+
+    def _named(self, name: str) -> Model:
+        return next(model for model in self.models if model.name == name)
+
+    def _next_name(self) -> str:
+        names = [int(path.name) for path in self._folders()] + [int(model.name) for model in self.models]
+        return str(max([0, *names]) + 1)
 
     def _folders(self) -> list[Path]:
         """Return the models' folders, oldest first."""
         found = [path for path in _listed(self._models) if path.name.isdigit()]
         return sorted(found, key=lambda path: int(path.name))
 
-    def _read(self, entry: Entry, model: str) -> Arrays:
+    def _read(self, entry: Entry) -> Arrays:
         path = self._path(entry.name)
         arrays, metadata = load_arrays(path)
         if _sha256(path) != entry.sha256:
             raise ValueError(f"{path}: not the file that the manifest names")
-        if model not in (entry.model, "") or metadata.get("model") != entry.model:
+        if metadata.get("model") != entry.model:
             raise ValueError(f"{path}: state of another model")
         return arrays
 
-    def _open(self) -> tuple[str, str, list[Entry]]:
+    def _open(self) -> Manifest:
         """Read the manifest, or rebuild it from the files."""
         try:
-            content = json.loads(self._manifest.read_bytes())
-            schema = content["schema"]
-            if isinstance(schema, int) and schema > SCHEMA:
-                raise NewerSchema(f"{self._manifest}: schema {schema} is newer than this program's {SCHEMA}")
-            if schema != SCHEMA:
-                raise ValueError(f"schema {schema!r}")
-            entries = [Entry(**entry) for entry in content["snapshots"]]
-            return str(content["model"]), str(content["digest"]), entries
+            return Manifest.from_json(self._manifest_file, self._models)
         except NewerSchema:
             raise
         except FileNotFoundError:
             if not self._folders():
-                return "", "", []
-            self._note(f"{self._manifest} is missing; rebuilt from the intact files")
+                return Manifest()
+            self._note(f"{self._manifest_file} is missing; rebuilt from the intact files")
         except (ValueError, TypeError, KeyError) as error:
-            self._note(f"{self._manifest} cannot be read ({error}); rebuilt from the intact files")
+            self._note(f"{self._manifest_file} cannot be read ({error}); rebuilt from the intact files")
         return self._rebuild()
 
-    def _rebuild(self) -> tuple[str, str, list[Entry]]:
+    def _rebuild(self) -> Manifest:
         """Write and return a manifest of all intact files."""
-        for folder in reversed(self._folders()):
+        models = {}
+        for folder in self._folders():
             try:
-                digest = Served.load(folder, torch.device("cpu")).digest()
-            except (ValueError, OSError, KeyError, TypeError) as error:
+                served = Served.load(folder, torch.device("cpu"))
+            except DAMAGED as error:
                 self._note(f"model refused: {error}")
                 continue
-            self._commit(folder.name, digest, self._found(digest))
-            return self._model, self._digest, self._entries
-        return "", "", []
+            models[folder.name] = served.digest(), served.origin
+        self._manifest = rebuilt(models, self._found(), time.time)
+        if models:
+            self._commit(self._manifest)
+        return self._manifest
 
-    def _found(self, model: str) -> list[Entry]:
-        """Return the newest intact snapshots of a model."""
+    def _found(self) -> tuple[Entry, ...]:
+        """Return the intact snapshots, oldest first."""
         entries = []
         for path in _listed(self.folder / "snapshots"):
             if path.suffix != ".safetensors" or not path.stem.isdigit():
                 continue
             try:
                 _, metadata = load_arrays(path)
-                entry = Entry(path.stem, int(metadata["samples"]), metadata["model"], _sha256(path))
+                entries.append(Entry(path.stem, int(metadata["samples"]), metadata["model"], _sha256(path)))
             except (ValueError, OSError, KeyError) as error:
                 self._note(f"snapshot refused: {error}")
-                continue
-            entries.extend([entry] if entry.model == model else [])
-        return entries[-self.kept :]
+        return tuple(entries)
 
-    def _commit(self, model: str, digest: str, entries: list[Entry]) -> None:
+    def _commit(self, manifest: Manifest) -> None:
         """Write the manifest, then remove files that it does not name."""
-        listed: list[dict[str, Any]] = [asdict(entry) for entry in entries]
-        content = {"schema": SCHEMA, "model": model, "digest": digest, "snapshots": listed}
-        write_atomically(self._manifest, json.dumps(content, indent=1).encode())
-        self._model, self._digest, self._entries = model, digest, entries
+        manifest = manifest.pruned(*self._limits)
+        write_atomically(self._manifest_file, manifest.to_json())
+        self._manifest = manifest
         self._sweep()
 
     def _sweep(self) -> None:
         """Remove models and snapshots that the manifest does not name, and half-written files of a killed process."""
-        named = {self._path(entry.name) for entry in self._entries} | {self._models / (self._model or "none")}
+        folders = [self._models / model.name for model in self.models if model.state != "refused"]
+        named = {self._path(entry.name) for entry in self._manifest.snapshots} | set(folders)
         unfinished = [path for path in _listed(self.folder) if path.name.startswith(".manifest.json.")]
-        inside = [path for path in _listed(self._models / self._model) if path.suffix == ".tmp"] if self._model else []
+        inside = [path for folder in folders for path in _listed(folder) if path.suffix == ".tmp"]
         for path in [*_listed(self._models), *_listed(self.folder / "snapshots"), *unfinished, *inside]:
             if path not in named:
                 with contextlib.suppress(OSError):  # the next sweep tries again
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-class NewerSchema(ValueError):
-    """The manifest was written by a newer version."""
+def _served(manifest: Manifest, name: str, reason: str = "") -> Manifest:
+    """Return the manifest with another model in service."""
+    for model in manifest.models:
+        if model.name == name:
+            manifest = manifest.with_model(replace(model, state="served", served_at=time.time(), reason=""))
+        elif model.state == "served":
+            manifest = manifest.with_model(replace(model, state="kept", reason=reason))
+    return manifest
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -133,3 +135,11 @@ def test_features_that_are_not_behind_a_relu_are_refused(bad: float) -> None:
     model.encoder = nn.Sequential(model.encoder, Spoil())
     with pytest.raises(ValueError, match=r"negative.*ReLU"):
         summarise(model, torch.tensor(images(5).pixels), 2)
+    model.features_nonnegative = False
+    if math.isnan(bad):
+        with pytest.raises(ValueError, match="no number"):
+            summarise(model, torch.tensor(images(5).pixels), 2)
+    else:
+        found = summarise(model, torch.tensor(images(5).pixels), 2)
+        assert found["descriptor"][2] == pytest.approx(bad)
+        assert found["dle"][2] == 1  # discretised it is 0, as behind a ReLU

@@ -28,7 +28,7 @@ class Device:
         self.state, self._home = folder / f"agent-{PARTITION}", folder / "home"
         self._config = deployment.agent_config(folder, folder, str(PARTITION), {"device": "cpu", **keys})
         store = Store(self.state, 1, print)
-        store.save_model(fabricate())
+        store.add(fabricate(), "served")
         store.close()
         self.channel = channel or grpc.insecure_channel(f"unix:{folder}/a{PARTITION}", OPTIONS)
         self.stub = agent_pb2_grpc.PredictorStub(self.channel)

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -38,13 +38,14 @@ def wait_until(reached: Callable[[], bool], what: str) -> None:
 
 @dataclass
 class Stage:
-    """What runs; node and agent i belong to partition i."""
+    """What runs; node and agent i belong to the client with name i of `names`."""
 
     root: Path
     sockets: Path
     keys: Keys
     fleet: str  # where nodes reach it
     own_fleet: str  # where it listens; a proxy may be in between
+    names: list[str]
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -54,18 +55,21 @@ class Stage:
 
     def start_agent(self, partition: int) -> None:
         """Start an agent, again with the config of before."""
-        started = deployment.start_agent(self.home / f"agent-{partition}", self.root / f"device-{partition}.toml")
+        started = deployment.start_agent(
+            self.home / f"agent-{partition}", self.root / f"device-{self.names[partition]}.toml"
+        )
         self.agents[partition:] = [started, *self.agents[partition + 1 :]]
 
-    def start_node(self, partition: int, partitions: int) -> None:
+    def start_node(self, partition: int) -> None:
         """Start a SuperNode, again with the key of before."""
-        config = {"name": str(partition), "agent": f"unix:{self.sockets}/r{partition}"}
+        name = self.names[partition]
+        config = {"name": name, "agent": f"unix:{self.sockets}/r{name}"}
         own = (self.keys.ca, self.keys.node(partition)[0])
         started = deployment.supernode(self.home / f"node-{partition}", self.fleet, config, own)
         self.nodes[partition:] = [started, *self.nodes[partition + 1 :]]
 
     @contextlib.contextmanager
-    def supervised_node(self, partition: int, partitions: int) -> Iterator[None]:
+    def supervised_node(self, partition: int) -> Iterator[None]:
         """Start a SuperNode as often as it ends and clear what it has left, as a service manager does."""
         stopping = threading.Event()
 
@@ -73,7 +77,7 @@ class Stage:
             while not stopping.wait(2):
                 if self.nodes[partition].poll() is not None:
                     superlink.stop(self.home / f"node-{partition}")
-                    self.start_node(partition, partitions)
+                    self.start_node(partition)
 
         thread = threading.Thread(target=supervise)
         thread.start()
@@ -94,7 +98,7 @@ class Stage:
 
     def status(self, partition: int) -> agent_pb2.StatusReply | None:
         """Return what an agent says of itself, None when it does not answer."""
-        with grpc.insecure_channel(f"unix:{self.sockets}/a{partition}") as channel:
+        with grpc.insecure_channel(f"unix:{self.sockets}/a{self.names[partition]}") as channel:
             try:
                 return agent_pb2_grpc.PredictorStub(channel).Status(agent_pb2.StatusRequest(), timeout=5)
             except grpc.RpcError:
@@ -183,24 +187,32 @@ def flwr_status(home: Path) -> str:
 @contextlib.contextmanager
 def stage(
     root: Path,
-    partitions: int = 2,
+    clients: int | Mapping[str, Mapping[str, Any]] = 2,
     through: Callable[[str], AbstractContextManager[str]] = nullcontext,
+    late: int = 0,
     **device: Any,
 ) -> Iterator[Stage]:
-    """Start SuperLink, SuperNodes and agents; `through` gets the SuperLink's address and gives the nodes another."""
+    """Start SuperLink, SuperNodes and agents.
+
+    `clients` are so many parts of a divided data set, or name → keys of devices, of which the last `late` ones are not
+    started. `through` gets the SuperLink's address and gives the nodes another.
+    """
+    own = {str(i): {} for i in range(clients)} if isinstance(clients, int) else clients
     home = root / "flower"
     home.mkdir()
-    keys = make_keys(home / "keys", partitions)[0]
+    keys = make_keys(home / "keys", len(own))[0]
     with ExitStack() as stack:
         sockets = stack.enter_context(deployment.sockets_folder())
         fleet = stack.enter_context(superlink.superlink(home, simulation=False, keys=keys))
-        superlink.register(home, [keys.node(i)[1] for i in range(partitions)])
-        made = Stage(root, sockets, keys, stack.enter_context(through(fleet)), fleet)
-        for i in range(partitions):
-            deployment.agent_config(root, sockets, str(i), {"device": "cpu", **device})
+        superlink.register(home, [keys.node(i)[1] for i in range(len(own))])
+        made = Stage(root, sockets, keys, stack.enter_context(through(fleet)), fleet, list(own))
+        for name, chosen in own.items():
+            deployment.agent_config(root, sockets, name, {"device": "cpu", **device, **chosen})
+        begin = range(len(own) - late)
+        for i in begin:
             made.start_agent(i)
-            made.start_node(i, partitions)
-        deployment.wait_for_agents({f"unix:{sockets}/a{i}": made.agents[i] for i in range(partitions)})
+            made.start_node(i)
+        deployment.wait_for_agents({f"unix:{sockets}/a{made.names[i]}": made.agents[i] for i in begin})
         try:
             yield made
         finally:

@@ -60,7 +60,7 @@ def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(tmp_path: Pa
     with stage(tmp_path) as made:
         first = made.run(settings)
         wait_until(lambda: made.rounds(RUN) >= 1, "a round")
-        with made.supervised_node(1, 2):
+        with made.supervised_node(1):
             made.kill_node_at_work(1)
             first.result(PATIENCE)
     (failed,) = [event for event in made.events(RUN) if event["event"] == "failed"]

@@ -23,7 +23,8 @@ from simulation.superlink import PROJECT, FlowerError, free_ports, program, stop
 
 PACKAGES = ("server", "client", "strategies", "tta", "models", "data", "messages", "settings")
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
-PATIENCE = 240  # seconds that what takes some ten may take on a busy machine
+PATIENCE = 900  # seconds that what takes some ten may take on a busy machine
+pytestmark = pytest.mark.timeout(3 * PATIENCE)
 SMALL = (
     "--clients", "2", "--cpus", "1", "--timeout", str(PATIENCE),
     "--set", "rounds=1", "local-epochs=1", "methods=fedavg,personal,btfl", "shifts=original,corrupted", "fraction=0.2",

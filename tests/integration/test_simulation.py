@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 from client.app import answer
 from messages.flower import request_of
 from messages.requests import Request, Train
+from settings import Settings
 from simulation import simulate, workers
 from simulation.workers import Sent, Worker
 from tests.server.test_run import SMALL, assert_same_results, run
@@ -72,30 +73,53 @@ def wrapped(mod: Callable[[Message, Context, CallNext], Message]) -> ClientApp:
     return app
 
 
+def survives_a_kill(folder: Path, settings: Settings, *apps: ClientApp) -> None:
+    """A worker that is killed once changes nothing but the time; splits are redrawn in every round, the same ones."""
+    changed = {"split": "published", "methods": "fedavg_ft,btfl", "shifts": "original,out_of_client", "workers": 1}
+    settings, seen = settings.replace(results=str(folder), **changed), list[dict]()
+    disturbed = simulate(settings, folder / "r", [seen.append], *apps)
+    assert (folder / "killed").exists()
+    assert not [event for event in seen if event["event"] in ("failed", "refused")]
+    assert_same_results(disturbed, run(folder / "undisturbed", settings))
+
+
+# Flower's simulation; it starts and stops Ray itself, so these come before the tests that share one
+
+
+def test_same_bits_in_flowers_simulation(tmp_path: Path) -> None:
+    assert_same_results(run(tmp_path / "none"), simulate(RAY.replace(engine="flower"), tmp_path / "flower"))
+
+
+def test_a_worker_of_flowers_killed_mid_round_is_started_again_and_costs_nothing(tmp_path: Path) -> None:
+    survives_a_kill(tmp_path, RAY.replace(engine="flower"), wrapped(killed))
+
+
+# Ours
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    """A Ray that is there before the runs, which use it as it is: to start one takes longer than a run."""
+    with workers._ray(2):
+        yield
+
+
+@pytest.mark.usefixtures("ray")
 def test_same_bits_with_one_and_two_workers_and_without_ray(tmp_path: Path) -> None:
     one = simulate(RAY.replace(workers=1), tmp_path / "one")
-    two = simulate(RAY.replace(workers=2), tmp_path / "two")
-    assert_same_results(one, two)
+    assert_same_results(one, simulate(RAY.replace(workers=2), tmp_path / "two"))
     assert_same_results(one, run(tmp_path / "none"))
-    assert_same_results(one, simulate(RAY.replace(engine="flower"), tmp_path / "flower"))
 
 
-@pytest.mark.parametrize("engine", ["ray", "flower"])
+@pytest.mark.usefixtures("ray")
 def test_a_worker_killed_mid_round_is_started_again_and_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "Worker", Killed)
-    # splits redrawn in every round: a restarted worker draws the same ones
-    shifts = "original,out_of_client"
-    settings = RAY.replace(split="published", methods="fedavg_ft,btfl", shifts=shifts, results=str(tmp_path), workers=1)
-    seen: list[dict] = []
-    apps = {"flower": [wrapped(killed)], "ray": []}
-    disturbed = simulate(settings, tmp_path / "r", [seen.append], *apps[engine])
-    assert (tmp_path / "killed").exists()
-    assert not [event for event in seen if event["event"] in ("failed", "refused")]
-    assert_same_results(disturbed, run(tmp_path / "undisturbed", settings))
+    survives_a_kill(tmp_path, RAY)
 
 
+@pytest.mark.usefixtures("ray")
 def test_a_client_that_kills_every_worker_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "Worker", Doomed)
     seen: list[dict] = []

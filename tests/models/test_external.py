@@ -134,24 +134,29 @@ def test_residual_sums_are_not_taken_for_rectified() -> None:
 def test_stacked_networks(name: str) -> None:
     """Networks without dropout are trained at once, with the results of single training."""
     model = build(name)
-    if name == "torchvision:mobilenet_v3_small":
-        assert not is_stackable(model)  # dropout of 0.2
+    if name in ("torchvision:mobilenet_v3_small", "tests.models.nets:tied"):
+        # dropout of 0.2; a layer under two names, which `functional_call` exchanges twice
+        assert not is_stackable(model)
         return
     assert is_stackable(model)
-    both = [build(name), build(name, seed=1)]
+    both = [build(name).double(), build(name, seed=1).double()]
+    x = X.double()
     parameters = {
-        key: torch.stack([one.get_parameter(key) for one in both]).requires_grad_()
+        key: torch.stack([one.get_parameter(key).detach() for one in both]).requires_grad_()
         for key, _ in model.named_parameters()
     }
     buffers = {key: torch.stack([one.get_buffer(key) for one in both]) for key, _ in model.named_buffers()}
-    out, _ = VectorizedNetwork(model.train())(parameters, buffers, torch.stack([X, X]), torch.ones(2, 4))
+    out, _ = VectorizedNetwork(model.train())(parameters, buffers, torch.stack([x, x]), torch.ones(2, 4))
     out.square().sum().backward()
     for index, one in enumerate(both):
-        alone = one.train()(X)
-        assert torch.allclose(out[index], alone, atol=1e-3)
+        alone = one.train()(x)
+        assert torch.allclose(out[index], alone, atol=1e-6)
         alone.square().sum().backward()
-        first, stacked = next(iter(one.parameters())).grad, next(iter(parameters.values())).grad
-        assert torch.allclose(first, stacked[index], rtol=1e-2, atol=1e-2 * float(first.abs().max()))
+        for key, value in one.named_parameters():
+            if value.grad is not None:  # the personal head has no part in it
+                stacked = parameters[key].grad
+                assert stacked is not None
+                assert torch.allclose(value.grad, stacked[index], rtol=1e-4, atol=1e-7), key
 
 
 def test_dropped_paths_are_not_stacked() -> None:
@@ -212,7 +217,7 @@ def test_the_head_is_kept_for_the_same_classes_only(
     assert torch.allclose(same(X), network(X), atol=1e-4)
     with caplog.at_level(logging.WARNING, "models"):
         for other in (build(name, classes=CLASSES[::-1], **options), build(name, 3, **options)):
-            assert not any("head is kept" in note for note in other.notes)
+            assert "the pretrained head is replaced by a new one" in other.notes[-1]
             assert torch.allclose(other.eval().features(X), same.features(X), atol=1e-4)
             assert not torch.equal(other.head.weight[:3], same.head.weight[:3])
             assert "not loaded, " in other.notes[0]
@@ -292,6 +297,7 @@ def test_downloaded_weights_keep_their_head(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(named.head.weight, kept.head.weight)
     few = build("torchvision:shufflenet_v2_x0_5", 4, **options)
     assert few.head.out_features == 4
+    assert few.notes[-1].endswith("replaced by a new one")
 
 
 def test_normalization_follows_pretrained_weights() -> None:

@@ -163,6 +163,23 @@ def test_unknown_model_lists_what_exists() -> None:
         plan(Settings(model="vgg"))
 
 
+def test_external_networks_are_asked_for_what_a_method_needs() -> None:
+    vit = Settings(methods="fedavg", model="timm:vit_tiny_patch16_224")
+    assert plan(vit)
+    for methods, told in (
+        ("tent", "tent adapts BatchNorm, which timm:vit_tiny_patch16_224 lacks; fitting: .*resnet20-bn"),
+        ("btfl", "btfl needs features that are not negative, which .* may be; fitting: .* features=relu"),
+    ):
+        with pytest.raises(SettingsError, match=told):
+            plan(vit.replace(methods=methods))
+    assert plan(vit.replace(methods="btfl", model_options="features=relu"))
+    assert plan(Settings(methods="tent,btfl", model="timm:resnet10t"))
+    left_out = choose(vit.replace(methods="all"))[1]
+    assert any("features=relu" in reason and labels == ["btfl"] for reason, labels in left_out.items())
+    with pytest.raises(SettingsError, match="timm has no such network; similar ones"):
+        plan(Settings(model="timm:resnet10tt"))
+
+
 BATCHNORM = {"model_options": "norm=batch"}
 ON_BATCHNORM = {"bbn", "bn_adapt", "tent", "eata", "cotta", "rotta", "roid"}
 

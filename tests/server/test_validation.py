@@ -98,7 +98,7 @@ def test_a_model_comes_back_as_it_was_sent_with_other_finite_values(change: dict
     [
         ("dle", 0.0, True), ("dle", 1.0, True), ("dle", -1e-9, False), ("dle", 1.0001, False),
         ("entropy_global", 9.0, True), ("entropy_local", -1e-9, False), ("confusion", 1.5, False),
-        ("descriptor", -9.0, False), ("descriptor", 9.0, True), ("label_prior", -0.1, False),
+        ("descriptor", -9.0, True), ("descriptor", 9.0, True), ("label_prior", -0.1, False),
         ("block_scores", 2.0, False),
     ],
 )  # fmt: skip

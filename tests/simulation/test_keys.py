@@ -41,7 +41,7 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str:
             told.append(str(error))
 
     for end in (ours, theirs):
-        end.settimeout(10)
+        end.settimeout(120)
     thread = threading.Thread(target=answer)
     thread.start()
     try:
@@ -49,7 +49,7 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> str:
             assert link.recv(5) == b"hello"
     except (ssl.SSLError, OSError, AssertionError) as error:
         told.append(str(error))
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
     return "; ".join(told)
 

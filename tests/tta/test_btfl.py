@@ -164,6 +164,13 @@ def test_discretise_is_the_rounded_tanh():
     assert torch.round(torch.tensor(0.5)) == 0  # ties to even
 
 
+def test_a_network_whose_features_may_be_negative_is_refused(stream):
+    model = TwoHead(nn.Identity(), stream.model.feature_dim, stream.model.num_classes, features_nonnegative=False)
+    with pytest.raises(ValueError, match="a ReLU before the heads"):
+        BTFL(model, stream.known)
+    assert "nonnegative" in BTFL.needs
+
+
 def test_negative_features_are_named_and_change_nothing(stream):
     adapter = BTFL(stream.model, stream.known)
     adapter.predict(stream.x[:10])

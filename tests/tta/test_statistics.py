@@ -50,6 +50,8 @@ def test_shapes_follow_the_network_and_the_needs() -> None:
         ("dle", [-0.1, 1.0], False),
         ("descriptor", [0.0, 1e300], True),
         ("descriptor", [0.0, np.inf], False),
+        ("descriptor", [-np.inf, 0.0], False),
+        ("descriptor", [-2.5, 1.0], True),  # a network without a ReLU before the heads
         ("entropy_local", [np.nan], False),
         ("confusion", [[0.5, 0.6]], True),
         ("block_scores", [2.0], False),

@@ -18,18 +18,22 @@ from numpy.typing import NDArray
 
 from client.agent.config import AgentConfig
 from client.agent.core import Saved, Status
+from client.agent.lifecycle import Changed
+from client.agent.manifest import Model
+from client.agent.own_data import Scan
 from client.agent.predictions import NoModel, Prediction
 from client.agent.server import Running, serve
 from messages import agent_pb2 as pb
 from messages import agent_pb2_grpc, protobuf
 from messages.replies import Reply, Trained
 from messages.requests import Request, Train, TrainingTask
+from models.preprocessing import Preprocessing
 
 CLASSES = 3
 TRAIN = Train(
     settings="{}", run="r", round=1, task=TrainingTask("ce"), arrays={"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
 )
-TIMEOUT = 20.0  # seconds: far more than anything here takes
+TIMEOUT = 120.0  # seconds: far more than anything here takes, on a busy machine, too
 
 
 def trained(request: Train) -> Trained:
@@ -44,13 +48,23 @@ def trained(request: Train) -> Trained:
     )
 
 
+class FakeLog:
+    """The events that have been written."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def write(self, event: str, **values: Any) -> None:
+        self.events.append((event, values))
+
+
 class FakeAgent:
     """Answers a sample with its first pixel: probabilities (p, 1 - p, 0), e = p. `seen` has the pixels in order."""
 
     per = "batch"  # one request a batch, so that a test knows how many have begun
 
     def __init__(self, config: AgentConfig) -> None:
-        self.config = config
+        self.config, self.log = config, FakeLog()
         self.seen: list[float] = []
         self.model = True
         self.gate = threading.Event()  # closed: a prediction that has begun does not end
@@ -63,6 +77,8 @@ class FakeAgent:
     def check(self, pixels: NDArray[Any]) -> NDArray[Any]:
         if not self.model:
             raise NoModel("no model has come yet")
+        if hasattr(pixels, "prepared"):  # encoded files
+            pixels = pixels.prepared(Preprocessing(2, 1), 1.0)
         if pixels.shape[1:] != (1, 2, 2):
             raise ValueError(f"images of shape {list(pixels.shape)}: allowed are [B, 1, 2, 2]")
         if not np.isfinite(pixels).all():
@@ -81,7 +97,7 @@ class FakeAgent:
     def status(self) -> Status:
         return Status(
             "run/ce/3/abcd", "fedthe", ("a", "b", "c"), len(self.seen), 2, True, {"one-class": 4}, ["1", "2"], ["n"],
-            1.5, "train", (1, 2, 2),
+            1.5, "train", (1, 2, 2), "shadow run/ce/4/bbbbbbbb", "run/ce/2/cccccccc: not finite", 61, 1, ["1 damaged"],
         )  # fmt: skip
 
     def snapshot(self) -> Saved:
@@ -94,6 +110,24 @@ class FakeAgent:
 
     def reset(self) -> Saved:
         return Saved("3", "run/ce/3/abcd", 0)
+
+    def models(self) -> list[tuple[Model, list[str]]]:
+        old = Model("1", "aa" * 32, "run/ce/3", "kept", 60.0, 60.0, "rolled back", {"accuracy": 0.5})
+        return [(old, ["1", "2"]), (Model("2", "bb" * 32, "run/ce/4", "candidate", 120.0), [])]
+
+    def approve(self, version: str = "") -> Changed:
+        if version == "x":
+            raise ValueError("no model x waits to be served")
+        return Changed("run/ce/4/bbbbbbbb", "served", 7)
+
+    def reject(self, version: str = "") -> Changed:
+        return Changed(version or "run/ce/4/bbbbbbbb", "refused")
+
+    def restore_model(self, version: str = "") -> Changed:
+        return Changed(version or "run/ce/3/aaaaaaaa", "served", 9)
+
+    def rescan(self) -> Scan:
+        return Scan(61, 60, 1, ("'bad.png': damaged",))
 
     def perform(self, request: Request) -> Reply:
         self.requests.append(request)

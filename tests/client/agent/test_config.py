@@ -119,3 +119,10 @@ def test_a_relative_path_of_the_data_is_relative_to_the_file(tmp_path: Path) -> 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"none\.toml"):
         AgentConfig.from_toml(tmp_path / "none.toml")
+
+
+def test_a_new_models_check_gets_its_limits(tmp_path: Path) -> None:
+    config = read(tmp_path, 'model = "m.safetensors"\naccept-margin = 0.1\naccept-one-class = 0.8\n')
+    assert (config.acceptance.margin, config.acceptance.one_class, config.acceptance.agreement) == (0.1, 0.8, 0.3)
+    assert config.model == str(tmp_path / "m.safetensors")
+    assert (config.shadow_samples, config.approval, config.models_kept) == (0, False, 3)

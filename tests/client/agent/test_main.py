@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,9 +22,11 @@ import grpc
 import pytest
 from PIL import Image
 
+from client.agent import control
 from client.agent.__main__ import run
 from client.relay import relay
 from messages import agent_pb2 as pb
+from messages import protobuf
 from tests.client.agent.fake import (
     TIMEOUT,
     TRAIN,
@@ -35,9 +39,10 @@ from tests.client.agent.fake import (
     request,
     running,
 )
+from tests.client.agent.test_encoded import encoded, model_file
 
 ROOT = Path(__file__).parents[3]
-START = 120.0  # seconds: torch's import on a busy machine
+START = 300.0  # seconds: torch's import on a busy machine
 
 
 def command(path: Path) -> list[str]:
@@ -55,6 +60,14 @@ def process(path: Path) -> Iterator[subprocess.Popen[str]]:
             agent.kill()
 
 
+def stops(agent: subprocess.Popen[str], path: Path, number: signal.Signals) -> None:
+    agent.send_signal(number)
+    _, told = agent.communicate(timeout=START)
+    assert agent.returncode == 0, told
+    assert f"stopping on {number.name}" in told
+    assert not list(path.rglob("*.sock"))
+
+
 def wait_for(path: Path) -> None:
     with channel(f"unix:{path}/state/agent.sock") as line:
         predictor(line).Status(pb.StatusRequest(), timeout=START, wait_for_ready=True)
@@ -62,8 +75,7 @@ def wait_for(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * START)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_starts_on_what_a_killed_one_has_left_and_stops_with_success(number: signal.Signals) -> None:
+def test_it_starts_on_what_a_killed_one_has_left_and_stops_with_success() -> None:
     with folder() as path:
         with process(path) as agent:
             wait_for(path)
@@ -75,11 +87,41 @@ def test_it_starts_on_what_a_killed_one_has_left_and_stops_with_success(number: 
             wait_for(path)
             with channel(f"unix:{path}/state/agent.sock") as line:
                 refused(lambda: predictor(line).Predict(request(), timeout=START), grpc.StatusCode.FAILED_PRECONDITION)
-            agent.send_signal(number)
-            _, told = agent.communicate(timeout=START)
-        assert agent.returncode == 0, told
-        assert f"stopping on {number.name}" in told
-        assert not list(path.rglob("*.sock"))
+            stops(agent, path, signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * START)
+def test_an_interrupt_stops_it_with_success() -> None:
+    with folder() as path, process(path) as agent:
+        wait_for(path)
+        stops(agent, path, signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * START)
+def test_a_model_file_is_served_by_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with folder() as path:
+        model_file(path / "m.safetensors")
+        text = 'name = "a"\nstate-dir = "state"\ndevice = "cpu"\nadapter = "t3a"\nmodel = "m.safetensors"\n'
+        (path / "device.toml").write_text(text)
+        with subprocess.Popen(command(path), cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
+            try:
+                wait_for(path)
+                asked = pb.PredictRequest(images=protobuf.to_files([encoded("PNG")]))
+                with channel(f"unix:{path}/state/agent.sock") as line:
+                    reply = predictor(line).Predict(asked, timeout=START)
+                assert reply.model_version.startswith("file/m/0/")
+                assert control.main(["--socket", f"unix:{path}/state/agent.sock", "models"]) == 0
+                assert f"served    {time.strftime('%Y-', time.gmtime())}" in capsys.readouterr().out
+                agent.send_signal(signal.SIGTERM)
+                assert agent.wait(START) == 0
+            finally:
+                agent.kill()
+        events = [json.loads(line)["event"] for line in (path / "state" / "agent.log").read_text().splitlines()]
+        assert [event for event in events if event in ("offered", "promoted", "start", "stop")] == [
+            "offered", "promoted", "start", "stop",
+        ]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -135,7 +177,7 @@ def test_the_example_program_streams_a_folder_and_needs_no_torch(tmp_path: Path)
     with running() as (fake, sockets):
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path), sockets.listen],
-            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+            cwd=ROOT, capture_output=True, text=True, timeout=START, check=False,
         )  # fmt: skip
     assert fake.seen == [204, 51, 0]  # in the order of the names; the fake takes the first pixel for a probability
     lines = [line.split() for line in done.stdout.splitlines()]

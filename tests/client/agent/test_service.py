@@ -54,7 +54,8 @@ def test_status_snapshot_rollback_reset(agent: Any) -> None:
     assert status == pb.StatusReply(
         model_version="run/ce/3/abcd", adapter="fedthe", classes=["a", "b", "c"], samples=0, unsaved_samples=2,
         waiting=0, holding=True, guard_events={"one-class": 4}, snapshots=["1", "2"], notes=["n"], uptime_seconds=1.5,
-        training="train", shape=[1, 2, 2],
+        training="train", shape=[1, 2, 2], candidate="shadow run/ce/4/bbbbbbbb",
+        refused="run/ce/2/cccccccc: not finite", data_samples=61, data_skipped=1, data_notes=["1 damaged"],
     )  # fmt: skip
     assert stub.Rollback(pb.RollbackRequest(), timeout=TIMEOUT).snapshot == "2"
     assert stub.Rollback(pb.RollbackRequest(snapshot="1"), timeout=TIMEOUT).snapshot == "1"
@@ -67,6 +68,30 @@ def test_status_snapshot_rollback_reset(agent: Any) -> None:
     )
     text = refused(lambda: stub.Snapshot(pb.SnapshotRequest(), timeout=TIMEOUT), grpc.StatusCode.INTERNAL)
     assert "No space left on device" in text
+
+
+def test_models_and_what_becomes_of_them(agent: Any) -> None:
+    fake, stub = agent
+    old, new = stub.Models(pb.ModelsRequest(), timeout=TIMEOUT).models
+    assert old == pb.Model(
+        version="run/ce/3/aaaaaaaa", state="kept", origin="run/ce/3", time=60.0, reason="rolled back",
+        check={"accuracy": 0.5}, snapshots=["1", "2"],
+    )  # fmt: skip
+    assert (new.version, new.state) == ("run/ce/4/bbbbbbbb", "candidate")
+    for call, reply in (
+        (stub.Approve, pb.ModelReply(version="run/ce/4/bbbbbbbb", state="served", samples=7)),
+        (stub.Reject, pb.ModelReply(version="run/ce/4/bbbbbbbb", state="refused")),
+        (stub.RestoreModel, pb.ModelReply(version="run/ce/3/aaaaaaaa", state="served", samples=9)),
+    ):
+        assert call(pb.ModelRequest(), timeout=TIMEOUT) == reply
+    assert stub.RestoreModel(pb.ModelRequest(version="v"), timeout=TIMEOUT).version == "v"
+    scanned = stub.Rescan(pb.RescanRequest(), timeout=TIMEOUT)
+    assert scanned == pb.RescanReply(samples=61, used=60, skipped=1, notes=["'bad.png': damaged"])
+    text = refused(
+        lambda: stub.Approve(pb.ModelRequest(version="x"), timeout=TIMEOUT), grpc.StatusCode.INVALID_ARGUMENT
+    )
+    assert text == "no model x waits to be served"
+    assert fake.log.events == [("request refused", {"code": "INVALID_ARGUMENT", "reason": text})]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +188,7 @@ def test_a_stream_is_answered_in_order_and_outlives_a_refused_request(agent: Any
     replies = list(stub.PredictStream(iter(asked), timeout=TIMEOUT))
     assert [reply.id for reply in replies] == [f"r{i}" for i in range(20)]
     assert {reply.id: reply.error for reply in replies if reply.error} == {
-        "r7": "images hold NaN", "r8": "images of kind 0: allowed are UINT8 and FLOAT32",
+        "r7": "images hold NaN", "r8": "images of kind 0: allowed are UINT8 and FLOAT32, and files with ENCODED",
     }  # fmt: skip
     good = [value for i, value in enumerate(values) if i not in (7, 8)]
     assert [first(reply) for reply in replies if not reply.error] == good == fake.seen
@@ -269,9 +294,9 @@ def test_a_stop_answers_what_was_accepted_and_takes_no_more() -> None:
         stopping.start()
         probe = health_pb2_grpc.HealthStub(line)
         until(lambda: probe.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT).status == 2)  # NOT_SERVING
-        until(
-            lambda: "stopping" in refused(lambda: stub.Predict(request(1.0), timeout=0.5), grpc.StatusCode.UNAVAILABLE)
-        )
+        until(lambda: stub.Predict.future(request(1.0), timeout=0.5).code() is grpc.StatusCode.UNAVAILABLE)
+        told = refused(lambda: stub.Predict(request(1.0), timeout=TIMEOUT), grpc.StatusCode.UNAVAILABLE)
+        assert "stopping" in told
         fake.gate.set()
         assert [next(stream).id, next(stream).id] == ["a", "b"]
         assert refused(lambda: next(stream), grpc.StatusCode.UNAVAILABLE) == "the agent is stopping"

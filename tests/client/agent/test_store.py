@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from client.agent import store as store_module
 from client.agent.store import SCHEMA, StateInUse, Store
 from client.serving import Baseline, Served
 from messages.arrays import Arrays
@@ -25,7 +26,7 @@ from tests.client.agent.world import fork, killed, said
 CPU = torch.device("cpu")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def model(seed: int = 1) -> Served:
     spec = {"name": "cnn", "num_classes": 2, "in_channels": 1, "image_size": 16, "seed": seed}
     return Served(AdapterRow("none", "none"), build(**spec), spec, {"seed": seed}, ("a", "b"), Baseline.unknown(2))
@@ -42,7 +43,7 @@ def opened(folder: Path, kept: int = 3) -> tuple[Store, list[str]]:
 
 def filled(folder: Path, saves: int = 4, kept: int = 3) -> None:
     store, _ = opened(folder, kept)
-    store.save_model(model())
+    store.add(model(), "served")
     for i in range(1, saves + 1):
         store.save(state(i), 10 * i, model().digest())
     store.close()
@@ -79,17 +80,6 @@ def test_a_new_folder_is_for_this_user_alone(tmp_path: Path) -> None:
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_new_model_takes_the_old_ones_snapshots_away(tmp_path: Path) -> None:
-    filled(tmp_path)
-    store, _ = opened(tmp_path)
-    store.save_model(model(2))
-    assert (store.names, newest(store)) == ([], None)
-    assert len(list((tmp_path / "models").iterdir())) == 1
-    with pytest.raises(ValueError, match="another model"):
-        store.save(state(1), 1, model().digest())
-    store.close()
-
-
 def damage(path: Path, how: str) -> None:
     content = path.read_bytes()
     if how == "half":
@@ -118,7 +108,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_used(tmp_path: Path, how
 def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
     filled(tmp_path)
     store, _ = opened(tmp_path)
-    with pytest.raises(ValueError, match="state of another model"):
+    with pytest.raises(ValueError, match=r"no snapshot '000004'; there are: none"):
         store.load(model(2).digest(), "000004")
     store.close()
 
@@ -166,7 +156,7 @@ def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     store, notes = opened(tmp_path)
     assert store.load_model(CPU) is None
     assert "network.safetensors" in notes[0]
-    store.save_model(model())  # and life goes on
+    store.add(model(), "served")  # and life goes on
     assert store.load_model(CPU) is not None
     store.close()
 
@@ -199,7 +189,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, fails: str, monkeypatch: py
         with pytest.raises(OSError, match="No space"):
             store.save(state(5), 50, model().digest())
         with pytest.raises(OSError, match="No space"):
-            store.save_model(model(2))
+            store.add(model(2), "served")
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
     assert newest(store) == ("000004", 40, 4.0)
     assert store.save(state(5), 50, model().digest()).name == "000005"
@@ -210,13 +200,13 @@ def save_for_ever(pipe: Connection, folder: Path) -> None:
     """Save as fast as it goes; say what is durable."""
     store = Store(folder, 2, lambda text: None)
     if store.load_model(CPU) is None:
-        store.save_model(model())
+        store.add(model(), "served")
     found = newest(store)
     count = 0 if found is None else found[1]
     while True:
         count += 1
         if count % 10 == 0:
-            store.save_model(model())
+            store.add(model(), "served")
         store.save(state(count), count, model().digest())
         pipe.send(count)
 
@@ -239,3 +229,101 @@ def test_kill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path) -> None
             assert found[1] - last in (0, 1)  # 1: saved, and killed before it could say so
             assert found[2] == found[1]
         store.close()
+
+
+class Killed(BaseException):
+    """Ends a process at a write."""
+
+
+def change_models(store: Store) -> None:
+    """A new model is tried, promoted and withdrawn, another one is refused; each with snapshots."""
+    store.save(state(1), 10, model().digest())
+    new = store.add(model(2), "shadow", {"agreement": 0.5})
+    store.promote(new.name, check={"shadow_agreement": 0.9})
+    store.save(state(2), 20, model(2).digest())
+    store.refuse(model(3).digest(), "run/ce/1", "it predicts 'a' for 100% of 60 samples")
+    store.promote(store.models[0].name, "rolled back")
+    store.save(state(3), 30, model().digest())
+    store.add(model(4), "candidate")
+    store.refuse(model(4).digest(), "run/ce/2", "rejected")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_process_that_ends_at_any_write_leaves_one_served_model(
+    tmp_path: Path, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`after`: the file is in its place, what comes next does not happen."""
+    reached, write = 0, store_module.write_atomically
+    while True:
+        folder, left = tmp_path / str(reached), reached
+
+        def counted(path: Path, content: bytes) -> Path:
+            nonlocal left
+            left -= 1
+            if left < 0 and not after:
+                raise Killed
+            written = write(path, content)
+            if left < 0:
+                raise Killed
+            return written
+
+        filled(folder, saves=1)
+        store, _ = opened(folder)
+        ended = False
+        with monkeypatch.context() as patched:
+            patched.setattr("models.arrays.write_atomically", counted)
+            patched.setattr("client.agent.store.write_atomically", counted)
+            try:
+                change_models(store)
+                ended = True
+            except Killed:
+                store.close()
+        store.close()
+        again, notes = opened(folder)
+        states = [one.state for one in again.models]
+        assert (states.count("served"), notes) == (1, [])
+        assert again.load_model(CPU) is not None
+        assert all(again.load_model(CPU, one) for one in again.models if one.state != "refused")
+        assert again.served is not None
+        if again.names:
+            assert again.load(again.served.digest) is not None
+        assert notes == []
+        again.close()
+        reached += 1
+        if ended:
+            break
+    assert reached > 10
+    assert states == ["served", "kept", "refused", "refused"]
+
+
+def test_models_are_kept_up_to_a_number_with_their_snapshots(tmp_path: Path) -> None:
+    store = Store(tmp_path, 2, lambda text: None, models=3)
+    for seed in (1, 2, 3, 4):
+        store.add(model(seed), "served")
+        for turn in (1, 2, 3):
+            store.save(state(turn), turn, model(seed).digest())
+    assert [one.digest for one in store.models] == [model(seed).digest() for seed in (2, 3, 4)]
+    assert [len(store.snapshots(one.digest)) for one in store.models] == [2, 2, 2]
+    assert len(list((tmp_path / "models").iterdir())) == 3
+    assert len(list((tmp_path / "snapshots").iterdir())) == 6
+    store.promote(store.models[1].name, "rolled back")  # 3 is served, 4 withdrawn
+    store.add(model(5), "served")
+    assert [(one.state, one.reason) for one in store.models] == [
+        ("kept", ""), ("kept", ""), ("refused", "rolled back"), ("served", ""),
+    ]  # fmt: skip
+    assert store.snapshots(model(4).digest()) == []
+    store.close()
+
+
+def test_without_a_manifest_a_model_that_was_never_served_is_not_served(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store, _ = opened(tmp_path)
+    store.add(model(2), "candidate")
+    store.close()
+    (tmp_path / "manifest.json").unlink()
+    store, notes = opened(tmp_path)
+    assert [one.state for one in store.models] == ["served", "kept"]
+    assert store.served is not None
+    assert store.served.digest == model().digest()
+    assert "manifest.json is missing" in notes[0]
+    store.close()

@@ -1,0 +1,277 @@
+"""Whether a new model may be served: its check on the device's own samples, and its trial beside the served model.
+
+Both compare unadapted predictions: what the adapter learns from the stream comes later, and the guard watches it.
+
+Refused is a model
+
+- with a weight or an output that is not finite;
+- of whose predictions one class has more than `one_class`, and clearly more than of the device's labels, or of the
+  served model's predictions where there are no labels;
+- that is less accurate than the served one by more than `margin` on the validation split; or, without labels,
+- that agrees with the served one on less than `agreement` of the samples, or is close to guessing where that is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from client.agent.config import Acceptance
+from client.agent.live import Live, as_floats
+from client.serving import Served
+from models.arrays import all_finite, array_finite
+
+if TYPE_CHECKING:
+    from client.device import Device
+
+MOST = 512  # samples of a check, evenly spaced over the split
+LEAST = 16  # with fewer samples, shares of classes and agreement say nothing
+BATCH = 32
+SLACK = 0.1  # by which one class's share may exceed its share of the labels
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A device's own samples that a model is checked on.
+
+    Parameters
+    ----------
+    pixels : uint8 or float32 [n, C, H, W]
+    labels : int64 [n] or None
+        None where the device has none that it may use.
+    """
+
+    pixels: NDArray[Any]
+    labels: NDArray[np.int64] | None = None
+
+    @classmethod
+    def none(cls, shape: tuple[int, int, int]) -> Samples:
+        """Return no samples of a shape C, H, W."""
+        return cls(np.empty((0, *shape), np.uint8))
+
+    @classmethod
+    def of_device(cls, device: Device, round: int) -> Samples:
+        """Return validation samples, or training samples where there are none; test samples without their labels."""
+        federation = device.federation.in_round(round)
+        split, images = federation.splits[device.partition], federation.images
+        labelled = device.role != "target"
+        for index, known in ((split.validation, labelled), (split.train, labelled), (split.test, False)):
+            if len(index):
+                chosen = spaced(index)
+                return cls(np.asarray(images.pixels[chosen]), np.asarray(images.labels[chosen]) if known else None)
+        return cls(np.asarray(images.pixels[:0]))
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of a check.
+
+    Parameters
+    ----------
+    reason : str
+        Why the model is refused; empty: it is accepted.
+    figures : dict
+        Name → number: samples, accuracy, served_accuracy, agreement, confidence, served_confidence, one_class; those
+        that could be computed.
+    """
+
+    reason: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def spaced(index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return at most `MOST` values of an index, evenly spaced."""
+    return index[np.linspace(0, len(index) - 1, min(len(index), MOST)).astype(np.int64)]
+
+
+def comparable(one: Served, other: Served | None) -> bool:
+    """Return whether two models take the same images and know the same classes."""
+    return other is not None and one.shape == other.shape and one.classes == other.classes
+
+
+def check(candidate: Served, served: Served | None, samples: Samples, limits: Acceptance) -> Check:
+    """Check a model (see the module).
+
+    Parameters
+    ----------
+    candidate : Served
+    served : Served or None
+        What is served now, if anything.
+    """
+    if name := not_finite(candidate):
+        return Check(f"{name}: not finite")
+    pixels = samples.pixels if len(samples.pixels) else _noise(candidate.shape)
+    new = probabilities(candidate, pixels)
+    if not (np.isfinite(new).all() and np.isfinite(_adapted(candidate, pixels)).all()):
+        return Check("its output is not finite")
+    count, labels = len(samples.pixels), samples.labels
+    if not count:
+        return Check(figures={"samples": 0})
+    figures = {"samples": float(count), "confidence": float(new.max(1).mean())}
+    old = probabilities(served, pixels) if served is not None and comparable(candidate, served) else None
+    old = None if old is None or not np.isfinite(old).all() else old
+    reference = None if old is None else _shares(old.argmax(1), new.shape[1])
+    if labels is not None:
+        reference = _shares(labels, new.shape[1])
+    reasons = [_one_class(new, reference, limits, candidate.classes, figures)]
+    if old is not None:
+        figures["agreement"] = float((new.argmax(1) == old.argmax(1)).mean())
+        figures["served_confidence"] = float(old.max(1).mean())
+        reasons.append(
+            _less_accurate(new, old, labels, limits, figures)
+            if labels is not None
+            else _unlike(new.shape[1], limits, figures)
+        )
+    return Check(next(filter(None, reasons), ""), figures)
+
+
+def _noise(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Return images of noise, for a look at outputs where a device has no samples."""
+    return np.random.default_rng(0).integers(0, 256, (BATCH, *shape), np.uint8)
+
+
+def not_finite(served: Served) -> str:
+    """Return the name of a weight or private value that is not finite; empty for none."""
+    state = served.network.state_dict()
+    if not all_finite([value for value in state.values() if value.is_floating_point()]):
+        return next(name for name, value in state.items() if not bool(torch.isfinite(value).all()))
+    arrays = {name: np.asarray(value) for name, value in served.arrays().items()}
+    return next((name for name, value in arrays.items() if value.dtype.kind == "f" and not array_finite(value)), "")
+
+
+@torch.no_grad()
+def probabilities(served: Served, pixels: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the unadapted probabilities [n, K] of images [n, C, H, W]."""
+    device = next(served.network.parameters()).device
+    rows = []
+    for begin in range(0, len(pixels), BATCH):
+        x = torch.from_numpy(as_floats(pixels[begin : begin + BATCH])).to(device)
+        x = x.contiguous(memory_format=torch.channels_last)
+        rows.append(torch.softmax(served.network(x), 1).cpu().numpy())
+    return np.concatenate(rows)
+
+
+@torch.no_grad()
+def _adapted(served: Served, pixels: NDArray[Any]) -> NDArray[np.float32]:
+    """Return what a new adapter predicts for the first images; NaN if it fails."""
+    device = next(served.network.parameters()).device
+    x = torch.from_numpy(as_floats(pixels[:BATCH])).to(device).contiguous(memory_format=torch.channels_last)
+    try:
+        return served.build().predict(x).cpu().numpy()
+    except (ValueError, FloatingPointError):
+        return np.full((1, 1), np.nan, np.float32)
+
+
+def _shares(predicted: NDArray[Any], classes: int) -> NDArray[np.float64]:
+    return np.bincount(predicted, minlength=classes) / len(predicted)
+
+
+def _one_class(
+    new: NDArray[np.float32],
+    reference: NDArray[np.float64] | None,
+    limits: Acceptance,
+    classes: tuple[str, ...],
+    figures: dict[str, float],
+) -> str:
+    """Return why a model is refused that predicts one class; `reference` has the usual shares, if they are known."""
+    shares = _shares(new.argmax(1), new.shape[1])
+    top = int(shares.argmax())
+    figures["one_class"] = float(shares[top])
+    usual = 0.0 if reference is None else float(reference[top])
+    if len(new) < LEAST or shares[top] <= max(limits.one_class, usual + SLACK):
+        return ""
+    beside = "" if reference is None else f", usual is {usual:.0%}"
+    return f"it predicts {classes[top]!r} for {shares[top]:.0%} of {len(new)} samples{beside}"
+
+
+def _less_accurate(
+    new: NDArray[np.float32],
+    old: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    limits: Acceptance,
+    figures: dict[str, float],
+) -> str:
+    """Return why a model is refused that is less accurate; one sample makes no difference."""
+    right = [int((rows.argmax(1) == labels).sum()) for rows in (new, old)]
+    figures["accuracy"], figures["served_accuracy"] = (count / len(labels) for count in right)
+    if right[1] - right[0] <= max(limits.margin * len(labels), 1):
+        return ""
+    found, before = figures["accuracy"], figures["served_accuracy"]
+    return f"accuracy {found:.3f} on {len(labels)} validation samples, the served model has {before:.3f}"
+
+
+def _unlike(classes: int, limits: Acceptance, figures: dict[str, float]) -> str:
+    """Return why a model is refused that is unlike the served one on samples without labels."""
+    if figures["samples"] < LEAST:
+        return ""
+    if figures["agreement"] < limits.agreement:
+        return f"it agrees with the served model on {figures['agreement']:.0%} of {figures['samples']:.0f} samples"
+    confidence, before, chance = figures["confidence"], figures["served_confidence"], 1 / classes
+    if confidence - chance < (before - chance) / 4:
+        return f"its mean confidence is {confidence:.2f}, close to guessing; the served model has {before:.2f}"
+    return ""
+
+
+class Shadow:
+    """A model that predicts beside the served one, which answers.
+
+    Parameters
+    ----------
+    live : Live
+        The model; it adapts to what it predicts.
+    wanted : int
+        Samples of the trial.
+    labelled : bool
+        Whether its check had labels: these say more than agreement with the served model.
+
+    Attributes
+    ----------
+    seen, agreed : int
+        Samples so far, and those of the same predicted class.
+    failure : str
+        Why the trial ended early; empty: it did not.
+    """
+
+    def __init__(self, live: Live, wanted: int, labelled: bool) -> None:
+        self.live, self.wanted, self.labelled = live, wanted, labelled
+        self.seen, self.agreed, self.failure = 0, 0, ""
+        classes = len(live.served.classes)
+        self._counts = np.zeros((2, classes))  # of predicted classes: the shadow's, the served model's
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the trial has ended."""
+        return bool(self.failure) or self.seen >= self.wanted
+
+    def predict(self, pixels: NDArray[np.float32], answered: NDArray[np.float32]) -> None:
+        """Predict images [B, C, H, W] for which the served model has given `answered` [B, K]; never raises."""
+        if self.ended:
+            return
+        try:
+            rows, _, _ = self.live.predict(pixels)
+            new, old = rows.argmax(1), answered.argmax(1)
+            for row, predicted in enumerate((new, old)):
+                self._counts[row] += np.bincount(predicted, minlength=self._counts.shape[1])
+            self.seen += len(new)
+            self.agreed += int((new == old).sum())
+        except Exception as error:  # the request has been answered: whatever happens here is the shadow's own
+            self.failure = f"failed in shadow: {error}"
+
+    def result(self, limits: Acceptance) -> Check:
+        """Return whether the model may be promoted."""
+        agreement = self.agreed / max(self.seen, 1)
+        figures = {"shadow_samples": float(self.seen), "shadow_agreement": agreement}
+        if self.failure:
+            return Check(self.failure, figures)
+        shares = self._counts / max(self.seen, 1)
+        top = int(shares[0].argmax())
+        if self.seen >= LEAST and shares[0, top] > max(limits.one_class, shares[1, top] + SLACK):
+            name = self.live.served.classes[top]
+            return Check(f"in shadow it predicted {name!r} for {shares[0, top]:.0%} of {self.seen} samples", figures)
+        if self.seen >= LEAST and not self.labelled and agreement < limits.agreement:
+            return Check(f"in shadow it agreed on {agreement:.0%} of {self.seen} samples", figures)
+        return Check("", figures)

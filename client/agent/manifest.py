@@ -1,0 +1,226 @@
+"""The manifest of a state directory: which models and snapshots it holds, and the state of each model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from client.serving import REST
+from models import load_arrays
+
+SCHEMA = 2
+ONE_MODEL = 1  # schema of manifests that name one model
+State = Literal["served", "shadow", "candidate", "kept", "refused"]
+STATES = get_args(State)
+#: States of a model that may be served next.
+NEXT = ("shadow", "candidate")
+
+
+class NewerSchema(ValueError):
+    """The manifest was written by a newer version."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A snapshot in the manifest.
+
+    Parameters
+    ----------
+    name : str
+        The file's name without its ending, a counter.
+    samples : int
+        Samples that the adapter had seen.
+    model : str
+        Digest of its model.
+    sha256 : str
+        Of the file.
+    """
+
+    name: str
+    samples: int
+    model: str
+    sha256: str
+
+    def __post_init__(self) -> None:
+        """Refuse values that no manifest of ours holds."""
+        wrong = [f.name for f in fields(self) if type(getattr(self, f.name)).__name__ != f.type]
+        if wrong or not self.name.isdigit():
+            raise ValueError(f"a snapshot's {wrong or ['name']} cannot be read")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in the manifest.
+
+    Parameters
+    ----------
+    name : str
+        Its folder's name, a counter. A refused model has no folder.
+    digest : str
+        See `Served.digest`.
+    origin : str
+        "<run>/<training>/<round>", or "file/<name>/0".
+    state : "served", "shadow", "candidate", "kept" or "refused"
+        A shadow runs beside the served model; a candidate waits for the operator's approval.
+    time, served_at : float
+        When it was offered, and when it was last put into service (0: never), in seconds since 1970.
+    reason : str
+        Why it was refused, or is no longer served.
+    check : dict
+        Figures of its check by name.
+    """
+
+    name: str
+    digest: str
+    origin: str
+    state: State = "served"
+    time: float = 0.0
+    served_at: float = 0.0
+    reason: str = ""
+    check: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse values that no manifest of ours holds."""
+        texts = (self.name, self.digest, self.origin, self.reason)
+        if not all(isinstance(text, str) for text in texts) or not self.name.isdigit() or self.state not in STATES:
+            raise ValueError(f"model {self.name!r} cannot be read")
+        object.__setattr__(self, "check", dict(self.check))
+
+    @property
+    def version(self) -> str:
+        """Return "<origin>/<the digest's first 8 digits>"."""
+        return f"{self.origin}/{self.digest[:8]}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a state directory holds.
+
+    Parameters
+    ----------
+    models : tuple of Model
+        In the order in which they were offered; at most one is served, at most one is to be served next.
+    snapshots : tuple of Entry
+        Oldest first.
+    file : str
+        SHA-256 of the model file that was last accepted.
+    """
+
+    models: tuple[Model, ...] = ()
+    snapshots: tuple[Entry, ...] = ()
+    file: str = ""
+
+    @property
+    def served(self) -> Model | None:
+        """Return the served model."""
+        return next((model for model in self.models if model.state == "served"), None)
+
+    @property
+    def candidate(self) -> Model | None:
+        """Return the model that may be served next."""
+        return next((model for model in self.models if model.state in NEXT), None)
+
+    def without(self, name: str) -> Manifest:
+        """Return the manifest without a model."""
+        return replace(self, models=tuple(model for model in self.models if model.name != name))
+
+    def with_model(self, model: Model) -> Manifest:
+        """Return the manifest with a model in place of that of the same name, or as the newest one."""
+        if not any(model.name == one.name for one in self.models):
+            return replace(self, models=(*self.models, model))
+        return replace(self, models=tuple(model if one.name == model.name else one for one in self.models))
+
+    def pruned(self, models: int, snapshots: int) -> Manifest:
+        """Return the manifest with at most so many models besides the next one, and so many snapshots of each.
+
+        Those that were withdrawn go first, then the ones served longest ago. Of a withdrawn one the record remains, as
+        of a refused one; there are as many records as models, the newest ones.
+        """
+        kept = [model for model in self.models if model.state == "kept"]
+        kept.sort(key=lambda model: (not model.reason, model.served_at))
+        room = models - (self.served is not None)
+        gone = {model.name: model for model in kept[: max(0, len(kept) - room)]}
+        left = [
+            replace(model, state="refused") if model.name in gone else model
+            for model in self.models
+            if model.name not in gone or model.reason
+        ]
+        old = [model.name for model in left if model.state == "refused"][:-models]
+        left = [model for model in left if model.name not in old]
+        entries = []
+        for model in left:
+            if model.state != "refused":
+                entries += [entry for entry in self.snapshots if entry.model == model.digest][-snapshots:]
+        return replace(self, models=tuple(left), snapshots=tuple(sorted(set(entries), key=lambda entry: entry.name)))
+
+    def to_json(self) -> bytes:
+        """Return the file's content."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, path: Path, models: Path) -> Manifest:
+        """Read a manifest, also one of the schema with one model.
+
+        Parameters
+        ----------
+        path : Path
+        models : Path
+            Folder of the models; the schema with one model does not say where that came from, its file does.
+
+        Raises
+        ------
+        NewerSchema
+            It was written by a newer version.
+        FileNotFoundError, ValueError, TypeError, KeyError
+            It is missing or cannot be read.
+        """
+        content = json.loads(path.read_bytes())
+        schema = content["schema"]
+        if isinstance(schema, int) and schema > SCHEMA:
+            raise NewerSchema(f"{path}: schema {schema} is newer than this program's {SCHEMA}")
+        if schema not in (ONE_MODEL, SCHEMA):
+            raise ValueError(f"schema {schema!r}")
+        snapshots = tuple(Entry(**entry) for entry in content["snapshots"])
+        if schema == SCHEMA:
+            found = tuple(Model(**model) for model in content["models"])
+            return cls(found, snapshots, str(content["file"]))
+        name, digest = str(content["model"]), str(content["digest"])
+        if not name:
+            return cls()
+        return cls((Model(name, digest, origin_of(models / name)),), snapshots)
+
+
+def origin_of(folder: Path) -> str:
+    """Return the origin in a model's files; empty if they cannot be read."""
+    try:
+        return str(json.loads(load_arrays(folder / REST)[1]["about"])["origin"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def rebuilt(models: Mapping[str, tuple[str, str]], snapshots: tuple[Entry, ...], time: Callable[[], float]) -> Manifest:
+    """Return a manifest of intact files.
+
+    Which model was served is lost with the old manifest. Snapshots are of served models only, so it is that of the
+    newest snapshot; without snapshots it is the oldest model, for a newer one may not have passed its check.
+
+    Parameters
+    ----------
+    models : mapping
+        Name → (digest, origin), oldest first.
+    snapshots : tuple of Entry
+        Oldest first.
+    time : callable
+        Returns seconds since 1970.
+    """
+    names = {digest: name for name, (digest, _) in models.items()}
+    newest = [names[entry.model] for entry in snapshots if entry.model in names][-1:]
+    served = next(iter([*newest, *models]), "")
+    found = tuple(
+        Model(name, digest, origin, "served" if name == served else "kept", time())
+        for name, (digest, origin) in models.items()
+    )
+    return Manifest(found, tuple(entry for entry in snapshots if entry.model in names))

@@ -1,0 +1,433 @@
+"""Models of a device: offered, refused, tried, approved, kept and restored; and what a killed process leaves."""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from client.agent.core import Agent
+from client.agent.lifecycle import REJECTED, ROLLED_BACK
+from client.agent.server import serve
+from messages import agent_pb2 as pb
+from messages import protobuf
+from messages.replies import Evaluated
+from messages.requests import Evaluate
+from tests.client.agent import fake
+from tests.client.agent.world import config, evaluation, fork, killed, said, sample_images, train
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluate]:
+    """A folder whose agent has a model, and the evaluation that brought it."""
+    folder = tmp_path_factory.mktemp("trained")
+    agent = Agent(config(folder))
+    request, reply = train(agent.perform)
+    assert reply.served == f"promoted {agent.status().version}"
+    agent.close()
+    return folder, request
+
+
+@pytest.fixture
+def folder(start: tuple[Path, Evaluate], tmp_path: Path) -> Path:
+    shutil.copytree(start[0] / "state", tmp_path / "state")
+    return tmp_path
+
+
+@pytest.fixture
+def agents(folder: Path) -> Iterator[Callable[..., Agent]]:
+    made: list[Agent] = []
+
+    def make(**changes: Any) -> Agent:
+        made.append(Agent(config(folder, **changes)))
+        return made[-1]
+
+    yield make
+    for agent in made:
+        agent.close()
+
+
+def moved(request: Evaluate, factor: float = 1.01) -> Evaluate:
+    """The evaluation of a model that predicts nearly the same."""
+    arrays = {name: value * np.float32(factor) for name, value in request.arrays.items()}
+    return evaluation(arrays, request.statistics)
+
+
+def one_class(request: Evaluate) -> Evaluate:
+    bias = request.arrays["head.bias"] + np.float32(1000) * (np.arange(10) == 3)
+    return evaluation({**request.arrays, "head.bias": bias.astype(np.float32)}, request.statistics)
+
+
+def offer(agent: Agent, request: Evaluate) -> str:
+    reply = agent.perform(request)
+    assert isinstance(reply, Evaluated)
+    return reply.served
+
+
+def predicted(agent: Agent, start: int, stop: int) -> np.ndarray:
+    return np.concatenate([agent.predict(sample_images(i, 10)).probabilities for i in range(start, stop, 10)])
+
+
+def states(agent: Agent) -> list[str]:
+    return [model.state for model, _ in agent.models()]
+
+
+def events(folder: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (folder / "state" / "agent.log").read_text().splitlines()]
+
+
+def until(reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
+def kill(agent: Agent) -> None:
+    """Leave the state directory as a killed process does."""
+    agent._closed = True
+    agent._due.set()
+    agent._saver.join()
+    agent._store.close()
+
+
+def test_a_model_of_one_class_is_not_served_and_the_device_says_why(
+    folder: Path, start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    agent, request = agents(), start[1]
+    before = agent.status().version
+    told = offer(agent, one_class(request))
+    assert told.startswith("refused: it predicts '3' for 100% of ")
+    status = agent.status()
+    assert status.version == before
+    assert status.refused.endswith(told.removeprefix("refused: "))
+    assert status.refused.startswith("run1/cross_entropy/2/")
+    assert agent.predict(sample_images(0, 5)).version == before
+    model, snapshots = agent.models()[-1]
+    assert (model.state, model.check["one_class"], snapshots) == ("refused", 1.0, [])
+    assert len(list((folder / "state" / "models").iterdir())) == 1  # its files are not kept
+    lines = [json.loads(line) for line in (folder / "state" / "agent.log").read_text().splitlines()]
+    refusal = next(line for line in lines if line["event"] == "refused")
+    assert (refusal["version"], refusal["check"]["one_class"]) == (model.version, 1.0)
+    request_line = next(line for line in lines[lines.index(refusal) :] if line["event"] == "request")
+    assert (request_line["kind"], request_line["run"], request_line["round"]) == ("evaluate", "run1", 2)
+
+
+def test_a_shadow_predicts_beside_the_served_model_which_answers(
+    folder: Path, start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    shutil.copytree(folder / "state", folder / "copy" / "state")
+    undisturbed = Agent(config(folder / "copy"))
+    expected = predicted(undisturbed, 0, 30)
+    undisturbed.close()
+    agent = agents(shadow_samples=30)
+    before, told = agent.status().version, offer(agent, moved(start[1]))
+    version = told.removeprefix("shadow ")
+    assert told.startswith("shadow run1/")
+    assert agent.status().candidate == told
+    np.testing.assert_array_equal(predicted(agent, 0, 20), expected[:20])
+    assert agent.status().version == before
+    assert offer(agent, moved(start[1])) == told  # the same once more: the trial goes on
+    np.testing.assert_array_equal(agent.predict(sample_images(20, 10)).probabilities, expected[20:])
+    until(lambda: agent.status().version == version)
+    assert agent.status().candidate == ""
+    assert states(agent) == ["kept", "served"]
+    assert agent.models()[-1][0].check["shadow_agreement"] > 0.5
+    assert agent.predict(sample_images(30, 1)).position == 30  # it has adapted to the trial's samples
+    said = events(folder)
+    order = [said.index(event) for event in ("offered", "accepted", "shadow begun", "shadow ended")]
+    assert order == sorted(order)
+    assert "promoted" in said[order[-1] :]
+
+
+def test_a_shadow_that_fails_fails_no_request(start: tuple[Path, Evaluate], agents: Any) -> None:
+    agent = agents(shadow_samples=30)
+    before = agent.status().version
+    offer(agent, moved(start[1]))
+
+    def broken(pixels: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    agent._models._shadow.live.predict = broken
+    assert agent.predict(sample_images(0, 10)).version == before
+    until(lambda: agent.status().candidate == "")
+    assert states(agent) == ["served", "refused"]
+    assert agent.status().refused.endswith("failed in shadow: out of memory")
+
+
+def test_the_operator_approves(start: tuple[Path, Evaluate], agents: Any) -> None:
+    agent = agents(approval=True)
+    before, told = agent.status().version, offer(agent, moved(start[1]))
+    version = told.removeprefix("waiting for approval ")
+    assert agent.status().candidate == told
+    assert agent.predict(sample_images(0, 10)).version == before
+    with pytest.raises(ValueError, match=f"no model x waits to be served; there is {version}"):
+        agent.approve("x")
+    changed = agent.approve(version.rpartition("/")[2])
+    assert (changed.version, changed.state) == (version, "served")
+    assert agent.predict(sample_images(0, 10)).version == version
+    with pytest.raises(ValueError, match="no model waits to be served"):
+        agent.approve()
+
+
+def test_approval_after_a_shadow_and_during_it(start: tuple[Path, Evaluate], agents: Any) -> None:
+    agent = agents(approval=True, shadow_samples=10)
+    assert offer(agent, moved(start[1])).startswith("shadow")
+    predicted(agent, 0, 10)
+    until(lambda: agent.status().candidate.startswith("waiting for approval"))
+    agent.approve()
+    told = offer(agent, moved(start[1], 1.02))
+    assert agent.approve().version == told.removeprefix("shadow ")
+    assert agent.status().version == told.removeprefix("shadow ")
+
+
+def test_a_rejected_model_stays_rejected(start: tuple[Path, Evaluate], agents: Any) -> None:
+    agent = agents(approval=True)
+    before = agent.status().version
+    offer(agent, moved(start[1]))
+    assert agent.reject().state == "refused"
+    assert agent.status().candidate == ""
+    assert offer(agent, moved(start[1])) == f"refused: {REJECTED}"
+    assert states(agent) == ["served", "refused"]
+    assert agent.status().version == before
+
+
+def test_a_newer_candidate_takes_the_place_of_the_older(start: tuple[Path, Evaluate], agents: Any) -> None:
+    agent = agents(approval=True)
+    offer(agent, moved(start[1]))
+    told = offer(agent, moved(start[1], 1.02))
+    assert agent.status().candidate == told
+    assert states(agent) == ["served", "candidate"]
+
+
+def test_a_restored_model_goes_on_where_its_adapter_was(
+    folder: Path, start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    shutil.copytree(folder / "state", folder / "copy" / "state")
+    undisturbed = Agent(config(folder / "copy"))
+    expected = predicted(undisturbed, 0, 40)
+    undisturbed.close()
+    agent = agents()
+    first = agent.status().version
+    np.testing.assert_array_equal(predicted(agent, 0, 20), expected[:20])
+    with pytest.raises(ValueError, match="no older model that was served before; there are: none"):
+        agent.restore_model()
+    second = offer(agent, moved(start[1])).removeprefix("promoted ")
+    predicted(agent, 0, 30)
+    changed = agent.restore_model()
+    assert (changed.version, changed.samples) == (first, 20)
+    np.testing.assert_array_equal(predicted(agent, 20, 40), expected[20:])
+    assert agent.models()[-1][0].reason == ROLLED_BACK
+    assert offer(agent, moved(start[1])) == f"refused: {ROLLED_BACK}"  # a run does not undo it
+    with pytest.raises(ValueError, match="no older model that was served before"):
+        agent.restore_model()  # not back to the one that has just been withdrawn
+    forth = agent.restore_model(second)  # unless it is named
+    assert (forth.version, forth.samples) == (second, 30)
+    assert "rolled back" in events(folder)
+
+
+def test_the_last_models_are_kept(folder: Path, start: tuple[Path, Evaluate], agents: Any) -> None:
+    agent = agents(models_kept=2)
+    versions = [agent.status().version]
+    for factor in (1.01, 1.02, 1.03):
+        predicted(agent, 0, 10)
+        versions.append(offer(agent, moved(start[1], factor)).removeprefix("promoted "))
+    assert [model.version for model, _ in agent.models()] == versions[-2:]
+    assert all(snapshots for _, snapshots in agent.models())
+    assert len(list((folder / "state" / "models").iterdir())) == 2
+    with pytest.raises(ValueError, match="no older model"):
+        agent.restore_model(versions[0])
+    assert agent.restore_model().version == versions[-2]
+
+
+@pytest.mark.parametrize("approval", [True, False])
+def test_a_candidate_outlives_the_process(start: tuple[Path, Evaluate], agents: Any, approval: bool) -> None:
+    one = agents(approval=approval, shadow_samples=0 if approval else 20)
+    before, told = one.status().version, offer(one, moved(start[1]))
+    predicted(one, 0, 10)
+    kill(one)
+    two = agents(approval=approval, shadow_samples=0 if approval else 20)
+    assert (two.status().version, two.status().candidate) == (before, told)
+    if approval:
+        two.approve()
+    else:
+        predicted(two, 0, 20)  # the trial begins again
+    until(lambda: two.status().version == told.rpartition(" ")[2])
+
+
+def test_without_approval_any_more_a_candidate_is_promoted_at_the_start(
+    start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    one = agents(approval=True)
+    version = offer(one, moved(start[1])).rpartition(" ")[2]
+    one.close()
+    assert agents().status().version == version
+
+
+def test_a_folder_of_the_format_with_one_model_is_read(folder: Path, agents: Any) -> None:
+    one = agents()
+    predicted(one, 0, 20)
+    one.close()
+    path = folder / "state" / "manifest.json"
+    new = json.loads(path.read_text())
+    (model,) = new["models"]
+    old = {"schema": 1, "model": model["name"], "digest": model["digest"], "snapshots": new["snapshots"]}
+    path.write_text(json.dumps(old))
+    two = agents()
+    assert [(one.version, one.state) for one, _ in two.models()] == [(two.status().version, "served")]
+    assert two.status().version.startswith("run1/cross_entropy/2/")
+    assert two.status().samples == 20
+    assert two.status().notes == []
+    two.snapshot()
+    assert json.loads(path.read_text())["schema"] == 2
+
+
+def test_where_the_served_model_is_damaged_the_one_before_is_served(
+    folder: Path, start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    one = agents()
+    first = one.status().version
+    second = offer(one, moved(start[1])).removeprefix("promoted ")
+    one.close()
+    newest = max((folder / "state" / "models").iterdir(), key=lambda path: int(path.name))
+    (newest / "network.safetensors").write_bytes(b"half")
+    two = agents()
+    assert two.status().version == first
+    assert f"model {second} cannot be read: {first} is served" in two.status().notes
+    with pytest.raises(ValueError, match="cannot be read"):
+        two.restore_model(second)
+    assert two.predict(sample_images(0, 5)).version == first
+
+
+def test_a_full_disk_refuses_a_model_and_the_served_one_goes_on(
+    start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = agents()
+    before = agent.status().version
+
+    def full(path: Path, content: bytes) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("client.agent.store.write_atomically", full)
+        assert offer(agent, moved(start[1])).startswith("refused: cannot be stored: [Errno 28]")
+        assert agent.predict(sample_images(0, 10)).version == before
+    assert offer(agent, moved(start[1])).startswith("promoted")
+
+
+def test_no_request_fails_while_models_change(start: tuple[Path, Evaluate], folder: Path) -> None:
+    with fake.folder() as short:
+        agent = Agent(config(folder, approval=True, listen=f"unix:{short}/a", relay=f"unix:{short}/r", guard=False))
+        sockets = serve(agent, agent.config)
+        ended, failed, answers = threading.Event(), [], []
+
+        def ask() -> None:
+            with fake.channel(sockets.listen) as line:
+                stub = fake.predictor(line)
+                while not ended.is_set():
+                    images = protobuf.to_images(sample_images(0, 2))
+                    try:
+                        reply = stub.Predict(pb.PredictRequest(images=images), timeout=fake.TIMEOUT)
+                        answers.append(reply.model_version)
+                    except grpc.RpcError as error:
+                        failed.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            with fake.channel(sockets.listen) as line:
+                stub = fake.predictor(line)
+                seen = set()
+                for step in range(4):
+                    offer(agent, moved(start[1], 1.01 + step / 100))
+                    seen.add(stub.Approve(pb.ModelRequest(), timeout=fake.TIMEOUT).version)
+                    count = len(answers)
+                    until(lambda count=count: len(answers) > count + 3)
+                    seen.add(stub.RestoreModel(pb.ModelRequest(), timeout=fake.TIMEOUT).version)
+                    count = len(answers)
+                    until(lambda count=count: len(answers) > count + 3)
+                listed = stub.Models(pb.ModelsRequest(), timeout=fake.TIMEOUT).models
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join(fake.TIMEOUT)
+            sockets.stop(fake.TIMEOUT)
+            agent.close()
+    assert failed == []
+    assert seen <= set(answers)
+    assert len(seen) == 5
+    assert [model.state for model in listed].count("served") == 1
+    assert {model.reason for model in listed if model.state == "kept"} == {ROLLED_BACK}
+
+
+def change_for_ever(pipe: Connection, folder: Path, request: Evaluate, turn: int) -> None:
+    """Offer a model, try it in shadow until it is promoted, and go back; say what is served."""
+    agent = Agent(config(folder, shadow_samples=10, models_kept=2))
+    step = 0
+    while True:
+        step += 1
+        told = offer(agent, moved(request, 1.01 + turn / 100 + step / 10000))
+        assert told.startswith("shadow"), told
+        pipe.send((agent.status().version, told.rpartition(" ")[2]))
+        agent.predict(sample_images(0, 10))
+        while agent.status().candidate:
+            time.sleep(0.001)
+        pipe.send((agent.status().version, ""))
+        if step % 2:
+            agent.restore_model()
+
+
+def test_kill_between_candidate_and_promotion_leaves_one_or_the_other(
+    folder: Path, start: tuple[Path, Evaluate]
+) -> None:
+    agent = Agent(config(folder))
+    agent.perform(start[1])  # what the copies of this process share is loaded here
+    agent.close()
+    draw = random.Random(3)
+    for turn in range(6):
+        process, pipe = fork(change_for_ever, folder, start[1], turn)
+        said(pipe, draw.randrange(1, 4))
+        time.sleep(draw.random() / 10)
+        killed(process, pipe)
+        agent = Agent(config(folder, shadow_samples=10, models_kept=2))
+        assert not [note for note in agent.status().notes if "cannot be read" in note or "refused" in note]
+        found = states(agent)
+        assert found.count("served") == 1
+        assert found.count("shadow") + found.count("candidate") <= 1
+        served = next(model for model, _ in agent.models() if model.state == "served")
+        assert agent.predict(sample_images(0, 10)).version == served.version
+        until(lambda agent=agent: not agent.status().candidate)  # a trial begins again and ends
+        kill(agent)
+
+
+def test_a_trial_that_cannot_be_stored_as_ended_goes_on_later(
+    start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = agents(shadow_samples=10)
+    before, told = agent.status().version, offer(agent, moved(start[1]))
+
+    def full(path: Path, content: bytes) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("client.agent.store.write_atomically", full)
+        predicted(agent, 0, 10)
+        until(lambda: any("waits: [Errno 28]" in note for note in agent.status().notes))
+        with pytest.raises(OSError, match="No space"):
+            agent.approve()
+        assert agent.predict(sample_images(0, 10)).version == before
+        assert agent.status().candidate == told
+    predicted(agent, 0, 10)
+    until(lambda: agent.status().version == told.removeprefix("shadow "))

@@ -1,0 +1,161 @@
+"""Boxes with folders of their own: the bits of one process, a bad model, a box that joins, and one that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from client.agent.control import Connection, rollback
+from data import load
+from models import load_model, save_model
+from settings import Settings
+from simulation import deployment
+from simulation.demo.sites import SITES, Arrivals, write_sites
+from simulation.engine import simulate
+from tests.faults.stage import PATIENCE, Stage, stage, wait_until
+from tests.server.test_run import assert_same_results
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(6 * PATIENCE)]
+
+LATE = [site.name for site in SITES if site.joins_late]
+SETTINGS = Settings(
+    classes=",".join(str(i) for i in range(10)), clients=len(SITES) - len(LATE), rounds=3, image_size=16,
+    local_epochs=4, learning_rate=0.1, device="cpu", model_options="norm=batch", methods="fedavg,tent",
+    shifts="original", round_timeout=300.0,
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def boxes(root: Path) -> Iterator[tuple[Stage, Arrivals]]:
+    """Boxes with a folder each; the last one is not started."""
+    arrivals = write_sites(root / "data", load("digits", image_size=32))
+    keys = {site.name: {"data": f"folder:{root}/data/{site.name}/images", "adapter": "tent"} for site in SITES}
+    with stage(root, keys, late=len(LATE)) as made:
+        yield made, arrivals
+
+
+def images_in(root: Path, name: str) -> int:
+    return len(list((root / "data" / name / "images").rglob("*.png")))
+
+
+def told(made: Stage, run: str, event: str) -> list[dict[str, Any]]:
+    return [one for one in made.events(run) if one["event"] == event]
+
+
+def test_three_boxes_train_on_all_their_images_as_in_one_process_and_refuse_a_bad_model(tmp_path: Path) -> None:
+    with boxes(tmp_path) as (made, arrivals):
+        made.run(SETTINGS, **{"run-name": "good"}).result(PATIENCE)
+        (begin,) = told(made, "good", "clients")
+        assert begin["names"] == ["east", "north", "south"]
+        for name, sizes, data in zip(begin["names"], begin["sizes"], begin["data"], strict=True):
+            assert sum(sizes) == data["samples"] == images_in(tmp_path, name)
+            assert data["skipped"] == 0
+        assert [data["classes_present"] for data in begin["data"]] == [None, 10, 9]
+
+        alone = SETTINGS.replace(
+            devices=str(tmp_path / "device-*.toml"), results=str(tmp_path / "alone"), run_name="good", workers=1
+        )
+        (tmp_path / f"device-{LATE[0]}.toml").rename(tmp_path / "late.toml")
+        simulate(alone)
+        assert_same_results(made.results("good"), tmp_path / "alone" / "good")
+        served_in_turn(made, arrivals, tmp_path)
+
+
+def served_in_turn(made: Stage, arrivals: Arrivals, root: Path) -> None:
+    """A model that predicts one class is refused, a good one is served, and the one before comes back, under load."""
+    north = made.names.index("north")
+    first = version(made, north)
+    with under_load(made, "north", arrivals) as answers:
+        network, spec = load_model(made.results("good") / "model.safetensors")
+        network.head.weight.data.zero_()
+        network.head.bias.data[:] = 0
+        network.head.bias.data[3] = 10
+        save_model(root / "bad.safetensors", network, spec)
+        bad = SETTINGS.replace(rounds=0, init=str(root / "bad.safetensors"), run_name="bad", methods="fedavg")
+        made.run(bad).result(PATIENCE)
+        assert verdicts(made, "bad")["north"].startswith("refused")
+        assert version(made, north) == first
+        status = made.status(north)
+        assert status is not None
+        assert any("refused" in note for note in status.notes)
+
+        made.run(SETTINGS.replace(rounds=4), **{"run-name": "better"}).result(PATIENCE)
+        assert verdicts(made, "better")["north"].startswith("promoted")
+        assert version(made, north) != first
+        rollback(Connection(f"unix:{made.sockets}/anorth"))
+        assert version(made, north) == first
+    assert len(answers) > 10
+    assert all(len(one) == 10 for one in answers)
+
+
+def verdicts(made: Stage, run: str) -> dict[str, str]:
+    names = told(made, run, "clients")[0]["names"]
+    return {names[one["partition"]]: one["served"] for one in told(made, run, "served")}
+
+
+def version(made: Stage, box: int) -> str:
+    status = made.status(box)
+    assert status is not None
+    return status.model_version
+
+
+@contextlib.contextmanager
+def under_load(made: Stage, name: str, arrivals: Arrivals) -> Iterator[list[Any]]:
+    """Ask a box for predictions without a pause; a request that fails raises at the end."""
+    answers, failures, stopping = [], [], threading.Event()
+    network, spec = load_model(made.results("good") / "model.safetensors")
+    del network
+    size = spec["image_size"]
+    images = np.ascontiguousarray(arrivals.images[:10, :, :size, :size])
+
+    def ask() -> None:
+        try:
+            while not stopping.is_set():
+                reply = deployment.ask(f"unix:{made.sockets}/a{name}", images)[1]
+                assert reply is not None
+                answers.append(deployment.predicted(reply))
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield answers
+    finally:
+        stopping.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def test_a_fourth_box_joins_midway_and_one_that_is_killed_is_named(tmp_path: Path) -> None:
+    with boxes(tmp_path) as (made, _):
+        run = made.run(SETTINGS.replace(rounds=14, node_timeout=30.0), **{"run-name": "long"})
+        wait_until(lambda: made.rounds("long") >= 2, "two rounds")
+        late = len(made.names) - 1
+        made.start_agent(late)
+        made.start_node(late)
+        wait_until(lambda: bool(told(made, "long", "joined")), "the fourth box")
+        north = made.names.index("north")
+        for process in (made.agents[north], made.nodes[north]):
+            process.kill()
+            process.wait()
+        run.result(PATIENCE)
+        (joined,) = told(made, "long", "joined")
+        assert joined["name"] == LATE[0]
+        assert sum(joined["sizes"]) == images_in(tmp_path, LATE[0])
+        rounds = told(made, "long", "round")
+        assert len(rounds) == 14
+        names = [*told(made, "long", "clients")[0]["names"], LATE[0]]
+        replied = [{names[partition] for partition in one["replied"]} for one in rounds]
+        assert {"north", "south"} == replied[0]
+        assert {"south", LATE[0]} == replied[-1]
+        lost = [one for one in made.events("long") if one["event"] in ("left", "failed", "late")]
+        assert {names[one["partition"]] for one in lost} == {"north"}
+        assert made.events("long")[-1]["status"] == "completed"

@@ -1,0 +1,161 @@
+"""Exported models, loaded where this project is not importable, predict what the model file predicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import models
+from models.export import FORMATS, export, main
+
+#: Class names with what JSON and protobuf might spoil.
+CLASSES = ["covid", "no finding", "größer", '"x"']
+SPECS: dict[str, dict[str, Any]] = {
+    "own": {"name": "resnet20-bn", "num_classes": 4, "image_size": 16, "depth": 8, "width": 4, "mean": 0.3},
+    "timm": {"name": "timm:vit_tiny_patch16_224", "num_classes": 4, "image_size": 32, "in_channels": 1, "mean": [0.4]},
+}
+
+LOAD = """
+import json, sys
+import numpy as np
+try:
+    import models
+except ImportError:
+    pass
+else:
+    raise AssertionError("the project is importable here")
+path, images, answer = sys.argv[1:]
+x = np.load(images)
+"""
+READERS = {
+    "torch-export": """
+import torch
+extra = {"metadata.json": ""}
+program = torch.export.load(path, extra_files=extra).module()
+about = json.loads(extra["metadata.json"])
+p = [program(torch.tensor(x[:n])).detach().numpy() for n in (1, 2, 5)]
+""",
+    "onnx": """
+import onnxruntime
+session = onnxruntime.InferenceSession(path)
+stored = session.get_modelmeta().custom_metadata_map
+about = {key: json.loads(stored[key]) for key in ("classes", "preprocessing")}
+p = [session.run(["probabilities"], {"images": x[:n]})[0] for n in (1, 2, 5)]
+""",
+    "huggingface": """
+import torch
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+model = AutoModelForImageClassification.from_pretrained(path, trust_remote_code=True)
+processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=True)
+about = {"classes": [model.config.id2label[i] for i in range(4)], "preprocessing": processor.preprocessing}
+with torch.no_grad():
+    p = [model(pixel_values=torch.tensor(x[:n])).logits.softmax(1).numpy() for n in (1, 2, 5)]
+prepared = processor(open(images.replace("x.npy", "image.png"), "rb").read())["pixel_values"]
+np.save(answer.replace("answer", "prepared"), prepared.numpy())
+""",
+}
+
+
+@pytest.fixture(params=SPECS)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    spec = SPECS[request.param]
+    made = models.Preprocessing(spec["image_size"], spec.get("in_channels", 3), "crop", "bicubic", 0.9, (0, 4095))
+    spec = {**spec, "classes": CLASSES, "preprocessing": made.to_dict()}
+    model = models.build(**spec, seed=3)
+    model.train()(torch.rand(8, made.channels, made.image_size, made.image_size))  # moves running statistics
+    with torch.no_grad():
+        model.head.weight *= 20  # decided predictions
+    path = tmp_path / "run" / "model.safetensors"
+    models.save_model(path, model, spec)
+    return path, spec
+
+
+@pytest.mark.parametrize("format", READERS)
+def test_predictions_and_metadata(format: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    path, spec = saved
+    out = tmp_path / f"exported.{format}"
+    assert main([str(path.parent), "--format", format, "--out", str(out)]) == 0
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([out.name, "run"])  # nothing temporary
+    away = tmp_path / "away"
+    away.mkdir()
+    made = models.Preprocessing.from_dict(spec["preprocessing"])
+    x = torch.rand(5, made.channels, made.image_size, made.image_size, generator=torch.Generator().manual_seed(1))
+    np.save(away / "x.npy", x.numpy())
+    picture = np.random.default_rng(0).integers(0, 4096, (40, 60), np.uint16)
+    buffer = BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG")
+    (away / "image.png").write_bytes(buffer.getvalue())
+    code = LOAD + READERS[format] + "np.savez(answer, *p, about=json.dumps(about))"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, str(out), str(away / "x.npy"), str(away / "answer.npz")]
+    done = subprocess.run(command, cwd=away, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer = np.load(away / "answer.npz")
+    network, _ = models.load_model(path)
+    with torch.no_grad():
+        expected = network(x).softmax(1).numpy()
+    assert np.ptp(expected) > 0.2
+    for index, n in enumerate((1, 2, 5)):
+        np.testing.assert_allclose(answer[f"arr_{index}"], expected[:n], atol=1e-5)
+    about = json.loads(str(answer["about"]))
+    assert about["classes"] == CLASSES
+    assert models.Preprocessing.from_dict(about["preprocessing"]) == made
+    if format == "huggingface":
+        np.testing.assert_array_equal(np.load(away / "prepared.npz.npy")[0], made.apply(picture) / np.float32(255))
+
+
+def test_files_without_description_get_the_defaults(tmp_path: Path) -> None:
+    spec = {"name": "cnn", "num_classes": 3, "image_size": 16}
+    models.save_model(tmp_path / "m", models.build(**spec, seed=0), spec)
+    export(tmp_path / "m", tmp_path / "out.pt2", "torch-export")
+    extra = {"metadata.json": ""}
+    torch.export.load(tmp_path / "out.pt2", extra_files=extra)
+    about = json.loads(extra["metadata.json"])
+    assert about["classes"] == ["0", "1", "2"]
+    assert about["preprocessing"] == models.Preprocessing(16).to_dict()
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = {"name": "cnn", "num_classes": 3, "image_size": 16}
+    with pytest.raises(ValueError, match="unknown format 'pb'; there are: torch-export, onnx, huggingface"):
+        export(tmp_path / "m", tmp_path / "out", "pb")
+    with pytest.raises(FileNotFoundError, match="absent"):
+        export(tmp_path / "absent", tmp_path / "out", "onnx")
+    with pytest.raises(FileNotFoundError, match=r"no model\*\.safetensors"):
+        export(tmp_path, tmp_path / "out", "onnx")
+    for name in ("model-fedbn.safetensors", "model-ditto.safetensors"):
+        models.save_model(tmp_path / name, models.build(**spec, seed=0), spec)
+    with pytest.raises(ValueError, match=r"several models, name one: model-ditto\.safetensors, model-fedbn"):
+        export(tmp_path, tmp_path / "out", "onnx")
+    (tmp_path / "out").mkdir()
+    assert main([str(tmp_path / name), "--format", "huggingface", "--out", str(tmp_path / "out")]) == 1
+    assert "out exists" in capsys.readouterr().err
+    assert set(FORMATS) == set(READERS)
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path) -> None:
+    spec = {"name": "tests.models.nets:branching", "num_classes": 3, "image_size": 16}
+    models.save_model(tmp_path / "m", models.build(**spec, seed=0), spec)
+    for format in FORMATS:
+        with pytest.raises(ValueError, match="branching cannot be exported"):
+            export(tmp_path / "m", tmp_path / "out", format)
+    assert [one.name for one in tmp_path.iterdir()] == ["m"]
+
+
+def test_onnx_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"name": "cnn", "num_classes": 3, "image_size": 16}
+    models.save_model(tmp_path / "m", models.build(**spec, seed=0), spec)
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    with pytest.raises(ImportError, match=r"fedtta\[onnx\]"):
+        export(tmp_path / "m", tmp_path / "out", "onnx")
