@@ -20,7 +20,7 @@ FITS  := $(if $(ALL),$(if $(findstring --model,$(ARGS))$(findstring --settings,$
 DEMO  := $(if $(DATASET)$(findstring --settings,$(ARGS)),,--rounds 5 $(if $(ALL),--classifier-rounds 5 --tune-samples 20))
 
 run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS= (or all), ARGS="--rounds 20 ..."
-	$(BIN)/python -m simulation $(if $(DATASET),--dataset $(DATASET)) $(if $(METHODS),--methods '$(METHODS)') \
+	$(BIN)/python -m fedtta.simulation $(if $(DATASET),--dataset $(DATASET)) $(if $(METHODS),--methods '$(METHODS)') \
 	  $(FITS) $(DEMO) $(ARGS)
 
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
@@ -39,21 +39,21 @@ docs: $(VENV)/docs  ## the documentation site in site/; every warning is an erro
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 flower: $(VENV)/ready  ## the same app through Flower's own CLI, on a SuperLink of its own
-	$(BIN)/python -m simulation.flower_cli $(ARGS)
+	$(BIN)/python -m fedtta.simulation.flower_cli $(ARGS)
 
 keys: $(VENV)/ready  ## keys of a deployment in keys/; ARGS="--nodes 3 --host fl.example.org"
-	$(BIN)/python -m simulation.keys $(ARGS)
+	$(BIN)/python -m fedtta.simulation.keys $(ARGS)
 
 deploy-local: $(VENV)/ready  ## SuperLink, SuperNodes and agents as processes of this machine; ARGS="--nodes 3 --set rounds=3 ..."
-	$(BIN)/python -m simulation.deploy_local $(ARGS)
+	$(BIN)/python -m fedtta.simulation.deploy_local $(ARGS)
 
 sheet: $(VENV)/ready  ## an image of every corruption at every severity
-	$(BIN)/python -m data.corruptions.sheet corruptions.png
+	$(BIN)/python -m fedtta.data.corruptions.sheet corruptions.png
 
 # A newer generator needs newer lower bounds in pyproject.toml.
 proto: $(VENV)/ready  ## regenerate the modules of the agent's protocol
 	$(BIN)/uv run --quiet --no-project --isolated --python '>=3.11,<3.13' --with grpcio-tools==1.78.0 \
-	  python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. messages/agent.proto
+	  python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. fedtta/messages/agent.proto
 
 # Images get PyTorch from an index of the builder's choice (docker/install.sh): its packages are left out of their files.
 TORCH := $$(grep -oE '^(torch|torchvision|triton|(nvidia|cuda)-[a-z0-9-]+)==' requirements.txt | sort -u | \
@@ -93,4 +93,4 @@ clean:         ## remove environment, caches and built files; results stay
 
 .PHONY: gpu
 gpu: $(VENV)/ready  ## speed of what a GPU matters for, where there is one; ARGS="--parts options"
-	$(BIN)/python -m benchmarks speed --gpu $(ARGS)
+	$(BIN)/python -m fedtta.benchmarks speed --gpu $(ARGS)

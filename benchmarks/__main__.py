@@ -1,4 +1,4 @@
-"""Tables of the papers and measurements of speed: `python -m benchmarks COMMAND`."""
+"""Tables of the papers and measurements of speed: `python -m fedtta.benchmarks COMMAND`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
-from benchmarks.speed import command as speed
-from benchmarks.tables import engine, index, methods, pages
-from server.events import RunError
-from settings import SettingsError
+from fedtta.benchmarks.speed import command as speed
+from fedtta.benchmarks.tables import engine, index, methods, pages
+from fedtta.server.events import RunError
+from fedtta.settings import SettingsError
 
 COMMANDS = {
     "list": (index, "the protocols with their cells and kept seeds"),
@@ -28,7 +28,7 @@ COMMANDS = {
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     top = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Tables of the papers and measurements of speed."
+        prog="python -m fedtta.benchmarks", description="Tables of the papers and measurements of speed."
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in COMMANDS.items():

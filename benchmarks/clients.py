@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from client.device import Device
-from client.node import Node, make_device
-from client.serving import Served
-from client.state import MemoryState
-from messages.arrays import Arrays
-from messages.replies import Summarized
-from messages.requests import AdapterRow, Evaluate, Identify, Summarize, TrainingTask
-from settings import Settings, to_json
+from fedtta.client.device import Device
+from fedtta.client.node import Node, make_device
+from fedtta.client.serving import Served
+from fedtta.client.state import MemoryState
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import Summarized
+from fedtta.messages.requests import AdapterRow, Evaluate, Identify, Summarize, TrainingTask
+from fedtta.settings import Settings, to_json
 
 
 def client_of(settings: Settings, partition: int) -> Device:
@@ -21,7 +21,7 @@ def client_of(settings: Settings, partition: int) -> Device:
     Raises
     ------
     ValueError
-        As `client.node.make_device`.
+        As `fedtta.client.node.make_device`.
     """
     node = Node(str(partition), MemoryState(), memory=MemoryState())
     return make_device(Identify(**_common(settings)), node)

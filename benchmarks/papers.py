@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from settings import Scalar, SettingsError, assignments
+from fedtta.settings import Scalar, SettingsError, assignments
 
 FOLDER = Path(__file__).parent / "paper"
 FIELDS = ("table", "setting", "row", "method", "column", "unit", "mean", "sd")

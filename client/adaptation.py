@@ -18,12 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data import CorruptionStream, Federation, OwnStream, Rows, corruption_streams
-from messages.arrays import Arrays
-from models import TwoHead
-from settings import Scalar, Settings, from_config
-from tta.atp import Adapt, refine_with_loss
-from tta.collaborator import Collaborator, Share
+from fedtta.data import CorruptionStream, Federation, OwnStream, Rows, corruption_streams
+from fedtta.messages.arrays import Arrays
+from fedtta.models import TwoHead
+from fedtta.settings import Scalar, Settings, from_config
+from fedtta.tta.atp import Adapt, refine_with_loss
+from fedtta.tta.collaborator import Collaborator, Share
 
 RENDERED = 1024  # batches kept; 200 CIFAR images take 0.6 MB
 
@@ -114,7 +114,7 @@ def streams_of(settings: Settings, federation: Federation) -> CorruptionStream |
     Raises
     ------
     ValueError
-        As `data.corruption_streams`.
+        As `fedtta.data.corruption_streams`.
     """
     if not federation.divided:
         return OwnStream(federation, settings.stream_batch, settings.stream_order == "sorted")
@@ -122,7 +122,7 @@ def streams_of(settings: Settings, federation: Federation) -> CorruptionStream |
 
 
 def divided_streams(settings: Settings, federation: Federation) -> CorruptionStream:
-    """Return the streams of all clients over a divided data set's images; raises as `data.corruption_streams`."""
+    """Return the streams of all clients over a divided data set's images; raises as `fedtta.data.corruption_streams`."""
     return _streams(federation, tuple(settings.select("streams").items()))
 
 
@@ -198,7 +198,7 @@ def refine_rates(
     Raises
     ------
     ValueError
-        As `tta.atp.refine`, or the client has no validation samples.
+        As `fedtta.tta.atp.refine`, or the client has no validation samples.
     """
     if len(y) == 0:
         raise ValueError("rates are refined on validation samples, and there are none")

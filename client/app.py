@@ -15,13 +15,13 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from messages.arrays import array_bytes
-from messages.flower import bytes_record, read_arrays, reply_message, request_of
-from messages.replies import Adapted, RefinedRates
-from settings import Settings, SettingsError, from_json, keys_in
+from fedtta.messages.arrays import array_bytes
+from fedtta.messages.flower import bytes_record, read_arrays, reply_message, request_of
+from fedtta.messages.replies import Adapted, RefinedRates
+from fedtta.settings import Settings, SettingsError, from_json, keys_in
 
 if TYPE_CHECKING:
-    from client.node import Node
+    from fedtta.client.node import Node
 
 app = ClientApp()
 
@@ -32,15 +32,15 @@ def answer(message: Message, context: Context) -> Message:
     Raises
     ------
     ValueError, FloatingPointError
-        As `client.node.perform`; Flower sends the reason as an error reply.
+        As `fedtta.client.node.perform`; Flower sends the reason as an error reply.
     """
     request = request_of(message)
     if "agent" in context.node_config:
-        from client.relay import relay
+        from fedtta.client.relay import relay
 
         reply = relay(request, context.node_config, message.metadata.ttl)
     else:
-        from client.node import perform
+        from fedtta.client.node import perform
 
         reply = perform(request, node_of(context, from_json(request.settings)))
     if isinstance(reply, RefinedRates | Adapted):  # small replies: what Flower ships beside them counts
@@ -62,11 +62,11 @@ def node_of(context: Context, settings: Settings) -> Node:
     Raises
     ------
     SettingsError
-        The node config has no name, or something in it is not allowed; or as `client.sites.simulated_nodes`.
+        The node config has no name, or something in it is not allowed; or as `fedtta.client.sites.simulated_nodes`.
     """
-    from client.names import parse_class_map
-    from client.node import Node
-    from client.sites import simulated_nodes
+    from fedtta.client.names import parse_class_map
+    from fedtta.client.node import Node
+    from fedtta.client.sites import simulated_nodes
 
     config = context.node_config
     if "name" not in config and "partition-id" not in config:
@@ -101,7 +101,7 @@ class ContextState:
 
     def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
         """Store an entry of `key` tagged with `round`; see `PrivateState.save`. `keep` changes nothing."""
-        from client.state import outdated
+        from fedtta.client.state import outdated
 
         self.records[f"{key}@{round}"] = bytes_record(arrays)
         for tag in outdated(self.tags()[key], round):
@@ -109,7 +109,7 @@ class ContextState:
 
     def tags(self) -> dict[str, list[int]]:
         """Return the tags of all entries by key, sorted."""
-        from client.state import by_key
+        from fedtta.client.state import by_key
 
         found = (re.fullmatch(r"(.+)@(\d+)", name) for name in self.records.array_records)
         return by_key([(match[1], int(match[2])) for match in found if match])

@@ -1,4 +1,4 @@
-"""A cohort: one round of several clients at once, networks stacked and batches side by side (`models.vectorized`).
+"""A cohort: one round of several clients at once, networks stacked and batches side by side.
 
 Results match those of one client after another up to rounding: each client draws from its own generator, and the
 padding of its batches is masked. Only FedAvg's local training, with or without FedProx's term, can be vectorized.
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from client.algorithms import FedAvg, find_algorithm
-from client.algorithms.training import (
+from fedtta.client.algorithms import FedAvg, find_algorithm
+from fedtta.client.algorithms.training import (
     Objective,
     TrainingSet,
     autocast,
@@ -25,13 +25,13 @@ from client.algorithms.training import (
     generator,
     smallest_batch,
 )
-from client.device import Device, Turn
-from client.network import own_tensors
-from messages.replies import Trained
-from messages.requests import Train
-from models import PERSONAL_PREFIX
-from models.optim import StackedOptimizer
-from models.vectorized import VectorizedNetwork, is_stackable
+from fedtta.client.device import Device, Turn
+from fedtta.client.network import own_tensors
+from fedtta.messages.replies import Trained
+from fedtta.messages.requests import Train
+from fedtta.models import PERSONAL_PREFIX
+from fedtta.models.optim import StackedOptimizer
+from fedtta.models.vectorized import VectorizedNetwork, is_stackable
 
 #: (batch, leaves, class counts) → (mean loss of each client [k], what is added to it for the gradient [k]).
 Loss = Callable[["Batch", dict[str, Tensor], Tensor], tuple[Tensor, Tensor | float]]
@@ -224,7 +224,7 @@ class Cohort:
 def cohort_epoch(
     sets: Sequence[TrainingSet], batch_size: int, draws: Sequence[torch.Generator], smallest: int = 1
 ) -> Iterator[Batch]:
-    """Yield one epoch of all clients, as `client.algorithms.training.epoch` does, until no client has a batch left.
+    """Yield one epoch of all clients, as `training.epoch` does, until no client has a batch left.
 
     Parameters
     ----------

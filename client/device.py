@@ -1,6 +1,6 @@
 """One client: what it learns with others, and the adapters that run on it at test time.
 
-Each kind of request is one method of `Device`; `client.node.perform` makes the device and calls the method.
+Each kind of request is one method of `Device`; `fedtta.client.node.perform` makes the device and calls the method.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from client.adaptation import adapt, batch_of, refine_rates, score, streams_of
-from client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
-from client.algorithms.training import (
+from fedtta.client.adaptation import adapt, batch_of, refine_rates, score, streams_of
+from fedtta.client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
+from fedtta.client.algorithms.training import (
     TrainingSet,
     find_objective,
     generator,
@@ -27,8 +27,8 @@ from client.algorithms.training import (
     train_personal_head,
     validate,
 )
-from client.evaluation import Neighbours, evaluate_row, make_adapter, memorize
-from client.network import (
+from fedtta.client.evaluation import Neighbours, evaluate_row, make_adapter, memorize
+from fedtta.client.network import (
     carried_entries,
     head_entries,
     load_network,
@@ -37,15 +37,15 @@ from client.network import (
     receive,
     trained_indices,
 )
-from client.own import PINNED, Own
-from client.resources import network_spec, normalization_of
-from client.serving import Served, baseline_predictions, missing_heads, serve
-from client.state import NetworkStore, PrivateState
-from client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
-from data import CORRUPTIONS, UNCORRUPTED, Federation, Images, Role, Stream, client_number, resolve, stream
-from messages.arrays import Arrays
-from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
-from messages.requests import (
+from fedtta.client.own import PINNED, Own
+from fedtta.client.resources import network_spec, normalization_of
+from fedtta.client.serving import Served, baseline_predictions, missing_heads, serve
+from fedtta.client.state import NetworkStore, PrivateState
+from fedtta.client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
+from fedtta.data import CORRUPTIONS, UNCORRUPTED, Federation, Images, Role, Stream, client_number, resolve, stream
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
+from fedtta.messages.requests import (
     Adapt,
     AdapterRow,
     Evaluate,
@@ -55,12 +55,12 @@ from messages.requests import (
     Train,
     TrainingTask,
 )
-from models import TwoHead
-from settings import Settings
-from tta import Statistics
-from tta.atp import zero_rates
-from tta.collaborator import Collaborator
-from tta.registry import info
+from fedtta.models import TwoHead
+from fedtta.settings import Settings
+from fedtta.tta import Statistics
+from fedtta.tta.atp import zero_rates
+from fedtta.tta.collaborator import Collaborator
+from fedtta.tta.registry import info
 
 Rates = Mapping[str, Mapping[str, float]]
 

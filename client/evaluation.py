@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from client.algorithms.training import labelled
-from data import DATASETS, Federation, Rows, Stream
-from messages.replies import WEIGHT_BINS, EvaluationResult
-from messages.requests import AdapterRow
-from models import TwoHead
-from settings import Settings
-from tta import Adapter, Statistics
-from tta.knn_per import Datastore, KNNPer, choose_weight
-from tta.registry import create, info
+from fedtta.client.algorithms.training import labelled
+from fedtta.data import DATASETS, Federation, Rows, Stream
+from fedtta.messages.replies import WEIGHT_BINS, EvaluationResult
+from fedtta.messages.requests import AdapterRow
+from fedtta.models import TwoHead
+from fedtta.settings import Settings
+from fedtta.tta import Adapter, Statistics
+from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
+from fedtta.tta.registry import create, info
 
 #: Name → (probabilities [n, K], labels [n]) → number, averaged over clients by their test samples.
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {}
@@ -81,7 +81,7 @@ def make_adapter(
     Raises
     ------
     ValueError
-        As `tta.create`.
+        As `fedtta.tta.create`.
     """
     variant_rates = (rates or {}).get(str(row.options.get("adapt", "all")))
     declared_options = info(row.adapter).options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from settings import SettingsError
+from fedtta.settings import SettingsError
 
 #: A client's name: file names, node configs and reports hold it as it is.
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")

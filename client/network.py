@@ -5,7 +5,7 @@ Named arrays of the private state of a training:
 - `kept.<name>`: arrays of the network that the server does not aggregate (FedPer's head, FedBN's layers);
 - `own.<name>`: private tensors of the local algorithm (Ditto's personal model);
 - `trained-indices`: the images that the client has trained on;
-- `statistics.*`: see `client.statistics`.
+- `statistics.*`: see `fedtta.client.statistics`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.algorithms.training import generator
-from messages.arrays import Arrays
-from models import PERSONAL_PREFIX, TwoHead
+from fedtta.client.algorithms.training import generator
+from fedtta.messages.arrays import Arrays
+from fedtta.models import PERSONAL_PREFIX, TwoHead
 
 KEPT = "kept."
 OWN = "own."

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from client.device import Device
-from client.names import check_name
-from client.own import ignored, own_of_run, settings_alone
-from client.resources import federation_of, network_spec, resolve_device, shared_network
-from client.state import DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
-from data import Federation, Role, client_number, load_natural
-from messages.replies import Reply
-from messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
-from settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
+from fedtta.client.device import Device
+from fedtta.client.names import check_name
+from fedtta.client.own import ignored, own_of_run, settings_alone
+from fedtta.client.resources import federation_of, network_spec, resolve_device, shared_network
+from fedtta.client.state import DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
+from fedtta.data import Federation, Role, client_number, load_natural
+from fedtta.messages.replies import Reply
+from fedtta.messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
+from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Node:
     state : PrivateState
         Where private state lives when neither node nor run sets `state-dir`.
     source : str
-        The node's own data (`data.sources.open_source`); all of them are this client's.
+        The node's own data (`fedtta.data.sources.open_source`); all of them are this client's.
     role : "both", "source", "target" or None
         None: what its data allow.
     settings : mapping

@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from client.resources import preprocessing_of
-from client.state import PrivateState, private_folder
-from data import Federation, Images, Role, Split, client_number
-from data.sources import OwnData, own_data
-from settings import Settings, SettingsError, from_config
+from fedtta.client.resources import preprocessing_of
+from fedtta.client.state import PrivateState, private_folder
+from fedtta.data import Federation, Images, Role, Split, client_number
+from fedtta.data.sources import OwnData, own_data
+from fedtta.settings import Settings, SettingsError, from_config
 
 #: Key of the entry of the private state that says which samples a run uses.
 PINNED = "own-data"
 PARTS = ("train", "validation", "test")
-#: What `data.DATASETS` calls a user's own images: flips are allowed, mean and standard deviation are 0.5.
+#: What `fedtta.data.DATASETS` calls a user's own images: flips are allowed, mean and standard deviation are 0.5.
 OWN_IMAGES = "folder"
 
 
@@ -47,7 +47,7 @@ class Own:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Fields of `messages.replies.Identity` that describe a device's own data."""
+        """Fields of `fedtta.messages.replies.Identity` that describe a device's own data."""
         return {
             "own_data": True,
             "labelled": self.data.labelled,
@@ -90,7 +90,7 @@ def scan(source: str, name: str, role: str | None, class_map: Mapping[str, str],
     SettingsError
         As `settings_alone`.
     ValueError
-        As `data.sources.own_data`.
+        As `fedtta.data.sources.own_data`.
     """
     index = private_folder(settings) / "data" / f"{name}.json"
     index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ def _pinned(data: OwnData, name: str, settings: Settings, state: PrivateState) -
 
 
 class _Chosen:
-    """Some images of array-like pixels, still read when they are indexed; see `data.images.Pixels`."""
+    """Some images of array-like pixels, still read when they are indexed; see `fedtta.data.images.Pixels`."""
 
     dtype = np.dtype(np.uint8)
     ndim = 4

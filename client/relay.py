@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
-from messages.replies import Reply
-from messages.requests import Request
-from messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
-from settings import SettingsError
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
+from fedtta.messages.replies import Reply
+from fedtta.messages.requests import Request
+from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
+from fedtta.settings import SettingsError
 
 READY = 60.0  # seconds for an agent to be reachable: one that has just been restarted loads its model first
 LOOK = 0.1  # seconds between two looks
@@ -60,7 +60,7 @@ class RelayTransport:
         return list(self.addresses)
 
     def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
-        """See `messages.transport.Transport.exchange`."""
+        """See `fedtta.messages.transport.Transport.exchange`."""
         end = time.monotonic() + timeout
         pool = ThreadPoolExecutor(max(1, len(requests)), "relay")
         try:

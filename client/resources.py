@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from data import DATASETS, Federation, Images, load
-from models import Preprocessing, TwoHead, build, normalization, without_weights
-from models.libraries import IMAGENET
-from settings import Scalar, Settings, SettingsError, assignments, from_config
+from fedtta.data import DATASETS, Federation, Images, load
+from fedtta.models import Preprocessing, TwoHead, build, normalization, without_weights
+from fedtta.models.libraries import IMAGENET
+from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config
 
 
 def federation_of(settings: Settings) -> Federation:
@@ -25,7 +25,7 @@ def federation_of(settings: Settings) -> Federation:
     SettingsError
         Another preprocessing than a data set's is asked for.
     ValueError, OSError
-        As `data.load` and `Federation.create`.
+        As `fedtta.data.load` and `Federation.create`.
     """
     plain = Settings().select("preprocessing")
     for key, value in settings.select("preprocessing").items():
@@ -37,7 +37,7 @@ def federation_of(settings: Settings) -> Federation:
 
 
 def network_spec(images: Images, settings: Settings) -> dict[str, Any]:
-    """Return the arguments of `models.build`, without the seed of initial weights unless `model-options` has one."""
+    """Return the arguments of `fedtta.models.build`; the seed of initial weights only if `model-options` has one."""
     channels = images.shape[0]
     mean, std = normalization_of(settings, channels)
     return {

@@ -14,18 +14,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.algorithms import LocalAlgorithm
-from client.evaluation import Neighbours, make_adapter
-from data import Federation
-from messages.arrays import Arrays
-from messages.requests import AdapterRow
-from models import PERSONAL_PREFIX, TwoHead, load_arrays, load_model, save_arrays, save_model
-from models.checkpoint import SIZES
-from models.preprocessing import Preprocessing
-from settings import Scalar, Settings
-from tta import Adapter, Statistics
-from tta.knn_per import Datastore, KNNPer
-from tta.registry import info
+from fedtta.client.algorithms import LocalAlgorithm
+from fedtta.client.evaluation import Neighbours, make_adapter
+from fedtta.data import Federation
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.requests import AdapterRow
+from fedtta.models import PERSONAL_PREFIX, TwoHead, load_arrays, load_model, save_arrays, save_model
+from fedtta.models.checkpoint import SIZES
+from fedtta.models.preprocessing import Preprocessing
+from fedtta.settings import Scalar, Settings
+from fedtta.tta import Adapter, Statistics
+from fedtta.tta.knn_per import Datastore, KNNPer
+from fedtta.tta.registry import info
 
 FORMAT, VERSION = "fedtta-served", "1"
 NETWORK, REST = "network.safetensors", "rest.safetensors"
@@ -63,7 +63,7 @@ class Served:
     network : TwoHead
         This object's own, on its device, as the adapter gets it: personal head included, base applied.
     spec : dict
-        The arguments of `models.build`.
+        The arguments of `fedtta.models.build`.
     settings : dict
         Those that adapters' options follow from (group "adapter"), by field name.
     classes : tuple of str
@@ -229,7 +229,7 @@ def serve(
 
 
 def from_file(path: Path, row: AdapterRow, device: torch.device) -> tuple[Served, str]:
-    """Return a model file (`models.save_model`) with an adapter that needs no training, and the file's SHA-256.
+    """Return a model file (`fedtta.models.save_model`) with an adapter that needs no training, and the file's SHA-256.
 
     Raises
     ------

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from client.names import absolute_source, parse_class_map
-from client.node import Node
-from client.state import MemoryState
-from settings import Settings, SettingsError, from_toml, keys_in, name_order
+from fedtta.client.names import absolute_source, parse_class_map
+from fedtta.client.node import Node
+from fedtta.client.state import MemoryState
+from fedtta.settings import Settings, SettingsError, from_toml, keys_in, name_order
 
 #: Keys of a device's file that say where it runs, which the simulation decides.
 ELSEWHERE = ("state-dir", "device")

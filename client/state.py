@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from messages.arrays import Arrays
-from models import load_arrays, save_arrays
-from settings import Settings
+from fedtta.messages.arrays import Arrays
+from fedtta.models import load_arrays, save_arrays
+from fedtta.settings import Settings
 
 KEPT = 2  # tags kept for each key
 NETWORKS_KEPT = 4  # networks kept on a device, the last ones used

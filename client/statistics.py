@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from data import Rows
-from messages.arrays import Arrays
-from models import TwoHead
-from settings import Settings
-from tta import Statistics
-from tta.statistics import ON_REQUEST, discretise, out_of_range
-from tta.surgical import block_scores
+from fedtta.data import Rows
+from fedtta.messages.arrays import Arrays
+from fedtta.models import TwoHead
+from fedtta.settings import Settings
+from fedtta.tta import Statistics
+from fedtta.tta.statistics import ON_REQUEST, discretise, out_of_range
+from fedtta.tta.surgical import block_scores
 
 OWN = "statistics."  # before the names of the client's statistics in its private state
 STATISTICS_ROUND = "statistics-round"  # under which round's model they were computed
@@ -155,7 +155,7 @@ def block_accuracies(samples: Samples) -> NDArray[np.float64]:
     return block_scores(samples.model, cast(Tensor, x), y, batch_size=size).double().cpu().numpy()
 
 
-#: Statistics on request by name (`tta.statistics.STATISTICS`), float64.
+#: Statistics on request by name (`fedtta.tta.statistics.STATISTICS`), float64.
 COMPUTED: dict[str, Callable[[Samples], NDArray[np.float64]]] = {
     "label_prior": label_prior,
     "confusion": confusion,

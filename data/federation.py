@@ -42,7 +42,7 @@ class Federation:
     resample_splits : bool
         Redraw the splits in every training round (`in_round`), as the published code of FedTHE and BTFL does.
     numbers : tuple of int
-        Number of each client in seeds (`data.rng.client_number`). Default: 0 to N-1.
+        Number of each client in seeds (`fedtta.data.rng.client_number`). Default: 0 to N-1.
     content : ndarray [len(images)], optional
         int64, equal for images of equal content. Default: every image has its own.
     divided : bool

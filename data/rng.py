@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from settings import is_number
+from fedtta.settings import is_number
 
 
 def generator(*keys: int | str) -> np.random.Generator:

@@ -51,14 +51,14 @@ def _of(choices: Mapping[str, Any], name: str) -> Any:
 
 def settings() -> str:
     """Return the reference of all settings, a table for each group; the first group of a setting is its section."""
-    from settings import Settings, schema
+    from fedtta.settings import Settings, schema
 
     return _reference(Settings, getattr(schema, "GROUPS", {}))
 
 
 def agent() -> str:
     """Return the reference of all keys of an agent's configuration."""
-    from client.agent.config import AgentConfig
+    from fedtta.client.agent.config import AgentConfig
 
     return _reference(AgentConfig, {})
 
@@ -90,7 +90,7 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
 
 def methods() -> str:
     """Return the table of methods: training, adapter, what adapts at test time, and what each needs."""
-    from benchmarks.tables.methods import entries
+    from fedtta.benchmarks.tables.methods import entries
 
     rows = [
         [f"`{one.method}`", one.summary, f"`{one.training}`", one.adapts, "; ".join(one.needs), one.per, one.base]
@@ -101,7 +101,7 @@ def methods() -> str:
 
 def adapters() -> str:
     """Return the table of adapters with their papers."""
-    from tta.registry import ADAPTERS
+    from fedtta.tta.registry import ADAPTERS
 
     rows = [[f"`{name}`", one.adapts, one.paper, "yes" if one.collaborates else ""] for name, one in ADAPTERS.items()]
     return table(["adapter", "adapts", "paper", "collaborates"], rows)
@@ -109,21 +109,21 @@ def adapters() -> str:
 
 def trainings() -> str:
     """Return the table of federated trainings with their papers."""
-    from server.trainings import TRAININGS
+    from fedtta.server.trainings import TRAININGS
 
     return table(["training", "what it is"], [[f"`{name}`", one.summary] for name, one in TRAININGS.items()])
 
 
 def collaborations() -> str:
     """Return the table of rules by which clients help each other at test time."""
-    from strategies import COLLABORATIONS
+    from fedtta.strategies import COLLABORATIONS
 
     return table(["rule", "class", "what it does"], [_class_row(*item) for item in COLLABORATIONS.items()])
 
 
 def models() -> str:
     """Return the table of backbones with their options."""
-    from models import MODELS
+    from fedtta.models import MODELS
 
     rows = [
         [f"`{name}`", one.summary, _names(one.own_options), one.normalisation or ""] for name, one in MODELS.items()
@@ -133,7 +133,7 @@ def models() -> str:
 
 def datasets() -> str:
     """Return the table of data sets."""
-    from data import DATASETS
+    from fedtta.data import DATASETS
 
     rows = [[f"`{name}`", one.description, _names(one.options), _names(one.natural)] for name, one in DATASETS.items()]
     return table(["data set", "what it is", "options", "natural shifts"], rows)
@@ -141,14 +141,14 @@ def datasets() -> str:
 
 def shifts() -> str:
     """Return the table of test distributions."""
-    from data import SHIFTS
+    from fedtta.data import SHIFTS
 
     return table(["test distribution", "samples"], [[f"`{name}`", one.description] for name, one in SHIFTS.items()])
 
 
 def protocols() -> str:
     """Return the list of the papers' protocols with their descriptions."""
-    from benchmarks.tables.protocol import protocol_names, read_protocol
+    from fedtta.benchmarks.tables.protocol import protocol_names, read_protocol
 
     rows = [[f"`{name}`", " ".join(read_protocol(name).about.split())] for name in protocol_names()]
     return table(["protocol", "what it is"], rows)
@@ -156,7 +156,7 @@ def protocols() -> str:
 
 def tuning() -> str:
     """Return the hyperparameters that were chosen on validation data, with every value tried."""
-    from benchmarks.tables.tuning import choices
+    from fedtta.benchmarks.tables.tuning import choices
 
     rows = [
         [one.where, f"`{one.key} = {one.value}`", ", ".join(f"{value}: {p:.1f} %" for value, p in one.percent.items())]
@@ -197,10 +197,10 @@ def kept() -> dict[str, str]:
 
     The one place that depends on how `benchmarks` keeps and draws its results.
     """
-    from benchmarks.speed.command import FILE, read_speed, speed_page
-    from benchmarks.tables.pages import protocol_page
-    from benchmarks.tables.protocol import read_protocol
-    from benchmarks.tables.results import read_results_of
+    from fedtta.benchmarks.speed.command import FILE, read_speed, speed_page
+    from fedtta.benchmarks.tables.pages import protocol_page
+    from fedtta.benchmarks.tables.protocol import read_protocol
+    from fedtta.benchmarks.tables.results import read_results_of
 
     found = {name: [protocol_page(read_protocol(name), cells)] for name, cells in read_results_of(RESULTS).items()}
     speed = read_speed(RESULTS / FILE)
@@ -296,17 +296,17 @@ def pages() -> dict[str, str]:
 
 def _api_page(package: str) -> str:
     """Return the page of a package: its own docstring, then a section for each public module in it."""
-    parts = [f"# `{package}`"]
+    parts = [f"# `fedtta.{package}`"]
     for path in sorted((ROOT / package).rglob("*.py")):
         words = path.relative_to(ROOT).with_suffix("").parts
-        name = ".".join(words[:-1] if words[-1] == "__init__" else words)
+        name = ".".join(("fedtta", *(words[:-1] if words[-1] == "__init__" else words)))
         if any(word.startswith("_") for word in name.split(".")) or "_pb2" in name:
             continue  # private, or generated from a .proto file
-        level = 2 if name == package else len(name.split("."))
+        level = max(2, len(name.split(".")) - 1)
         options: dict[str, Any] = {
             "heading_level": level,
-            "show_root_heading": name != package,
-            "show_root_toc_entry": name != package,
+            "show_root_heading": name != f"fedtta.{package}",
+            "show_root_toc_entry": name != f"fedtta.{package}",
         }
         if path.name == "__init__.py":  # what it re-exports is shown in the section of its module
             options["members"] = _defined(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models import Preprocessing, load_model
+from fedtta.models import Preprocessing, load_model
 
 
 def images(folder: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Tensor | str]]:

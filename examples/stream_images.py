@@ -13,8 +13,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc
 
 ENDINGS = (".bmp", ".dcm", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 

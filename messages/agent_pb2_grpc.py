@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from messages import agent_pb2 as messages_dot_agent__pb2
+from fedtta.messages import agent_pb2 as fedtta_dot_messages_dot_agent__pb2
 
 GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in messages/agent_pb2_grpc.py depends on'
+        + ' but the generated code in fedtta/messages/agent_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,58 +37,58 @@ class PredictorStub(object):
         """
         self.Predict = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Predict',
-                request_serializer=messages_dot_agent__pb2.PredictRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.PredictReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.PredictRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.PredictReply.FromString,
                 _registered_method=True)
         self.PredictStream = channel.stream_stream(
                 '/fedtta.agent.v1.Predictor/PredictStream',
-                request_serializer=messages_dot_agent__pb2.PredictRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.PredictReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.PredictRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.PredictReply.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Status',
-                request_serializer=messages_dot_agent__pb2.StatusRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.StatusReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.StatusRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.StatusReply.FromString,
                 _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Snapshot',
-                request_serializer=messages_dot_agent__pb2.SnapshotRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.SnapshotReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.SnapshotRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.SnapshotReply.FromString,
                 _registered_method=True)
         self.Rollback = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Rollback',
-                request_serializer=messages_dot_agent__pb2.RollbackRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.SnapshotReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.RollbackRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.SnapshotReply.FromString,
                 _registered_method=True)
         self.Reset = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Reset',
-                request_serializer=messages_dot_agent__pb2.ResetRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.SnapshotReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.ResetRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.SnapshotReply.FromString,
                 _registered_method=True)
         self.Models = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Models',
-                request_serializer=messages_dot_agent__pb2.ModelsRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.ModelsReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.ModelsRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.ModelsReply.FromString,
                 _registered_method=True)
         self.Approve = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Approve',
-                request_serializer=messages_dot_agent__pb2.ModelRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.ModelReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.ModelRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.ModelReply.FromString,
                 _registered_method=True)
         self.Reject = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Reject',
-                request_serializer=messages_dot_agent__pb2.ModelRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.ModelReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.ModelRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.ModelReply.FromString,
                 _registered_method=True)
         self.RestoreModel = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/RestoreModel',
-                request_serializer=messages_dot_agent__pb2.ModelRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.ModelReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.ModelRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.ModelReply.FromString,
                 _registered_method=True)
         self.Rescan = channel.unary_unary(
                 '/fedtta.agent.v1.Predictor/Rescan',
-                request_serializer=messages_dot_agent__pb2.RescanRequest.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.RescanReply.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.RescanRequest.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.RescanReply.FromString,
                 _registered_method=True)
 
 
@@ -179,58 +179,58 @@ def add_PredictorServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Predict': grpc.unary_unary_rpc_method_handler(
                     servicer.Predict,
-                    request_deserializer=messages_dot_agent__pb2.PredictRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.PredictReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.PredictRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.PredictReply.SerializeToString,
             ),
             'PredictStream': grpc.stream_stream_rpc_method_handler(
                     servicer.PredictStream,
-                    request_deserializer=messages_dot_agent__pb2.PredictRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.PredictReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.PredictRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.PredictReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
-                    request_deserializer=messages_dot_agent__pb2.StatusRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.StatusReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.StatusRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.StatusReply.SerializeToString,
             ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
-                    request_deserializer=messages_dot_agent__pb2.SnapshotRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.SnapshotReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.SnapshotRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.SnapshotReply.SerializeToString,
             ),
             'Rollback': grpc.unary_unary_rpc_method_handler(
                     servicer.Rollback,
-                    request_deserializer=messages_dot_agent__pb2.RollbackRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.SnapshotReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.RollbackRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.SnapshotReply.SerializeToString,
             ),
             'Reset': grpc.unary_unary_rpc_method_handler(
                     servicer.Reset,
-                    request_deserializer=messages_dot_agent__pb2.ResetRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.SnapshotReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.ResetRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.SnapshotReply.SerializeToString,
             ),
             'Models': grpc.unary_unary_rpc_method_handler(
                     servicer.Models,
-                    request_deserializer=messages_dot_agent__pb2.ModelsRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.ModelsReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.ModelsRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.ModelsReply.SerializeToString,
             ),
             'Approve': grpc.unary_unary_rpc_method_handler(
                     servicer.Approve,
-                    request_deserializer=messages_dot_agent__pb2.ModelRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.ModelReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.ModelRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.ModelReply.SerializeToString,
             ),
             'Reject': grpc.unary_unary_rpc_method_handler(
                     servicer.Reject,
-                    request_deserializer=messages_dot_agent__pb2.ModelRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.ModelReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.ModelRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.ModelReply.SerializeToString,
             ),
             'RestoreModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RestoreModel,
-                    request_deserializer=messages_dot_agent__pb2.ModelRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.ModelReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.ModelRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.ModelReply.SerializeToString,
             ),
             'Rescan': grpc.unary_unary_rpc_method_handler(
                     servicer.Rescan,
-                    request_deserializer=messages_dot_agent__pb2.RescanRequest.FromString,
-                    response_serializer=messages_dot_agent__pb2.RescanReply.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.RescanRequest.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.RescanReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -259,8 +259,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Predict',
-            messages_dot_agent__pb2.PredictRequest.SerializeToString,
-            messages_dot_agent__pb2.PredictReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.PredictRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.PredictReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -286,8 +286,8 @@ class Predictor(object):
             request_iterator,
             target,
             '/fedtta.agent.v1.Predictor/PredictStream',
-            messages_dot_agent__pb2.PredictRequest.SerializeToString,
-            messages_dot_agent__pb2.PredictReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.PredictRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.PredictReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -313,8 +313,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Status',
-            messages_dot_agent__pb2.StatusRequest.SerializeToString,
-            messages_dot_agent__pb2.StatusReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.StatusRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.StatusReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -340,8 +340,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Snapshot',
-            messages_dot_agent__pb2.SnapshotRequest.SerializeToString,
-            messages_dot_agent__pb2.SnapshotReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.SnapshotRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.SnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -367,8 +367,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Rollback',
-            messages_dot_agent__pb2.RollbackRequest.SerializeToString,
-            messages_dot_agent__pb2.SnapshotReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.RollbackRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.SnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -394,8 +394,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Reset',
-            messages_dot_agent__pb2.ResetRequest.SerializeToString,
-            messages_dot_agent__pb2.SnapshotReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.ResetRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.SnapshotReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -421,8 +421,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Models',
-            messages_dot_agent__pb2.ModelsRequest.SerializeToString,
-            messages_dot_agent__pb2.ModelsReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.ModelsRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.ModelsReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -448,8 +448,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Approve',
-            messages_dot_agent__pb2.ModelRequest.SerializeToString,
-            messages_dot_agent__pb2.ModelReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.ModelRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.ModelReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -475,8 +475,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Reject',
-            messages_dot_agent__pb2.ModelRequest.SerializeToString,
-            messages_dot_agent__pb2.ModelReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.ModelRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.ModelReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -502,8 +502,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/RestoreModel',
-            messages_dot_agent__pb2.ModelRequest.SerializeToString,
-            messages_dot_agent__pb2.ModelReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.ModelRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.ModelReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -529,8 +529,8 @@ class Predictor(object):
             request,
             target,
             '/fedtta.agent.v1.Predictor/Rescan',
-            messages_dot_agent__pb2.RescanRequest.SerializeToString,
-            messages_dot_agent__pb2.RescanReply.FromString,
+            fedtta_dot_messages_dot_agent__pb2.RescanRequest.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.RescanReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -554,8 +554,8 @@ class RelayStub(object):
         """
         self.Perform = channel.unary_unary(
                 '/fedtta.agent.v1.Relay/Perform',
-                request_serializer=messages_dot_agent__pb2.Work.SerializeToString,
-                response_deserializer=messages_dot_agent__pb2.Done.FromString,
+                request_serializer=fedtta_dot_messages_dot_agent__pb2.Work.SerializeToString,
+                response_deserializer=fedtta_dot_messages_dot_agent__pb2.Done.FromString,
                 _registered_method=True)
 
 
@@ -574,8 +574,8 @@ def add_RelayServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Perform': grpc.unary_unary_rpc_method_handler(
                     servicer.Perform,
-                    request_deserializer=messages_dot_agent__pb2.Work.FromString,
-                    response_serializer=messages_dot_agent__pb2.Done.SerializeToString,
+                    request_deserializer=fedtta_dot_messages_dot_agent__pb2.Work.FromString,
+                    response_serializer=fedtta_dot_messages_dot_agent__pb2.Done.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -604,8 +604,8 @@ class Relay(object):
             request,
             target,
             '/fedtta.agent.v1.Relay/Perform',
-            messages_dot_agent__pb2.Work.SerializeToString,
-            messages_dot_agent__pb2.Done.FromString,
+            fedtta_dot_messages_dot_agent__pb2.Work.SerializeToString,
+            fedtta_dot_messages_dot_agent__pb2.Done.FromString,
             options,
             channel_credentials,
             insecure,

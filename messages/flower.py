@@ -26,11 +26,11 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
-from messages.arrays import Arrays, contiguous, from_bytes, restored, to_bytes
-from messages.record import Record
-from messages.replies import Reply
-from messages.requests import REQUESTS, Request
-from messages.transport import Addressed, Answer, answer_of, late, unknown_node
+from fedtta.messages.arrays import Arrays, contiguous, from_bytes, restored, to_bytes
+from fedtta.messages.record import Record
+from fedtta.messages.replies import Reply
+from fedtta.messages.requests import REQUESTS, Request
+from fedtta.messages.transport import Addressed, Answer, answer_of, late, unknown_node
 
 NUMPY = "numpy.ndarray"  # Flower's name of arrays that numpy wrote
 CONTENT = "message"  # the key of a message's values in its config record

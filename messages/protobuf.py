@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from messages import agent_pb2 as pb
-from messages.arrays import Arrays
-from messages.record import Record
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.record import Record
 
 #: Package of the protocol, with its version.
 PROTOCOL = pb.DESCRIPTOR.package

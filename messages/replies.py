@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from messages.arrays import Arrays
-from messages.record import Count, Finite, Number, Share, Typed
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.record import Count, Finite, Number, Share, Typed
 
 Role = Literal["both", "source", "target"]
 #: Bins of the histogram of e, the weight of the global head, over [0, 1].
@@ -139,7 +139,7 @@ class Trained(Validated):
 
 @dataclass(frozen=True, kw_only=True)
 class Summarized(Validated):
-    """A client's statistics under the final model, float64 (see `tta.statistics`)."""
+    """A client's statistics under the final model, float64 (see `fedtta.tta.statistics`)."""
 
     kind: ClassVar[str] = "statistics"
 
@@ -217,7 +217,7 @@ class EvaluationResult:
         sample.
     weight_mean : float or None
     metrics : dict
-        Further evaluation metrics by name (`client.evaluation.METRICS`).
+        Further evaluation metrics by name (`fedtta.client.evaluation.METRICS`).
     """
 
     label: str

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from messages.arrays import Arrays
-from messages.record import Count, Number, Typed
-from messages.replies import Adapted, Evaluated, Identity, RefinedRates, Reply, Summarized, Trained
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.record import Count, Number, Typed
+from fedtta.messages.replies import Adapted, Evaluated, Identity, RefinedRates, Reply, Summarized, Trained
 
 Base = Literal["global", "personalised"]
 Variant = Literal["all", "params", "stats"]
@@ -23,9 +23,9 @@ class TrainingTask:
     training : str
         Name of the federated training; private state of several trainings is kept apart by it.
     algorithm : str
-        Local algorithm, a key of `client.algorithms.ALGORITHMS`.
+        Local algorithm, a key of `fedtta.client.algorithms.ALGORITHMS`.
     objective : str
-        Loss that the local algorithm minimizes, a key of `client.algorithms.training.OBJECTIVES`.
+        Loss that the local algorithm minimizes, a key of `fedtta.client.algorithms.training.OBJECTIVES`.
     """
 
     training: str
@@ -42,7 +42,7 @@ class AdapterRow:
     label : str
         Name of the row in results.
     adapter : str
-        A key of `tta.registry.ADAPTERS`.
+        A key of `fedtta.tta.registry.ADAPTERS`.
     options : mapping
         Keyword arguments of the adapter.
     base : "global" or "personalised"
@@ -62,7 +62,7 @@ class Request(Typed):
     Parameters
     ----------
     settings : str
-        All settings of the run as one JSON object; `settings.from_json` parses it once per process.
+        All settings of the run as one JSON object; `fedtta.settings.from_json` parses it once per process.
     run : str
         Identity of the run, which private state belongs to.
     checkpoint_rounds : list of int
@@ -174,7 +174,7 @@ class Adapt(Request):
         Names method and collaboration; each has a memory of its own on the client.
     row : AdapterRow
     share : str
-        What clients share, a value of `tta.collaborator.Share`.
+        What clients share, a value of `fedtta.tta.collaborator.Share`.
     network, arrays
         See `RefineRates`.
     shared : dict or None

@@ -1,8 +1,9 @@
 """The interface of everything that runs clients: requests in, answers out.
 
-Five transports implement it: one process that trains many clients at once (`simulation.vectorized`), Ray workers
-(`simulation.workers`), Flower's simulation and SuperNodes over gRPC (both `messages.flower.GridTransport`), and the
-relay to resident agents (`client.relay`). One contract test runs against all of them.
+Five transports implement it: one process that trains many clients at once (`fedtta.simulation.vectorized`), Ray workers
+(`fedtta.simulation.workers`), Flower's simulation and SuperNodes over gRPC (both
+`fedtta.messages.flower.GridTransport`), and the relay to resident agents (`fedtta.client.relay`). One contract test
+runs against all of them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from messages.record import Record, read_only
-from messages.replies import Reply
-from messages.requests import Request
+from fedtta.messages.record import Record, read_only
+from fedtta.messages.replies import Reply
+from fedtta.messages.requests import Request
 
 
 @dataclass(frozen=True)

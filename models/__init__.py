@@ -4,23 +4,23 @@
     models.save_model("model.safetensors", model, {"name": "cnn", "num_classes": 10})
 
 Beside those of `MODELS` there are networks of timm, torchvision and of a user's functions ("timm:resnet18", see
-`models.libraries`). Images are [B, C, H, W] floats in [0, 1]; mean/std normalization is the encoder's first layer. The
-encoders of `MODELS` return non-negative features z [B, d]. `Preprocessing` turns image files and arrays into such
-images. `balance` replaces the BatchNorm layers of a network by `BalancedBatchNorm`.
+`fedtta.models.libraries`). Images are [B, C, H, W] floats in [0, 1]; mean/std normalization is the encoder's first
+layer. The encoders of `MODELS` return non-negative features z [B, d]. `Preprocessing` turns image files and arrays into
+such images. `balance` replaces the BatchNorm layers of a network by `BalancedBatchNorm`.
 `save_arrays` and `load_arrays` store named arrays (statistics, private state) as safely as checkpoints.
 
 The package depends on torch and Pillow: not on federated learning, adaptation or data sets.
 """
 
-from models.arrays import load_arrays, save_arrays, write_atomically
-from models.balanced import BalancedBatchNorm, balance
-from models.checkpoint import load_model, save_model
-from models.info import ModelInfo
-from models.layers import Normalise
-from models.libraries import normalization
-from models.preprocessing import Preprocessing
-from models.registry import MODELS, abilities, build, check_name, without_weights
-from models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
+from fedtta.models.arrays import load_arrays, save_arrays, write_atomically
+from fedtta.models.balanced import BalancedBatchNorm, balance
+from fedtta.models.checkpoint import load_model, save_model
+from fedtta.models.info import ModelInfo
+from fedtta.models.layers import Normalise
+from fedtta.models.libraries import normalization
+from fedtta.models.preprocessing import Preprocessing
+from fedtta.models.registry import MODELS, abilities, build, check_name, without_weights
+from fedtta.models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
 
 __all__ = [
     "MODELS",

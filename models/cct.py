@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.info import ModelInfo, rate, require_image_size
+from fedtta.models.info import ModelInfo, rate, require_image_size
 
 WIDTH = 128  # d, the embedding
 HEADS = 2

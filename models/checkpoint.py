@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models.arrays import load_arrays, save_arrays
-from models.registry import build, check_build, check_description, without_weights
-from models.two_head import PERSONAL_PREFIX, TwoHead
+from fedtta.models.arrays import load_arrays, save_arrays
+from fedtta.models.registry import build, check_build, check_description, without_weights
+from fedtta.models.two_head import PERSONAL_PREFIX, TwoHead
 
 FORMAT = "fedtta-model"
 VERSION = 1
@@ -38,7 +38,7 @@ def save_model(
     model : TwoHead
         The network, on any device, in float16, float32 or float64.
     spec : Mapping
-        The arguments of `models.build` as JSON values: "name", "num_classes", and any of "in_channels",
+        The arguments of `fedtta.models.build` as JSON values: "name", "num_classes", and any of "in_channels",
         "image_size", "preprocessing", "classes" and the options.
     personal : bool
         Write the personal head too. Such a file must not leave its device.

@@ -29,7 +29,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from models.info import ModelInfo, choice, flag, require_image_size
+from fedtta.models.info import ModelInfo, choice, flag, require_image_size
 
 FEATURES = 64  # d, and the width of every fully connected layer
 

@@ -1,6 +1,6 @@
 """Export of model files for use without this project: torch.export programs, ONNX, Hugging Face folders.
 
-    python -m models.export results/<run> --format onnx --out model.onnx
+    python -m fedtta.models.export results/<run> --format onnx --out model.onnx
 
 Every form contains the class names and the preprocessing of images (`Preprocessing.to_dict`), and predicts with the
 global head. Images are [B, C, S, S], float32 in [0, 1], for any B; mean/std normalization is part of the network.
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.arrays import write_atomically
-from models.checkpoint import load_model
-from models.preprocessing import Preprocessing
+from fedtta.models.arrays import write_atomically
+from fedtta.models.checkpoint import load_model
+from fedtta.models.preprocessing import Preprocessing
 
 #: In the metadata of a torch.export program (`extra_files`) and of an ONNX file (`metadata_props`).
 METADATA = "metadata.json"
@@ -197,7 +197,7 @@ FORMATS: Mapping[str, Callable[[nn.Module, Mapping[str, Any], Path], None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m models.export", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="fedtta export", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="a run's folder, or a model file")
     parser.add_argument("--format", required=True, choices=list(FORMATS))
     parser.add_argument("--out", required=True, help="file to write; of huggingface a new folder")

@@ -1,4 +1,4 @@
-"""Networks of libraries and functions (`models.libraries`) as two-head networks.
+"""Networks of libraries and functions (`fedtta.models.libraries`) as two-head networks.
 
 The last `nn.Linear` is taken off: what enters it are the features, and its weights start the global head if they are
 pretrained and belong to the same classes. Whether features and layer really compose the network is checked on a batch.
@@ -19,9 +19,9 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from models.libraries import LIBRARIES, OPTIONS, Source, make_network
-from models.two_head import TwoHead
-from models.weights import BODY, Loaded, load_matching, read_weights
+from fedtta.models.libraries import LIBRARIES, OPTIONS, Source, make_network
+from fedtta.models.two_head import TwoHead
+from fedtta.models.weights import BODY, Loaded, load_matching, read_weights
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 
@@ -66,7 +66,7 @@ def build_external(
     Parameters
     ----------
     name : str
-        See `models.libraries`.
+        See `fedtta.models.libraries`.
     shape : (int, int, int)
         C, S, S of the images.
     num_classes : int
@@ -74,7 +74,7 @@ def build_external(
     classes : sequence of str or None
         Class names, to compare with those of a pretrained head.
     options : mapping
-        `models.libraries.OPTIONS`, and the network's own.
+        `fedtta.models.libraries.OPTIONS`, and the network's own.
     normalise : nn.Module
         The first layer.
     heads : mapping

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from models.info import Option, choice, optional_path
+from fedtta.models.info import Option, choice, optional_path
 
 Constants: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 

@@ -4,8 +4,8 @@
     processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=True)
     logits = model(**processor(image)).logits
 
-`models.export` copies this file and `preprocessing.py` into the folder. The network itself is `program.pt2`, a program
-of torch.export from images [B, C, S, S], floats in [0, 1], to logits [B, K].
+`fedtta.models.export` copies this file and `preprocessing.py` into the folder. The network itself is `program.pt2`, a
+program of torch.export from images [B, C, S, S], floats in [0, 1], to logits [B, K].
 """
 
 from __future__ import annotations

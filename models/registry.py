@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from models import cct, cnn, resnet
-from models.external import build_external
-from models.info import COMMON_OPTIONS, ModelInfo, complete, is_whole
-from models.layers import Normalise
-from models.libraries import OPTIONS, is_external
-from models.preprocessing import Preprocessing
-from models.two_head import TwoHead
+from fedtta.models import cct, cnn, resnet
+from fedtta.models.external import build_external
+from fedtta.models.info import COMMON_OPTIONS, ModelInfo, complete, is_whole
+from fedtta.models.layers import Normalise
+from fedtta.models.libraries import OPTIONS, is_external
+from fedtta.models.preprocessing import Preprocessing
+from fedtta.models.two_head import TwoHead
 
 MODELS: Mapping[str, ModelInfo] = MappingProxyType(
     {
@@ -53,7 +53,7 @@ def build(
     ----------
     name : str
         A key of `MODELS`, or an external network: "timm:<name>", "torchvision:<name>", "package.module:function" (see
-        `models.libraries`).
+        `fedtta.models.libraries`).
     num_classes : int
         K, at least 1.
     in_channels, image_size : int

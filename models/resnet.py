@@ -34,8 +34,8 @@ from pathlib import Path
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.info import ModelInfo, Option, choice, flag, is_whole, optional_path, require_image_size, whole
-from models.weights import load_weights
+from fedtta.models.info import ModelInfo, Option, choice, flag, is_whole, optional_path, require_image_size, whole
+from fedtta.models.weights import load_weights
 
 #: Number of channels → normalization layer.
 Norm = Callable[[int], nn.Module]

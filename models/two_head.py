@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from models.arrays import all_finite
+from fedtta.models.arrays import all_finite
 
 #: Parameters with this prefix never leave the device.
 PERSONAL_PREFIX = "personal_head."

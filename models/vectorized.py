@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from models.cct import DropResidual
+from fedtta.models.cct import DropResidual
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 Tensors = dict[str, Tensor]

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from models.arrays import all_finite
+from fedtta.models.arrays import all_finite
 
 COUNTER = "num_batches_tracked"  # missing in older weight files and in files of `save_model`
 HEADS = ("fc.", "head.", "personal_head.")  # classifiers of torchvision's networks and of `TwoHead`

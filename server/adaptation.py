@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from messages.arrays import Arrays
-from messages.flower import strategy_reply
-from messages.replies import Adapted
-from messages.requests import Adapt
-from server.checkpoints import STRATEGY, Checkpoints, Position, memory_key
-from server.members import FederationInfo
-from server.methods import MethodRow, Training
-from server.rounds import Federation, Outcome, Replied, Round
-from server.validation import AdaptCheck
-from settings import Settings, SettingsError, assignments
-from strategies import COLLABORATIONS, Collaborative
-from strategies.broadcast import Broadcast
-from strategies.collaborative import NORMALISATION, START
-from tta.collaborator import Share
-from tta.registry import ADAPTERS
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.flower import strategy_reply
+from fedtta.messages.replies import Adapted
+from fedtta.messages.requests import Adapt
+from fedtta.server.checkpoints import STRATEGY, Checkpoints, Position, memory_key
+from fedtta.server.members import FederationInfo
+from fedtta.server.methods import MethodRow, Training
+from fedtta.server.rounds import Federation, Outcome, Replied, Round
+from fedtta.server.validation import AdaptCheck
+from fedtta.settings import Settings, SettingsError, assignments
+from fedtta.strategies import COLLABORATIONS, Collaborative
+from fedtta.strategies.broadcast import Broadcast
+from fedtta.strategies.collaborative import NORMALISATION, START
+from fedtta.tta.collaborator import Share
+from fedtta.tta.registry import ADAPTERS
 
 #: W is written for every round up to this many clients.
 WRITTEN = 100

@@ -6,13 +6,13 @@ from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
-from messages.replies import Identity
-from messages.requests import Adapt, RefineRates, Request, Summarize, Train
-from server.checkpoints import STRATEGY, Records
-from server.nodes import cohort_size
-from server.trainings import TrainingStage
-from settings import Settings, SettingsError
-from strategies import AGGREGATIONS, PartialFedAvg, RobustAggregator, facts
+from fedtta.messages.replies import Identity
+from fedtta.messages.requests import Adapt, RefineRates, Request, Summarize, Train
+from fedtta.server.checkpoints import STRATEGY, Records
+from fedtta.server.nodes import cohort_size
+from fedtta.server.trainings import TrainingStage
+from fedtta.settings import Settings, SettingsError
+from fedtta.strategies import AGGREGATIONS, PartialFedAvg, RobustAggregator, facts
 
 #: Requests whose replies are aggregated, and which of the client's sizes bounds the examples that it may claim.
 AGGREGATED: dict[type[Request], int] = {Train: 0, Summarize: 0, RefineRates: 1}

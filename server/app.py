@@ -11,17 +11,17 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from messages.flower import GridTransport
-from messages.transport import Transport
-from models import write_atomically
-from server.checkpoints import FOLDER, Checkpoints
-from server.environment import describe
-from server.events import Events, JsonLines, Listener
-from server.progress import TerminalProgress
-from server.report import METRICS_FILE, read_results, write_report, write_table
-from server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
-from server.run import run
-from settings import Settings, SettingsError, class_names, from_config, to_toml
+from fedtta.messages.flower import GridTransport
+from fedtta.messages.transport import Transport
+from fedtta.models import write_atomically
+from fedtta.server.checkpoints import FOLDER, Checkpoints
+from fedtta.server.environment import describe
+from fedtta.server.events import Events, JsonLines, Listener
+from fedtta.server.progress import TerminalProgress
+from fedtta.server.report import METRICS_FILE, read_results, write_report, write_table
+from fedtta.server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
+from fedtta.server.run import run
+from fedtta.settings import Settings, SettingsError, class_names, from_config, to_toml
 
 #: Events that progress counts as a step of the plan.
 STEPS = ("round", "statistics", "rates_round", "adapt_round", "leak_check")
@@ -52,7 +52,7 @@ def make_app(
     settings, folder, listeners, class_counts
         As in `serve`.
     window : int, optional
-        Messages under way at once; see `messages.flower.GridTransport`.
+        Messages under way at once; see `fedtta.messages.flower.GridTransport`.
     """
     made = ServerApp()
 

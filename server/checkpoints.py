@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from messages.arrays import Arrays
-from models import load_arrays, save_arrays
-from server.events import Event
-from server.members import FederationInfo
-from server.report import METRICS_FILE
-from settings import Settings
+from fedtta.messages.arrays import Arrays
+from fedtta.models import load_arrays, save_arrays
+from fedtta.server.events import Event
+from fedtta.server.members import FederationInfo
+from fedtta.server.report import METRICS_FILE
+from fedtta.settings import Settings
 
 SCHEMA = 1
 FOLDER = "checkpoints"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from settings import Settings
+from fedtta.settings import Settings
 
 #: Settings that name a folder of one machine and have no effect on the result.
 LOCAL = ("state-dir",)

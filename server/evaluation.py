@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from messages.arrays import Arrays, channels_last
-from messages.flower import read_arrays, strategy_reply
-from messages.replies import EvaluationResult
-from messages.requests import Evaluate, Summarize, TrainingTask, Variant
-from models import TwoHead
-from server.aggregation import robust_aggregator
-from server.events import Leak, RunError
-from server.methods import Training
-from server.rates import Rates, rate_arrays
-from server.rounds import Federation, Outcome, Round
-from server.validation import EvaluateCheck, SummarizeCheck
-from strategies import StatisticsFedAvg
-from tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
+from fedtta.messages.arrays import Arrays, channels_last
+from fedtta.messages.flower import read_arrays, strategy_reply
+from fedtta.messages.replies import EvaluationResult
+from fedtta.messages.requests import Evaluate, Summarize, TrainingTask, Variant
+from fedtta.models import TwoHead
+from fedtta.server.aggregation import robust_aggregator
+from fedtta.server.events import Leak, RunError
+from fedtta.server.methods import Training
+from fedtta.server.rates import Rates, rate_arrays
+from fedtta.server.rounds import Federation, Outcome, Round
+from fedtta.server.validation import EvaluateCheck, SummarizeCheck
+from fedtta.strategies import StatisticsFedAvg
+from fedtta.tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
 
 
 def statistics_round(

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models import write_atomically
-from server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_files, read_checkpoint, write_checkpoint
-from server.events import Event
-from server.members import FederationInfo
-from server.methods import Training, plan
-from server.report import METRICS_FILE
-from server.resume import FREE, earlier_events
-from server.run import count_steps, notes
-from settings import Settings, SettingsError, keys_in, to_toml
+from fedtta.models import write_atomically
+from fedtta.server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_files, read_checkpoint, write_checkpoint
+from fedtta.server.events import Event
+from fedtta.server.members import FederationInfo
+from fedtta.server.methods import Training, plan
+from fedtta.server.report import METRICS_FILE
+from fedtta.server.resume import FREE, earlier_events
+from fedtta.server.run import count_steps, notes
+from fedtta.settings import Settings, SettingsError, keys_in, to_toml
 
 #: Settings that have no effect before the last training round is complete.
 LATER = keys_in("evaluation", "rates")

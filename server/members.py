@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from messages.replies import Identity
+from fedtta.messages.replies import Identity
 
 #: Fields of `Identity` that all clients must agree on. Those with labels must agree on the test distributions, too.
 COMMON = ("classes", "channels", "mean", "std", "corruptions")
@@ -30,7 +30,7 @@ class FederationInfo:
     shifts : list of str
         Test distributions that the settings stand for.
     note : str
-        See `messages.replies.Identity`; those of several clients are joined.
+        See `fedtta.messages.replies.Identity`; those of several clients are joined.
     sizes : list of [int, int, int]
         Samples for training, validation and test, by partition.
     roles : list of str

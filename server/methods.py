@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_args
 
-from messages.requests import AdapterRow, Base, Variant
-from models.registry import MODELS, Abilities, abilities
-from server.aggregation import check_aggregation
-from server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
-from settings import Settings, SettingsError, assignments
-from strategies import AGGREGATIONS
-from tta.registry import ADAPTERS, parse_options
-from tta.statistics import OWN_NEEDS, STATISTICS_NEEDS
+from fedtta.messages.requests import AdapterRow, Base, Variant
+from fedtta.models.registry import MODELS, Abilities, abilities
+from fedtta.server.aggregation import check_aggregation
+from fedtta.server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
+from fedtta.settings import Settings, SettingsError, assignments
+from fedtta.strategies import AGGREGATIONS
+from fedtta.tta.registry import ADAPTERS, parse_options
+from fedtta.tta.statistics import OWN_NEEDS, STATISTICS_NEEDS
 
 Options = dict[str, bool | int | float | str | None]
 #: In place of methods by name: all of them.
@@ -32,9 +32,9 @@ class Method:
     Parameters
     ----------
     training : str
-        A key of `server.trainings.TRAININGS`: local objective and strategy.
+        A key of `fedtta.server.trainings.TRAININGS`: local objective and strategy.
     adapter : str
-        A key of `tta.registry.ADAPTERS`.
+        A key of `fedtta.tta.registry.ADAPTERS`.
     summary : str
         One line for people.
     base : "global" or "personalised"

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from messages.replies import Identity
-from messages.requests import Identify
-from messages.transport import Addressed, Answer, Transport
-from server.events import Events, NodesMissing
-from server.members import FederationInfo, data_of, difference
-from settings import name_order
+from fedtta.messages.replies import Identity
+from fedtta.messages.requests import Identify
+from fedtta.messages.transport import Addressed, Answer, Transport
+from fedtta.server.events import Events, NodesMissing
+from fedtta.server.members import FederationInfo, data_of, difference
+from fedtta.settings import name_order
 
 POLL = 0.2  # seconds between two looks at the connected nodes
 UNIDENTIFIED = -1  # the partition of a node that has not reported one

@@ -15,7 +15,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from server.events import Event
+from fedtta.server.events import Event
 
 
 class TerminalProgress:

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from messages.arrays import Arrays
-from messages.flower import read_arrays, strategy_reply
-from messages.replies import RefinedRates
-from messages.requests import RefineRates, Variant
-from models import load_arrays, save_arrays
-from server.aggregation import robust_aggregator
-from server.checkpoints import Checkpoints, Position
-from server.rounds import Federation, Outcome, Round
-from server.validation import RatesCheck
-from settings import SettingsError
-from strategies import ATPRates
-from strategies.broadcast import Broadcast
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.flower import read_arrays, strategy_reply
+from fedtta.messages.replies import RefinedRates
+from fedtta.messages.requests import RefineRates, Variant
+from fedtta.models import load_arrays, save_arrays
+from fedtta.server.aggregation import robust_aggregator
+from fedtta.server.checkpoints import Checkpoints, Position
+from fedtta.server.rounds import Federation, Outcome, Round
+from fedtta.server.validation import RatesCheck
+from fedtta.settings import SettingsError
+from fedtta.strategies import ATPRates
+from fedtta.strategies.broadcast import Broadcast
 
 #: Module → rate.
 Rates = dict[str, float]

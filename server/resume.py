@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from messages.replies import Identity
-from models import write_atomically
-from server.checkpoints import FOLDER, TAGGED, Checkpoint, Position, checkpoint_files, read_checkpoint
-from server.events import Event, RunError
-from server.members import COMMON, FederationInfo, member_names
-from server.report import METRICS_FILE
-from settings import Settings, SettingsError, keys_in
+from fedtta.messages.replies import Identity
+from fedtta.models import write_atomically
+from fedtta.server.checkpoints import FOLDER, TAGGED, Checkpoint, Position, checkpoint_files, read_checkpoint
+from fedtta.server.events import Event, RunError
+from fedtta.server.members import COMMON, FederationInfo, member_names
+from fedtta.server.report import METRICS_FILE
+from fedtta.settings import Settings, SettingsError, keys_in
 
 #: Settings that a resumed run may change: they decide where and how it runs, not what results.
 FREE = keys_in("source", "storage", "execution", "availability")

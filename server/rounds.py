@@ -14,20 +14,26 @@ from typing import Any
 import numpy as np
 from flwr.serverapp.strategy import Strategy
 
-from messages.arrays import Arrays, array_bytes, channels_last
-from messages.flower import NodesView, held_record, read_arrays, requests_of, strategy_config, strategy_reply
-from messages.replies import Reply, Trained
-from messages.requests import Identify, Request, Train, TrainingTask
-from messages.transport import Addressed, Answer
-from server.aggregation import client_metrics, load_strategy_records, most_examples, needed_replies, strategy_records
-from server.checkpoints import Checkpoints, Position
-from server.events import Events, NoReplies, QuorumMissed
-from server.methods import Training
-from server.nodes import Nodes, gather, grouped, sample
-from server.trainings import TrainingStage
-from server.validation import Check, TrainCheck
-from settings import Settings, to_json
-from strategies import Collaborative
+from fedtta.messages.arrays import Arrays, array_bytes, channels_last
+from fedtta.messages.flower import NodesView, held_record, read_arrays, requests_of, strategy_config, strategy_reply
+from fedtta.messages.replies import Reply, Trained
+from fedtta.messages.requests import Identify, Request, Train, TrainingTask
+from fedtta.messages.transport import Addressed, Answer
+from fedtta.server.aggregation import (
+    client_metrics,
+    load_strategy_records,
+    most_examples,
+    needed_replies,
+    strategy_records,
+)
+from fedtta.server.checkpoints import Checkpoints, Position
+from fedtta.server.events import Events, NoReplies, QuorumMissed
+from fedtta.server.methods import Training
+from fedtta.server.nodes import Nodes, gather, grouped, sample
+from fedtta.server.trainings import TrainingStage
+from fedtta.server.validation import Check, TrainCheck
+from fedtta.settings import Settings, to_json
+from fedtta.strategies import Collaborative
 
 
 @dataclass(frozen=True)

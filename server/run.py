@@ -9,25 +9,25 @@ from typing import Any
 
 import torch
 
-from messages.arrays import Arrays, channels_last
-from messages.flower import held_record
-from messages.requests import Identify
-from messages.transport import Transport
-from models import Preprocessing, TwoHead, build, load_model, save_arrays, save_model
-from server.adaptation import Collaboration, adaptation_rounds, cells, check_collaborations, rounds_of
-from server.aggregation import make_strategy
-from server.checkpoints import Checkpoints, Position
-from server.environment import describe
-from server.evaluation import evaluation_round, statistics_round
-from server.events import Events
-from server.members import FederationInfo, known_members, member_names
-from server.methods import STATISTICS, Training, left_out_notes, plan, tuning_note
-from server.nodes import Nodes, Wanted
-from server.rates import initial_rates, learn_rates, save_rates
-from server.resume import require_fit
-from server.rounds import Federation, train
-from settings import Settings, SettingsError, assignments, is_number
-from strategies import Broadcast
+from fedtta.messages.arrays import Arrays, channels_last
+from fedtta.messages.flower import held_record
+from fedtta.messages.requests import Identify
+from fedtta.messages.transport import Transport
+from fedtta.models import Preprocessing, TwoHead, build, load_model, save_arrays, save_model
+from fedtta.server.adaptation import Collaboration, adaptation_rounds, cells, check_collaborations, rounds_of
+from fedtta.server.aggregation import make_strategy
+from fedtta.server.checkpoints import Checkpoints, Position
+from fedtta.server.environment import describe
+from fedtta.server.evaluation import evaluation_round, statistics_round
+from fedtta.server.events import Events
+from fedtta.server.members import FederationInfo, known_members, member_names
+from fedtta.server.methods import STATISTICS, Training, left_out_notes, plan, tuning_note
+from fedtta.server.nodes import Nodes, Wanted
+from fedtta.server.rates import initial_rates, learn_rates, save_rates
+from fedtta.server.resume import require_fit
+from fedtta.server.rounds import Federation, train
+from fedtta.settings import Settings, SettingsError, assignments, is_number
+from fedtta.strategies import Broadcast
 
 
 def run(
@@ -213,7 +213,7 @@ def notes(
 
 
 def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
-    """Return the arguments that build the run's network, as `models.build` takes them; model files have them, too.
+    """Return the arguments that build the run's network (`fedtta.models.build`); model files have them, too.
 
     Raises
     ------

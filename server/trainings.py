@@ -1,8 +1,8 @@
 """The table of federated trainings: what clients do, which arrays are aggregated, and how.
 
-A training is one or more stages of rounds. In a stage each client runs a local algorithm (`client.algorithms`) and the
-server aggregates the arrays that the stage shares; the others stay on the clients. Several methods may evaluate one
-training.
+A training is one or more stages of rounds. In a stage each client runs a local algorithm (`fedtta.client.algorithms`)
+and the server aggregates the arrays that the stage shares; the others stay on the clients. Several methods may evaluate
+one training.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from messages.requests import Base
-from settings import Scalar, Settings
-from strategies.partial import shared_names
+from fedtta.messages.requests import Base
+from fedtta.settings import Scalar, Settings
+from fedtta.strategies.partial import shared_names
 
 EVERYTHING = ("*",)
 HEAD = ("head.*",)
@@ -28,12 +28,12 @@ class TrainingStage:
     Parameters
     ----------
     algorithm : str
-        The local algorithm; a key of `client.algorithms.ALGORITHMS`.
+        The local algorithm; a key of `fedtta.client.algorithms.ALGORITHMS`.
     objective : str
-        The loss that it minimizes; a key of `client.algorithms.training.OBJECTIVES`.
+        The loss that it minimizes; a key of `fedtta.client.algorithms.training.OBJECTIVES`.
     aggregated, local : tuple of str
         Patterns of array names: what is aggregated, and what of that stays on the clients nevertheless; see
-        `strategies.PartialFedAvg`.
+        `fedtta.strategies.PartialFedAvg`.
     rounds : str
         The setting that holds the number of rounds.
     personal_head : bool
@@ -71,7 +71,7 @@ class TrainingRecipe:
         Settings (field names) that this training changes, on the server and in every request.
     base : "global", "personalised" or None
         The network that the method of the training's own name tests without adapting it; None: such a method is not
-        made, or `server.methods.METHODS` lists it.
+        made, or `fedtta.server.methods.METHODS` lists it.
     heads : frozenset of str
         Heads that it trains in addition to the global and the personal one: "rotation_head", a further head of the
         network, or "residual_head", a personal head added to the global one.

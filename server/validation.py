@@ -1,8 +1,8 @@
 """Validation of replies: one that fails here is refused by node and reason, and reaches no average.
 
-The types and ranges of single fields are part of the replies (`messages.replies`) and have been checked when a reply
-was read. What remains are the arrays, which fields fit together, and what the run lets a client claim and change. Each
-kind of round has a check; all are applied for every strategy.
+The types and ranges of single fields are part of the replies (`fedtta.messages.replies`) and have been checked when a
+reply was read. What remains are the arrays, which fields fit together, and what the run lets a client claim and change.
+Each kind of round has a check; all are applied for every strategy.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from messages.arrays import Arrays
-from messages.replies import (
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import (
     Adapted,
     Evaluated,
     EvaluationResult,
@@ -29,8 +29,8 @@ from messages.replies import (
     Trained,
     Validated,
 )
-from models.arrays import array_finite
-from tta.statistics import STATISTICS
+from fedtta.models.arrays import array_finite
+from fedtta.tta.statistics import STATISTICS
 
 #: name → (shape, dtype as numpy spells it).
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]

@@ -1,7 +1,7 @@
 """The schema of everything a user can set, and how it is parsed; server and clients share it."""
 
-from settings.names import class_names, is_number, name_order
-from settings.parse import (
+from fedtta.settings.names import class_names, is_number, name_order
+from fedtta.settings.parse import (
     add_arguments,
     assignments,
     from_arguments,
@@ -11,7 +11,7 @@ from settings.parse import (
     to_json,
     to_toml,
 )
-from settings.schema import GROUPS, Scalar, Settings, SettingsError, keys_in
+from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, keys_in
 
 __all__ = [
     "GROUPS",

@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from settings.schema import SettingsError
+from fedtta.settings.schema import SettingsError
 
 
 def is_number(name: str) -> bool:

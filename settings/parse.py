@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 
 import tomli_w
 
-from settings.names import class_names
-from settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key
+from fedtta.settings.names import class_names
+from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key
 
 
 def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settings:

@@ -6,7 +6,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     """Import `simulate` lazily: refusing a misspelt setting needs neither torch nor Flower."""
     if name == "simulate":
-        from simulation.engine import simulate
+        from fedtta.simulation.engine import simulate
 
         return simulate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

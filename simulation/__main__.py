@@ -1,4 +1,4 @@
-"""`python -m simulation`: one run from settings on the command line, results and a table."""
+"""`python -m fedtta.simulation`: one run from settings on the command line, results and a table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 from rich.console import Console
 
-from settings import SettingsError, add_arguments, from_arguments
+from fedtta.settings import SettingsError, add_arguments, from_arguments
 
 
 def main() -> int:
     """Parse, run, print the table; exit status 0 on success, 1 when the run failed, 2 for bad settings."""
-    parser = argparse.ArgumentParser(prog="python -m simulation", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m fedtta.simulation", description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     arguments = parser.parse_args()
     console = Console()
@@ -22,9 +22,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    from server.events import RunError  # imports torch and Flower, which refusing a setting does not need
-    from server.report import METRICS_FILE, read_results, render_tables
-    from simulation.engine import simulate
+    from fedtta.server.events import RunError  # imports torch and Flower, which refusing a setting does not need
+    from fedtta.server.report import METRICS_FILE, read_results, render_tables
+    from fedtta.simulation.engine import simulate
 
     try:
         folder = simulate(settings)

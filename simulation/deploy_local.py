@@ -1,4 +1,4 @@
-"""`python -m simulation.deploy_local`: a complete deployment on this machine, one run, and predictions by its agents.
+"""`python -m fedtta.simulation.deploy_local`: a deployment on this machine, one run, predictions by its agents.
 
 TLS and node authentication work as in a real deployment. Data, models and adapters belong to the agents, which the
 SuperNodes reach over sockets. At the end every agent reports its status and some predictions.
@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from settings import Settings, SettingsError, from_config, keys_in
-from simulation.superlink import FlowerError, Scalar, run_config
+from fedtta.settings import Settings, SettingsError, from_config, keys_in
+from fedtta.simulation.superlink import FlowerError, Scalar, run_config
 
 DEFAULTS: dict[str, Any] = {"rounds": 3, "local-epochs": 2}  # other than a simulation's; --set overrides them
 SHOWN = 8  # predictions of each agent at the end
@@ -74,7 +74,9 @@ def parse(words: Sequence[str] | None = None) -> Plan:
     SettingsError
         A setting or an agent's key is unknown, has the wrong type or a value that is not allowed.
     """
-    parser = argparse.ArgumentParser(prog="python -m simulation.deploy_local", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m fedtta.simulation.deploy_local", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--nodes", type=int, default=3, help="SuperNodes, each with an agent (default: 3)")
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of the run"
@@ -105,7 +107,7 @@ def parse(words: Sequence[str] | None = None) -> Plan:
 
 def _check_agent(keys: dict[str, Any]) -> None:
     """Check the agents' keys as an agent does."""
-    from client.agent.config import AgentConfig
+    from fedtta.client.agent.config import AgentConfig
 
     AgentConfig.from_mapping({"name": "0", "state-dir": "/", **keys})
 
@@ -123,7 +125,7 @@ def deploy(plan: Plan) -> Table:
     FlowerError, KeysError
         A process could not be started or stopped, the run did not complete, or an agent does not answer.
     """
-    from simulation import deployment
+    from fedtta.simulation import deployment
 
     nodes = range(plan.settings.clients)
     with ExitStack() as stack:
@@ -157,8 +159,8 @@ def say(text: str) -> None:
 
 def _ask_all(plan: Plan, sockets: Path) -> Table:
     """Query every agent for predictions of some of its test images, and for its status."""
-    from client.resources import federation_of
-    from simulation.deployment import ask, predicted
+    from fedtta.client.resources import federation_of
+    from fedtta.simulation.deployment import ask, predicted
 
     federation = federation_of(plan.settings)
     rows = Table("agent", "model", "adapter", "samples", "guard", f"first {SHOWN} test images", title="Agents")
@@ -182,9 +184,9 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     # imports torch and Flower, which refusing a setting does not need
-    from server.report import METRICS_FILE, read_results, render_tables
-    from simulation.flower_cli import unwind
-    from simulation.keys import KeysError
+    from fedtta.server.report import METRICS_FILE, read_results, render_tables
+    from fedtta.simulation.flower_cli import unwind
+    from fedtta.simulation.keys import KeysError
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, unwind)

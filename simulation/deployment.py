@@ -22,11 +22,11 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
-from simulation import superlink
-from simulation.keys import Keys, make_keys
-from simulation.superlink import POLL, PROJECT, FlowerError, Scalar, environment, free_ports, program
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
+from fedtta.simulation import superlink
+from fedtta.simulation.keys import Keys, make_keys
+from fedtta.simulation.superlink import POLL, PROJECT, FlowerError, Scalar, environment, free_ports, program
 
 NODE_LOG = "supernode.log"
 TAIL = 30  # last lines of each log that an error shows
@@ -189,7 +189,7 @@ def sockets_folder() -> Iterator[Path]:
 
 def agent_command(config: Path) -> list[str]:
     """Return the command of an agent, for the project's folder."""
-    return [sys.executable, "-m", "client.agent", "--config", str(config)]
+    return [sys.executable, "-m", "fedtta.client.agent", "--config", str(config)]
 
 
 def start_agent(home: Path, config: Path) -> subprocess.Popen[bytes]:

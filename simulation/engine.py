@@ -11,20 +11,20 @@ from pathlib import Path
 import numpy as np
 from flwr.clientapp import ClientApp
 
-from client.app import app as default_client_app
-from client.own import scan, settings_alone
-from client.resources import federation_of, network_spec, resolve_device
-from client.sites import device_files, simulated_nodes
-from data import resolve
-from messages.flower import allow_messages
-from models import build
-from models.vectorized import is_stackable
-from server.adaptation import check_collaborations
-from server.app import run_folder, serve
-from server.events import Listener
-from server.methods import plan
-from settings import Settings, SettingsError, from_config, from_toml
-from simulation.vectorized import VectorizedTransport
+from fedtta.client.app import app as default_client_app
+from fedtta.client.own import scan, settings_alone
+from fedtta.client.resources import federation_of, network_spec, resolve_device
+from fedtta.client.sites import device_files, simulated_nodes
+from fedtta.data import resolve
+from fedtta.messages.flower import allow_messages
+from fedtta.models import build
+from fedtta.models.vectorized import is_stackable
+from fedtta.server.adaptation import check_collaborations
+from fedtta.server.app import run_folder, serve
+from fedtta.server.events import Listener
+from fedtta.server.methods import plan
+from fedtta.settings import Settings, SettingsError, from_config, from_toml
+from fedtta.simulation.vectorized import VectorizedTransport
 
 #: Bytes of a network up to which a GPU trains many at once faster: one alone leaves most of the GPU idle.
 SMALL = 8 * 2**20
@@ -71,12 +71,12 @@ def simulate(
             transport = VectorizedTransport(simulated_nodes(settings), settings.stacked_clients, on_disk)
             serve(transport, settings, folder, listeners, class_counts)
         elif name == "ray":
-            from simulation.workers import ray_transport  # imports Ray
+            from fedtta.simulation.workers import ray_transport  # imports Ray
 
             with ray_transport(settings) as (settings, workers):
                 serve(workers, settings, folder, listeners, class_counts)
         else:
-            from simulation.flower import run_on_flower
+            from fedtta.simulation.flower import run_on_flower
 
             run_on_flower(settings, folder, listeners, class_counts, client_app)
     return folder
@@ -105,11 +105,11 @@ def with_devices(settings: Settings) -> Settings:
     Raises
     ------
     SettingsError
-        As `client.sites.simulated_nodes`, or a file has a key that no agent has, or a value that is not allowed.
+        As `fedtta.client.sites.simulated_nodes`, or a file has a key that no agent has, or a value that is not allowed.
     """
     if not settings.devices:
         return settings
-    from client.agent.config import AgentConfig
+    from fedtta.client.agent.config import AgentConfig
 
     for path in device_files(settings.devices):
         try:

@@ -9,10 +9,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 
-from server.app import make_app
-from server.events import Listener
-from settings import Settings
-from simulation.workers import REVIVE, share_gpu
+from fedtta.server.app import make_app
+from fedtta.server.events import Listener
+from fedtta.settings import Settings
+from fedtta.simulation.workers import REVIVE, share_gpu
 
 #: Messages in progress for each worker: enough that none of them waits for the server.
 WINDOW = 8
@@ -25,7 +25,7 @@ def run_on_flower(
     class_counts: list[list[int]],
     client_app: ClientApp,
 ) -> None:
-    """Run server and clients in Flower's simulation; see `simulation.engine.simulate`."""
+    """Run server and clients in Flower's simulation; see `fedtta.simulation.engine.simulate`."""
     settings, gpus = share_gpu(settings)
     app = make_app(settings, folder, listeners, class_counts, WINDOW * settings.workers)
     start(app, client_app, settings, gpus)

@@ -1,4 +1,4 @@
-"""`python -m simulation.flower_cli`: the app through Flower's own `flwr run`, simulated on a temporary SuperLink.
+"""`python -m fedtta.simulation.flower_cli`: the app through Flower's own `flwr run`, on a SuperLink of its own.
 
 Flower's CLI exits with 0 even if a run failed; this script exits according to the run's status.
 """
@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from server.report import METRICS_FILE, read_results, render_tables
-from settings import Settings, SettingsError, keys_in
-from simulation.superlink import FlowerError, run_config, superlink
-from simulation.superlink import run as run_app
+from fedtta.server.report import METRICS_FILE, read_results, render_tables
+from fedtta.settings import Settings, SettingsError, keys_in
+from fedtta.simulation.superlink import FlowerError, run_config, superlink
+from fedtta.simulation.superlink import run as run_app
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def parse(words: Sequence[str] | None = None) -> Submission:
         A setting is unknown, has the wrong type or is not of the form key=value.
     """
     defaults = Settings()
-    parser = argparse.ArgumentParser(prog="python -m simulation.flower_cli", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fedtta.simulation.flower_cli", description=__doc__)
     parser.add_argument("--clients", type=int, default=defaults.clients, help="simulated nodes")
     parser.add_argument("--cpus", type=int, default=defaults.workers, help="nodes that run at the same time")
     parser.add_argument("--timeout", type=float, default=86400.0, help="seconds after which the run is stopped")

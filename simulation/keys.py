@@ -1,4 +1,4 @@
-"""Keys and certificates of a deployment: `python -m simulation.keys --folder keys --nodes 3 --host name` (`make keys`).
+"""Keys and certificates of a deployment: `python -m fedtta.simulation.keys --nodes 3 --host name` (`make keys`).
 
     ca.crt, ca.key                 authority of the SuperLink; SuperNodes and `flwr` need ca.crt
     server.crt, server.key         the SuperLink under the given hosts and localhost
@@ -424,7 +424,7 @@ def _names(certificate: x509.Certificate) -> list[x509.GeneralName]:
 def main(words: Sequence[str] | None = None) -> int:
     """Make keys and list them; return exit status 0, or 2 when something was refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m simulation.keys", description=__doc__,
+        prog="python -m fedtta.simulation.keys", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--folder", type=Path, default=Path("keys"), help="folder of the files (default: keys)")

@@ -1,6 +1,6 @@
 """Flower's SuperLink: start and stop one on this machine, register nodes with it, run the app on it.
 
-`python -m simulation.superlink --help` registers nodes and runs the app on a SuperLink that is already running.
+`python -m fedtta.simulation.superlink --help` registers nodes and runs the app on a SuperLink that is already running.
 Commands go through Flower's own `flwr`, which finds the SuperLink in a Flower home (`write_connection`).
 
 Flower starts simulations, and Ray its workers, in sessions that outlive the SuperLink. Processes of a SuperLink are
@@ -31,10 +31,10 @@ from typing import Any
 
 import tomli_w
 
-from server.events import RunError
-from settings import SettingsError
-from settings.parse import convert
-from simulation.keys import Keys
+from fedtta.server.events import RunError
+from fedtta.settings import SettingsError
+from fedtta.settings.parse import convert
+from fedtta.simulation.keys import Keys
 
 PROJECT = Path(__file__).resolve().parent.parent
 CONNECTION = "own"  # name of the SuperLink in Flower's config: `flwr run . own`
@@ -290,7 +290,9 @@ def _final_status(home: Path, number: str) -> tuple[str, str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Register nodes or run the app; return exit status 0 on success, 1 on failure, 2 for bad arguments."""
-    parser = argparse.ArgumentParser(prog="python -m simulation.superlink", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m fedtta.simulation.superlink", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT", help="address of its Runtime HTTP API")
     parser.add_argument("--root-certificates", required=True, type=Path, metavar="FILE", help="ca.crt of `make keys`")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,4 +1,4 @@
-"""The transport of one process: clients that train together in one vectorized step (`client.cohort`).
+"""The transport of one process: clients that train together in one vectorized step (`fedtta.client.cohort`).
 
 No array is copied, no process is started and nothing is sent: a round takes as long as its computation. Only the local
 training of FedAvg and FedProx is vectorized; other requests are answered one after the other.
@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from client import cohort
-from client.node import Node, make_device, perform
-from client.state import MemoryState
-from messages.arrays import Arrays
-from messages.record import read_only
-from messages.replies import Reply
-from messages.requests import Train
-from messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
+from fedtta.client import cohort
+from fedtta.client.node import Node, make_device, perform
+from fedtta.client.state import MemoryState
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.record import read_only
+from fedtta.messages.replies import Reply
+from fedtta.messages.requests import Train
+from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
 
 LOG = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import ray
 
-from client.node import Node, perform
-from client.resources import resolve_device
-from client.sites import simulated_nodes
-from messages.arrays import Contiguous, packed, unpacked
-from messages.record import Record
-from messages.requests import REQUESTS
-from messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
-from settings import Settings
+from fedtta.client.node import Node, perform
+from fedtta.client.resources import resolve_device
+from fedtta.client.sites import simulated_nodes
+from fedtta.messages.arrays import Contiguous, packed, unpacked
+from fedtta.messages.record import Record
+from fedtta.messages.requests import REQUESTS
+from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
+from fedtta.settings import Settings
 
 LOG = logging.getLogger(__name__)
 AHEAD = 2  # requests that a worker has: the current one, and the next

@@ -1,24 +1,34 @@
 """Server-side aggregation: one file a rule, each a pure function over arrays and a thin Flower strategy.
 
-The package depends on Flower and numpy only, so that any Flower app can use it. `strategies.registry` has the names.
+The package depends on Flower and numpy only, so that any Flower app can use it. `fedtta.strategies.registry` has the
+names.
 """
 
-from strategies.aggregation import Aggregation, RobustAggregator, facts
-from strategies.arrays import weighted_mean
-from strategies.atp import ATPRates
-from strategies.baselines import FedAvgAtTestTime, FedAvgMAtTestTime, FedProxAtTestTime, Local
-from strategies.broadcast import Broadcast
-from strategies.collaborative import Collaborative
-from strategies.fedamp import FedAMP
-from strategies.fedavg import FedAvg, FedAvgM, FedProx
-from strategies.gma import GMA
-from strategies.partial import PartialFedAvg
-from strategies.pfedbbn import PFedBBN
-from strategies.pfedgraph import PFedGraph
-from strategies.qffl import QFFL
-from strategies.registry import AGGREGATIONS, COLLABORATIONS, aggregation_names
-from strategies.robust import FedKrum, FedMedian, FedMultiKrum, FedTrimmedAvg, Krum, Median, RobustFedAvg, TrimmedMean
-from strategies.statistics_fedavg import StatisticsFedAvg
+from fedtta.strategies.aggregation import Aggregation, RobustAggregator, facts
+from fedtta.strategies.arrays import weighted_mean
+from fedtta.strategies.atp import ATPRates
+from fedtta.strategies.baselines import FedAvgAtTestTime, FedAvgMAtTestTime, FedProxAtTestTime, Local
+from fedtta.strategies.broadcast import Broadcast
+from fedtta.strategies.collaborative import Collaborative
+from fedtta.strategies.fedamp import FedAMP
+from fedtta.strategies.fedavg import FedAvg, FedAvgM, FedProx
+from fedtta.strategies.gma import GMA
+from fedtta.strategies.partial import PartialFedAvg
+from fedtta.strategies.pfedbbn import PFedBBN
+from fedtta.strategies.pfedgraph import PFedGraph
+from fedtta.strategies.qffl import QFFL
+from fedtta.strategies.registry import AGGREGATIONS, COLLABORATIONS, aggregation_names
+from fedtta.strategies.robust import (
+    FedKrum,
+    FedMedian,
+    FedMultiKrum,
+    FedTrimmedAvg,
+    Krum,
+    Median,
+    RobustFedAvg,
+    TrimmedMean,
+)
+from fedtta.strategies.statistics_fedavg import StatisticsFedAvg
 
 __all__ = [
     "AGGREGATIONS",

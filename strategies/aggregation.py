@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, strategy
 
-from strategies.arrays import Arrays, Named, as_numpy, as_record
+from fedtta.strategies.arrays import Arrays, Named, as_numpy, as_record
 
 if TYPE_CHECKING:
-    from settings import Settings
+    from fedtta.settings import Settings
 
 
 class RobustAggregator(Protocol):

@@ -15,9 +15,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.common.logger import log
 from flwr.serverapp import Grid
 
-from strategies.aggregation import RobustAggregator
-from strategies.arrays import as_numpy, as_record, weighted_mean
-from strategies.broadcast import Broadcast, BroadcastStrategy
+from fedtta.strategies.aggregation import RobustAggregator
+from fedtta.strategies.arrays import as_numpy, as_record, weighted_mean
+from fedtta.strategies.broadcast import Broadcast, BroadcastStrategy
 
 #: Message type of a round in which clients refine rates.
 RATES_MESSAGE = "train.rates"

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import numpy as np
 from flwr.app import ArrayRecord
 
-from strategies.arrays import Float, Named, weighted_mean
-from strategies.collaborative import Collaborative, Replies
+from fedtta.strategies.arrays import Float, Named, weighted_mean
+from fedtta.strategies.collaborative import Collaborative, Replies
 
 #: Endings of the names of arrays that hold variances.
 VARIANCES = ("running_var", "variance")

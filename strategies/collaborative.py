@@ -19,8 +19,8 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from strategies.arrays import Arrays, Float, Named, as_numpy, as_record, mix, require_alike, require_stochastic
-from strategies.broadcast import BroadcastStrategy
+from fedtta.strategies.arrays import Arrays, Float, Named, as_numpy, as_record, mix, require_alike, require_stochastic
+from fedtta.strategies.broadcast import BroadcastStrategy
 
 #: Message type of a round of adaptation.
 ADAPT_MESSAGE = "train.adapt"

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from strategies.arrays import Arrays, Float, blocks
+from fedtta.strategies.arrays import Arrays, Float, blocks
 
 #: N clients: a matrix [N, P], or a mapping name → array for each.
 Clients: TypeAlias = NDArray[Any] | Sequence[Arrays]

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 from flwr.app import ArrayRecord
 
-from strategies.arrays import Float
-from strategies.collaborative import Collaborative, Replies
-from strategies.distances import Clients, off_diagonal_median, squared_distances
+from fedtta.strategies.arrays import Float
+from fedtta.strategies.collaborative import Collaborative, Replies
+from fedtta.strategies.distances import Clients, off_diagonal_median, squared_distances
 
 
 def fedamp_weights(theta: Clients, sigma: float | None = None, alpha: float | None = None) -> Float:

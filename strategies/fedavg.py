@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.serverapp import strategy
 
-from strategies.aggregation import Aggregation
-from strategies.arrays import RUNNING_STATISTICS, Named, as_numpy, as_record, weighted_mean
+from fedtta.strategies.aggregation import Aggregation
+from fedtta.strategies.arrays import RUNNING_STATISTICS, Named, as_numpy, as_record, weighted_mean
 
 
 class FedAvg(Aggregation):

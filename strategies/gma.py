@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from strategies.aggregation import NumpyAggregation, TrainReply
-from strategies.arrays import RUNNING_STATISTICS, Arrays, Named, require_alike, weighted_mean
+from fedtta.strategies.aggregation import NumpyAggregation, TrainReply
+from fedtta.strategies.arrays import RUNNING_STATISTICS, Arrays, Named, require_alike, weighted_mean
 
 
 def masked_mean(start: Arrays, trained: Sequence[Arrays], weights: Sequence[float], threshold: float) -> Named:

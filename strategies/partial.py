@@ -23,8 +23,8 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
-from strategies.broadcast import array_bytes
-from strategies.fedavg import FedAvg
+from fedtta.strategies.broadcast import array_bytes
+from fedtta.strategies.fedavg import FedAvg
 
 #: Config key with the names that a reply must hold; the list may be empty.
 SHARED_NAMES = "shared-names"

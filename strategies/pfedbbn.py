@@ -1,8 +1,9 @@
 """pFedBBN: Personalized Federated Test-Time Adaptation with Balanced Batch Normalization, section 3.2.
 
 Clients with similar normalization statistics are in similar domains and give each other more weight. Equation 7 is the
-distance of two clients' statistics, equation 8 the weights, equation 9 the mixtures (`strategies.arrays.mix`). The
-statistics describe the balanced layers of the student, and reveal a client's domain; the adapter decides what is mixed.
+distance of two clients' statistics, equation 8 the weights, equation 9 the mixtures (`fedtta.strategies.arrays.mix`).
+The statistics describe the balanced layers of the student, and reveal a client's domain; the adapter decides what is
+mixed.
 
 Decisions where the paper is silent:
 - τ is by default the median of the distances between different clients. At τ = 1 a small network's weights are nearly
@@ -21,9 +22,9 @@ from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 from scipy.spatial.distance import pdist, squareform
 
-from strategies.arrays import Float, require_alike
-from strategies.collaborative import Collaborative, Replies
-from strategies.distances import off_diagonal_median
+from fedtta.strategies.arrays import Float, require_alike
+from fedtta.strategies.collaborative import Collaborative, Replies
+from fedtta.strategies.distances import off_diagonal_median
 
 
 def bn_distance(statistics: Sequence[Mapping[str, tuple[NDArray[Any], NDArray[Any]]]]) -> Float:

@@ -16,9 +16,9 @@ import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
 
-from strategies.arrays import Float
-from strategies.collaborative import Collaborative, Replies
-from strategies.distances import Client, Clients, cosines
+from fedtta.strategies.arrays import Float
+from fedtta.strategies.collaborative import Collaborative, Replies
+from fedtta.strategies.distances import Client, Clients, cosines
 
 
 def project_simplex(points: NDArray[Any]) -> Float:

@@ -22,8 +22,8 @@ from flwr.app import ArrayRecord, ConfigRecord, Message
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
-from strategies.aggregation import NumpyAggregation, TrainReply
-from strategies.arrays import RUNNING_STATISTICS, Arrays, Named, require_alike
+from fedtta.strategies.aggregation import NumpyAggregation, TrainReply
+from fedtta.strategies.arrays import RUNNING_STATISTICS, Arrays, Named, require_alike
 
 #: Added to every loss.
 EPSILON = 1e-10

@@ -1,21 +1,21 @@
 """The names of server aggregations and of test-time collaborations, and their classes.
 
 A new aggregation is a class in a file of its own and a line here; what a run must know about it stands on the class
-(`strategies.aggregation.Aggregation`, `strategies.collaborative.Collaborative`).
+(`fedtta.strategies.aggregation.Aggregation`, `fedtta.strategies.collaborative.Collaborative`).
 """
 
 from __future__ import annotations
 
-from strategies.aggregation import Aggregation
-from strategies.baselines import FedAvgAtTestTime, FedAvgMAtTestTime, FedProxAtTestTime, Local
-from strategies.collaborative import Collaborative
-from strategies.fedamp import FedAMP
-from strategies.fedavg import FedAvg, FedAvgM, FedProx
-from strategies.gma import GMA
-from strategies.pfedbbn import PFedBBN
-from strategies.pfedgraph import PFedGraph
-from strategies.qffl import QFFL
-from strategies.robust import FedKrum, FedMedian, FedMultiKrum, FedTrimmedAvg
+from fedtta.strategies.aggregation import Aggregation
+from fedtta.strategies.baselines import FedAvgAtTestTime, FedAvgMAtTestTime, FedProxAtTestTime, Local
+from fedtta.strategies.collaborative import Collaborative
+from fedtta.strategies.fedamp import FedAMP
+from fedtta.strategies.fedavg import FedAvg, FedAvgM, FedProx
+from fedtta.strategies.gma import GMA
+from fedtta.strategies.pfedbbn import PFedBBN
+from fedtta.strategies.pfedgraph import PFedGraph
+from fedtta.strategies.qffl import QFFL
+from fedtta.strategies.robust import FedKrum, FedMedian, FedMultiKrum, FedTrimmedAvg
 
 #: Aggregations of trained models: values of the setting `aggregation`.
 AGGREGATIONS: dict[str, type[Aggregation]] = {

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from scipy.spatial.distance import pdist, squareform
 
-from strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply
-from strategies.arrays import Arrays, Float, Named, blocks, named_blocks
+from fedtta.strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply
+from fedtta.strategies.arrays import Arrays, Float, Named, blocks, named_blocks
 
 if TYPE_CHECKING:
-    from settings import Settings
+    from fedtta.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from strategies.aggregation import RobustAggregator
-from strategies.arrays import Named, as_numpy, as_record, weighted_mean
-from strategies.fedavg import FedAvg
+from fedtta.strategies.aggregation import RobustAggregator
+from fedtta.strategies.arrays import Named, as_numpy, as_record, weighted_mean
+from fedtta.strategies.fedavg import FedAvg
 
 #: Message type of the statistics round.
 STATISTICS_MESSAGE = "train.statistics"

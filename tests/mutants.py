@@ -13,7 +13,7 @@ from dataclasses import dataclass
 SPOKEN = re.compile(r"print|log|LOG|warn|debug|info|exception|add_argument|ArgumentParser|TypeVar|cast")
 SPOKEN_KEYWORDS = {"help", "description", "prog", "color", "alpha", "fontsize", "linewidth", "label", "metavar"}
 #: In these modules no text is changed: most of it is markup and words.
-PRESENTATION = re.compile(r"server\.report|benchmarks\.tables\.(plots|pages|index)|simulation\.__main__")
+PRESENTATION = re.compile(r"fedtta\.(server\.report|benchmarks\.tables\.(plots|pages|index)|simulation\.__main__)")
 SYMMETRIC = {"max", "min", "isclose", "allclose", "gcd", "isdisjoint", "maximum", "minimum"}
 
 NEGATED: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -42,7 +42,7 @@ PACKAGES = (
 def product() -> dict[str, Path]:
     """Return module → file, relative to the checkout, without generated modules."""
     files = [path.relative_to(ROOT) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    names = {".".join(path.with_suffix("").parts): path for path in files if "_pb2" not in path.name}
+    names = {".".join(("fedtta", *path.with_suffix("").parts)): path for path in files if "_pb2" not in path.name}
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
@@ -52,7 +52,7 @@ def tests_of(module: str) -> tuple[list[str], list[str]]:
     Near are those named after it, importing it, or named after its folder; where there are none, the contract tests.
     """
     *parents, last = module.split(".")
-    folder = ROOT / "tests" / ("report" if module.startswith("server.report") else module.split(".")[0])
+    folder = ROOT / "tests" / ("report" if module.startswith("fedtta.server.report") else module.split(".")[1])
     package = sorted(folder.rglob("test_*.py"))
     others = [path for path in sorted((ROOT / "tests").rglob("*/test_*.py")) if path not in package]
     others = [path for path in others if not {"integration", "faults", "docker"} & set(path.parts)]
@@ -64,7 +64,7 @@ def tests_of(module: str) -> tuple[list[str], list[str]]:
     imported = re.compile(rf"(from|import) {re.escape(module)}\b(?!\.)|from {'.'.join(parents)} import .*\b{last}\b")
     near = named(last) + [path for path in package + others if imported.search(_imports(path))]
     near = (
-        list(dict.fromkeys(near + [path for part in parents[1:] for path in named(part)]))
+        list(dict.fromkeys(near + [path for part in parents[2:] for path in named(part)]))
         or named("contract")
         or package
     )
@@ -106,7 +106,7 @@ def run_tests(copy: Path, files: list[str], limit: float, *options: str) -> tupl
         os.setsid()  # the tests' own processes end with them
         os.chdir(copy)
         sys.path[:] = [str(copy)] + [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
-        for name in [name for name in sys.modules if name.split(".")[0] in (*PACKAGES, "tests")]:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("fedtta", "tests")]:
             del sys.modules[name]
         with (copy / "log").open("w") as log:
             os.dup2(log.fileno(), 1)
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     asked: list[Mutant] = []
     for prefix in options.modules:
         for module, path in product().items():
-            if f"{module}.".startswith(f"{prefix}."):
+            if f"{module}.".startswith(f"fedtta.{prefix}."):
                 asked += chosen(module, (ROOT / path).read_text("utf-8"), options.per_module, options.seed)
     fork = multiprocessing.get_context("fork")
     for part in range(1 if options.near else 2):

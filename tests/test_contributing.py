@@ -62,6 +62,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("copy")
     for package in PACKAGES:
         shutil.copytree(ROOT / package, top / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "fedtta", top / "fedtta", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for _, file, name, code in blocks():
         path = top / file
         assert path.exists() is bool(name), f"{file}: a new file, or a row in an old one"
@@ -88,13 +89,13 @@ def test_each_addition_touches_two_files() -> None:
 def test_the_additions_are_in_the_tables(copy: Path) -> None:
     code = """
 import json
-from data import DATASETS
-from server.methods import METHODS, plan
-from server.report.scores import METRICS
-from settings import Settings
-from strategies import AGGREGATIONS
-from tta import ADAPTERS
-from tta.statistics import ON_REQUEST
+from fedtta.data import DATASETS
+from fedtta.server.methods import METHODS, plan
+from fedtta.server.report.scores import METRICS
+from fedtta.settings import Settings
+from fedtta.strategies import AGGREGATIONS
+from fedtta.tta import ADAPTERS
+from fedtta.tta.statistics import ON_REQUEST
 chosen = [row.label for one in plan(Settings(methods="all")) for row in one.rows]
 print(json.dumps([name in table for name, table in (
     ("confident", ADAPTERS), ("confident", chosen), ("fedbabu", METHODS), ("fedbabu", chosen), ("spread", ON_REQUEST),
@@ -114,7 +115,7 @@ def test_all_additions_in_one_run(copy: Path) -> None:
     }  # fmt: skip
     words = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
     done = subprocess.run(
-        [sys.executable, "-m", "simulation", *words], cwd=copy, capture_output=True, text=True, timeout=300
+        [sys.executable, "-m", "fedtta.simulation", *words], cwd=copy, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (copy / "out" / "added" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -132,8 +133,8 @@ def test_all_additions_in_one_run(copy: Path) -> None:
 def test_the_adapter_is_its_definition_sample_by_sample(copy: Path) -> None:
     code = """
 import numpy as np, torch
-from models import build
-from tta import create
+from fedtta.models import build
+from fedtta.tta import create
 model = build("cnn", 5, image_size=16, seed=3)
 with torch.no_grad():
     model.personal_head.weight *= 2
@@ -158,15 +159,15 @@ for size in (1, 7, 23):
 def test_the_aggregation_the_training_and_the_statistic_do_what_they_say(copy: Path) -> None:
     code = """
 import numpy as np, torch
-from client.algorithms import find_algorithm
-from client.algorithms.base import LocalContext
-from client.statistics import Samples, requested_statistics
-from client.algorithms.training import TrainingSet, cross_entropy
-from models import build
-from settings import Settings
-from strategies.aggregation import TrainReply
-from strategies.sqrt_fedavg import SqrtFedAvg
-from tta.statistics import Statistics, statistics_shapes
+from fedtta.client.algorithms import find_algorithm
+from fedtta.client.algorithms.base import LocalContext
+from fedtta.client.statistics import Samples, requested_statistics
+from fedtta.client.algorithms.training import TrainingSet, cross_entropy
+from fedtta.models import build
+from fedtta.settings import Settings
+from fedtta.strategies.aggregation import TrainReply
+from fedtta.strategies.sqrt_fedavg import SqrtFedAvg
+from fedtta.tta.statistics import Statistics, statistics_shapes
 
 sent = ((1, 0.0, 1), (2, 3.0, 4))
 replies = [TrainReply(n, {"w": np.array([value])}, {"num-examples": count}) for n, value, count in sent]

@@ -20,16 +20,16 @@ import yaml
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from PIL import Image
 
-from benchmarks.__main__ import parser as benchmarks_parser
-from benchmarks.tables.protocol import read_protocol, select_cells
 from docs import figure, generated
-from models import build, save_model
-from server.methods import METHODS, plan
-from server.trainings import TRAININGS
-from settings import Settings, add_arguments, from_arguments
-from simulation import deploy_local, flower_cli, keys, superlink
+from fedtta.benchmarks.__main__ import parser as benchmarks_parser
+from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
+from fedtta.models import build, save_model
+from fedtta.server.methods import METHODS, plan
+from fedtta.server.trainings import TRAININGS
+from fedtta.settings import Settings, add_arguments, from_arguments
+from fedtta.simulation import deploy_local, flower_cli, keys, superlink
+from fedtta.tta.registry import ADAPTERS
 from tests.client.agent import fake
-from tta.registry import ADAPTERS
 
 ROOT = Path(__file__).parent.parent
 WRITTEN = sorted((ROOT / "docs").rglob("*.md"))
@@ -75,7 +75,7 @@ def of_make(command: str) -> list[str]:
 def simulation_plans(command: str, tmp_path: Path) -> None:
     """Every setting is allowed and every row fits the network, the clients and the aggregation."""
     words = of_make(command) if command.startswith("make") else shlex.split(command)
-    plan(settings_of(words[words.index("simulation") + 1 :], tmp_path))
+    plan(settings_of(words[words.index("fedtta.simulation") + 1 :], tmp_path))
 
 
 def simulation_help(command: str, tmp_path: Path) -> None:
@@ -140,18 +140,18 @@ PROOFS = (
     Proof("make docs", place=".ci/run", words="make docs"),
     Proof("make sheet", place="tests/data", words="contact_sheet"),
     Proof("make deploy-local", deploys, ".ci/run", "make deploy-local"),
-    Proof("make flower", through_flower, "tests/integration", "simulation.flower_cli"),
+    Proof("make flower", through_flower, "tests/integration", "fedtta.simulation.flower_cli"),
     Proof("make keys", keys_are_made),
     Proof("flwr run", run_config_parses, "simulation", '"run", str(project)'),
     Proof("flwr ls", place="simulation", words='"ls"'),
     Proof("flower-supernode", supernode_parses, "simulation", 'program("flower-supernode")'),
     Proof("docker compose", place="tests/docker", words="compose.yaml"),
-    Proof(".venv/bin/python -m simulation --help", simulation_help),
-    Proof(".venv/bin/python -m simulation.superlink", place="tests/faults", words="superlink.register"),
-    Proof(".venv/bin/python -m simulation ", simulation_plans, "tests/faults", "resume"),
-    Proof(".venv/bin/python -m benchmarks", benchmark_parses, "tests/benchmarks", "main("),
-    Proof(".venv/bin/python -m server.report", place="tests", words="server.report.__main__ import main"),
-    Proof(".venv/bin/python -m client.agent", place="tests/client/agent", words='"-m", "client.agent"'),
+    Proof(".venv/bin/python -m fedtta.simulation --help", simulation_help),
+    Proof(".venv/bin/python -m fedtta.simulation.superlink", place="tests/faults", words="superlink.register"),
+    Proof(".venv/bin/python -m fedtta.simulation ", simulation_plans, "tests/faults", "resume"),
+    Proof(".venv/bin/python -m fedtta.benchmarks", benchmark_parses, "tests/benchmarks", "main("),
+    Proof(".venv/bin/python -m fedtta.server.report", place="tests", words="fedtta.server.report.__main__ import main"),
+    Proof(".venv/bin/python -m fedtta.client.agent", place="tests/client/agent", words='"-m", "fedtta.client.agent"'),
     Proof(".venv/bin/python -m examples.stream_images", place="tests/test_docs.py", words="examples.stream_images"),
     Proof(".venv/bin/python -m docs.figure", place="tests/test_docs.py", words="figure.drawn"),
 )
@@ -176,7 +176,7 @@ def test_a_command_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown method"):
         simulation_plans("make run METHODS=fedavgg", tmp_path)
     with pytest.raises(ValueError, match="cell"):
-        benchmark_parses(".venv/bin/python -m benchmarks run brfl --cells nowhere", tmp_path)
+        benchmark_parses(".venv/bin/python -m fedtta.benchmarks run brfl --cells nowhere", tmp_path)
 
 
 @pytest.mark.parametrize("code", dict.fromkeys(blocks("python")))
@@ -304,8 +304,8 @@ def test_any_object_is_shown_whole() -> None:
 def test_api_pages_name_every_public_module() -> None:
     pages = generated.pages()
     assert {f"api/{name}.md" for name in generated.PACKAGES} <= set(pages)
-    assert "::: tta.btfl\n" in pages["api/tta.md"]
-    assert "::: messages.transport\n" in pages["api/messages.md"]
+    assert "::: fedtta.tta.btfl\n" in pages["api/tta.md"]
+    assert "::: fedtta.messages.transport\n" in pages["api/messages.md"]
     assert "_pb2" not in pages["api/messages.md"]
     assert generated._defined(ROOT / "client/algorithms/__init__.py") == ["ALGORITHMS", "find_algorithm"]
     assert generated._defined(ROOT / "strategies/__init__.py") == []  # what it only re-exports

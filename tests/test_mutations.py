@@ -85,8 +85,8 @@ def test_the_text_of_an_error_is_left_alone() -> None:
 
 def test_presentation_keeps_its_texts() -> None:
     source = "shown = cell('p', wide=True)\n"
-    assert {one.kind for one in mutants("server.report.page", source)} == {"boolean"}
-    assert {one.kind for one in mutants("server.rounds", source)} == {"boolean", "text"}
+    assert {one.kind for one in mutants("fedtta.server.report.page", source)} == {"boolean"}
+    assert {one.kind for one in mutants("fedtta.server.rounds", source)} == {"boolean", "text"}
 
 
 def test_every_mutant_of_the_runner_compiles() -> None:
@@ -109,7 +109,7 @@ def test_the_choice_depends_on_the_seed_alone_and_takes_each_kind_first() -> Non
 def test_every_module_has_tests() -> None:
     without = [module for module in product() if not any(mutations.tests_of(module))]
     assert without == []
-    near, rest = mutations.tests_of("client.device")
+    near, rest = mutations.tests_of("fedtta.client.device")
     assert near[0] == "tests/client/test_device.py"
     assert not set(near) & set(rest)
     assert all(path.startswith("tests/client/") for path in rest)
@@ -119,9 +119,10 @@ def test_every_module_has_tests() -> None:
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with one module, a test for one of its functions and a test that fails by itself."""
     files = {
+        "fedtta/__init__.py": (mutations.ROOT / "fedtta/__init__.py").read_text(),
         "client/__init__.py": "",
         "client/thing.py": "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n",
-        "tests/client/test_thing.py": "import time\nfrom client.thing import add\n\n\ndef test_broken():\n"
+        "tests/client/test_thing.py": "import time\nfrom fedtta.client.thing import add\n\n\ndef test_broken():\n"
         "    assert False\n\n\ndef test_add():\n    assert add(1, 1) == 2 or time.sleep(add(60, 60))\n",
         "pytest.ini": "[pytest]\naddopts = --import-mode=importlib\nmarkers =\n    slow: s\n    faults: f\n",
     }
@@ -144,10 +145,10 @@ def test_a_mutant_is_killed_or_survives(checkout: Path, line: int, after: str, e
     path = Path("client/thing.py")
     source = (checkout / path).read_text()
     start = source.index("a + b" if line == 2 else "a - b")
-    one = Mutant("client.thing", line, "number", "", after, start, start + 5)
+    one = Mutant("fedtta.client.thing", line, "number", "", after, start, start + 5)
     sound = {"": True}
     files = ["tests/client/test_thing.py"]
-    assert mutations.tests_of("client.thing") == (files, [])
+    assert mutations.tests_of("fedtta.client.thing") == (files, [])
     assert outcome(checkout, path, one, files, 120, sound) == expected
     assert (checkout / path).read_text() == source
     assert sound["tests/client/test_thing.py::test_broken"] is False
@@ -157,7 +158,7 @@ def test_a_mutant_that_takes_too_long_is_a_timeout(checkout: Path) -> None:
     path, files = Path("client/thing.py"), ["tests/client/test_thing.py"]
     source = (checkout / path).read_text()
     start = source.index("a + b")
-    one = Mutant("client.thing", 2, "number", "", "a * 9", start, start + 5)
+    one = Mutant("fedtta.client.thing", 2, "number", "", "a * 9", start, start + 5)
     sound = {"": True, "tests/client/test_thing.py::test_broken": False}
     assert outcome(checkout, path, one, files, 3, sound) == ("timeout", "")
     assert (checkout / path).read_text() == source

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from settings import GROUPS, Settings, keys_in
-from settings.schema import fields_by_key
+from fedtta.settings import GROUPS, Settings, keys_in
+from fedtta.settings.schema import fields_by_key
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
@@ -34,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
 def files() -> dict[str, Path]:
     """Return module name → file of the product."""
     paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    names = {".".join(("fedtta", *path.relative_to(ROOT).with_suffix("").parts)): path for path in paths}
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
@@ -101,9 +103,46 @@ def test_no_folder_imports_itself_around_a_corner() -> None:
 
 def test_imports_point_one_way() -> None:
     for module, found in GRAPH.items():
-        home = module.split(".")[0]
-        others = {one.split(".")[0] for one in found} - {home}
+        home = module.split(".")[1]
+        others = {one.split(".")[1] for one in found} - {home}
         assert others <= ALLOWED[home], f"{module} imports {sorted(others - ALLOWED[home])}"
+
+
+def bare(tree: ast.AST) -> Iterator[str]:
+    """Yield every import of a part by a name without `fedtta`."""
+    for node in ast.walk(tree):
+        names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        yield from (f"line {node.lineno}: {name}" for name in names if name.split(".")[0] in PACKAGES)
+
+
+def test_there_is_one_import_name() -> None:
+    """A module that is imported under two names is there twice: its classes are not its classes."""
+    paths = [
+        path for folder in (*PACKAGES, "docs", "examples", "fedtta", "tests") for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(paths) > 300
+    found = [f"{path.relative_to(ROOT)}, {one}" for path in paths for one in bare(ast.parse(path.read_text("utf-8")))]
+    assert not found
+    assert len(list(bare(ast.parse("import data, os\nfrom tta.btfl import BTFL\nfrom fedtta import tta")))) == 2
+
+
+def test_no_file_is_imported_twice() -> None:
+    """All modules of ours in one process: none under a bare name, none through a link beside the package."""
+    names = [name for name in KNOWN if not name.endswith(("__main__", "_pb2_grpc"))]
+    code = f"""
+import importlib, sys
+for name in {names}:
+    importlib.import_module(name)
+print(sorted(set({list(PACKAGES)}) & set(sys.modules)))
+files = [module.__file__ for name, module in sys.modules.items() if name.startswith("fedtta.")]
+print(len(files) - len(set(files)), [file for file in files if "/fedtta/{PACKAGES[0]}" in file])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.split("\n")[:2] == ["[]", "0 []"]
 
 
 def test_the_checks_see_a_cycle() -> None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from client.node import Node, perform
-from client.state import MemoryState
-from messages.record import read_only
-from messages.replies import Reply
-from messages.requests import Request
-from messages.transport import Addressed, Answer, reason_of
-from settings import Settings
+from fedtta.client.node import Node, perform
+from fedtta.client.state import MemoryState
+from fedtta.messages.record import read_only
+from fedtta.messages.replies import Reply
+from fedtta.messages.requests import Request
+from fedtta.messages.transport import Addressed, Answer, reason_of
+from fedtta.settings import Settings
 
 #: A client: it returns its reply, or None when it never replies, or raises.
 Client = Callable[[Request], Reply | None]

@@ -1,8 +1,8 @@
 """Test-time adaptation: methods that adapt while they predict, one file a method, each an `Adapter`.
 
 An adapter takes samples in stream order and returns probabilities: `predict`, `reset`, `state_dict`, `load_state_dict`,
-`report`. Nothing here depends on federated learning: `tta.BTFL` works in a plain PyTorch program. Names are imported
-when they are first used, so that the names of the methods can be read without torch.
+`report`. Nothing here depends on federated learning: `fedtta.tta.BTFL` works in a plain PyTorch program. Names are
+imported when they are first used, so that the names of the methods can be read without torch.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tta.registry import ADAPTERS, PATHS, create, parse_options
+from fedtta.tta.registry import ADAPTERS, PATHS, create, parse_options
 
 if TYPE_CHECKING:
-    from tta.atp import ATP
-    from tta.base import Adapter
-    from tta.bbn import BBN
-    from tta.bn_adapt import BNAdapt
-    from tta.btfl import BTFL
-    from tta.collaborator import Collaborator
-    from tta.cotta import CoTTA
-    from tta.eata import EATA
-    from tta.fedicon import FedICON
-    from tta.fedthe import FedTHE
-    from tta.fedthe_plus import FedTHEPlus
-    from tta.heads import FedRoD, FixedMix, NoAdaptation, Personal
-    from tta.knn_per import KNNPer
-    from tta.label_shift import BBSE, EM
-    from tta.memo import MEMO
-    from tta.roid import ROID
-    from tta.rotta import RoTTA
-    from tta.shot import SHOT
-    from tta.statistics import Statistics
-    from tta.surgical import Surgical
-    from tta.t3a import T3A
-    from tta.tent import Tent
-    from tta.tsa import TSA
-    from tta.ttt import TTT
+    from fedtta.tta.atp import ATP
+    from fedtta.tta.base import Adapter
+    from fedtta.tta.bbn import BBN
+    from fedtta.tta.bn_adapt import BNAdapt
+    from fedtta.tta.btfl import BTFL
+    from fedtta.tta.collaborator import Collaborator
+    from fedtta.tta.cotta import CoTTA
+    from fedtta.tta.eata import EATA
+    from fedtta.tta.fedicon import FedICON
+    from fedtta.tta.fedthe import FedTHE
+    from fedtta.tta.fedthe_plus import FedTHEPlus
+    from fedtta.tta.heads import FedRoD, FixedMix, NoAdaptation, Personal
+    from fedtta.tta.knn_per import KNNPer
+    from fedtta.tta.label_shift import BBSE, EM
+    from fedtta.tta.memo import MEMO
+    from fedtta.tta.roid import ROID
+    from fedtta.tta.rotta import RoTTA
+    from fedtta.tta.shot import SHOT
+    from fedtta.tta.statistics import Statistics
+    from fedtta.tta.surgical import Surgical
+    from fedtta.tta.t3a import T3A
+    from fedtta.tta.tent import Tent
+    from fedtta.tta.tsa import TSA
+    from fedtta.tta.ttt import TTT
 
 __all__ = [
     "ADAPTERS",
@@ -74,9 +74,9 @@ __all__ = [
 
 #: Public name → "module:name"; the methods come from the registry.
 _LAZY = {
-    "Adapter": "tta.base:Adapter",
-    "Collaborator": "tta.collaborator:Collaborator",
-    "Statistics": "tta.statistics:Statistics",
+    "Adapter": "fedtta.tta.base:Adapter",
+    "Collaborator": "fedtta.tta.collaborator:Collaborator",
+    "Statistics": "fedtta.tta.statistics:Statistics",
     **{path.partition(":")[2]: path for path in PATHS.values()},
 }
 
@@ -90,10 +90,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(module), member)
         globals()[name] = value
         return value
-    if f"tta.{name}" in _MODULES:
-        return importlib.import_module(f"tta.{name}")
-    raise AttributeError(f"module 'tta' has no attribute {name!r}")
+    if f"{__name__}.{name}" in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_LAZY) | {module.partition(".")[2] for module in _MODULES})
+    return sorted(set(globals()) | set(_LAZY) | {module.rpartition(".")[2] for module in _MODULES})

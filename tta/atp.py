@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tta.base import Adapter, prefixed
-from tta.checks import check_choice, check_finite, check_number
-from tta.modules import (
+from fedtta.tta.base import Adapter, prefixed
+from fedtta.tta.checks import check_choice, check_finite, check_number
+from fedtta.tta.modules import (
     Adapt,
     batch_statistics,
     call_with,

@@ -149,7 +149,7 @@ class AugMix:
 
     @classmethod
     def for_data(cls, *, flip: bool, crop: float) -> Self:
-        """See `tta.views.RandomViews`; the crop shifts the image and keeps its size."""
+        """See `fedtta.tta.views.RandomViews`; the crop shifts the image and keeps its size."""
         return cls(flip=flip)
 
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:

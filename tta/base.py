@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tta.statistics import STATISTICS_NEEDS
+from fedtta.tta.statistics import STATISTICS_NEEDS
 
 if TYPE_CHECKING:
-    from tta.views import RandomViews
+    from fedtta.tta.views import RandomViews
 
 #: What an adapter may need from the training before it, the model or the machine.
 NEEDS = STATISTICS_NEEDS | {
@@ -51,7 +51,7 @@ class Adapter(ABC):
         Keep the per-sample report of everything since the last reset (False keeps none, for endless streams).
     """
 
-    #: Name in settings and tables, the key in `tta.registry.ADAPTERS`.
+    #: Name in settings and tables, the key in `fedtta.tta.registry.ADAPTERS`.
     name: ClassVar[str] = ""
     #: Title and venue; empty for a plain baseline.
     paper: ClassVar[str] = ""
@@ -62,7 +62,7 @@ class Adapter(ABC):
     per: Literal["sample", "batch"] = "sample"
     #: A subset of `NEEDS`.
     needs: ClassVar[frozenset[str]] = frozenset()
-    #: Whether it can take part in test-time rounds; see `tta.collaborator`.
+    #: Whether it can take part in test-time rounds; see `fedtta.tta.collaborator`.
     collaborates: ClassVar[bool] = False
     #: Whether there is anything to mix in those rounds.
     shares: ClassVar[bool] = False

@@ -2,8 +2,8 @@
 
 pFedBBN: A Personalized Federated Test-Time Adaptation with Balanced Batch Normalization for Class-Imbalanced Data
 (anonymous, under review, 2025), section 3.1. Three networks come from one: source (frozen), teacher and student. The
-two share the weights and biases (γ, β) of their balanced BatchNorm layers (`models.balanced`), the only parameters that
-are trained; each has class statistics of its own. One batch x, with x̃ its augmented views:
+two share the weights and biases (γ, β) of their balanced BatchNorm layers (`fedtta.models.balanced`), the only
+parameters that are trained; each has class statistics of its own. One batch x, with x̃ its augmented views:
 
 1. teacher(x) with the statistics as they are, without gradient: pseudo-labels ĉ, and the prediction returned;
 2. one pass of teacher(x) and student(x̃), in which each layer first updates its class statistics with ĉ, then normalises
@@ -19,7 +19,7 @@ Decisions and deviations:
 - The student sees the views and the teacher the images, as in TRIBE (AAAI 2024), where BBN comes from. The paper's
   section 3.1.2 prints it the other way round: `augment="teacher"`.
 - δ = h0 ln K. The paper gives no numbers; h0, λ_cr and Adam's rate are TRIBE's.
-- How class statistics are updated, and where that departs from the print, is in `models.balanced`.
+- How class statistics are updated, and where that departs from the print, is in `fedtta.models.balanced`.
 - BatchNorm parameters that are frozen, or in the personal head, are left alone. Layers without weights only normalise.
 - L_KD and L_CR are differentiated one after the other, so that one network's activations are in memory, not two.
 
@@ -38,14 +38,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from models import PERSONAL_PREFIX
-from models.balanced import BalancedBatchNorm, balance, pseudo_labels
-from models.optim import FunctionalOptimizer
-from tta.base import prefixed
-from tta.checks import check_choice, check_finite, check_least, check_number, class_count
-from tta.collaborator import Collaborator, affine_names, batchnorm_layers
-from tta.tent import entropy_of_logits
-from tta.views import Augment, Views, augmented, seeded
+from fedtta.models import PERSONAL_PREFIX
+from fedtta.models.balanced import BalancedBatchNorm, balance, pseudo_labels
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import prefixed
+from fedtta.tta.checks import check_choice, check_finite, check_least, check_number, class_count
+from fedtta.tta.collaborator import Collaborator, affine_names, batchnorm_layers
+from fedtta.tta.tent import entropy_of_logits
+from fedtta.tta.views import Augment, Views, augmented, seeded
 
 MANY_CLASSES = 100  # K from which h0 is the larger one
 
@@ -60,15 +60,15 @@ class BBN(Collaborator):
     Parameters
     ----------
     model : nn.Module
-        A network with BatchNorm layers; `models.TwoHead` predicts with its global head. It is the source network: leave
-        its weights alone while the adapter is in use.
+        A network with BatchNorm layers; `fedtta.models.TwoHead` predicts with its global head. It is the source
+        network: leave its weights alone while the adapter is in use.
     num_classes : int or None
         K; None: `model.num_classes`.
     momentum : float or None
         η of the class statistics, in (0, 1]; None: max(0.0005 K, 0.01).
     gamma : float or None
-        Interpolation of class statistics with those of the batch, in [0, 1], see `models.balanced`; None: 0. TRIBE
-        takes 0.1 for 100 classes.
+        Interpolation of class statistics with those of the batch, in [0, 1], see `fedtta.models.balanced`; None: 0.
+        TRIBE takes 0.1 for 100 classes.
     h0 : float or None
         δ / ln K, finite, 0 or more; None: 0.05 below 100 classes, 0.2 from there on.
     consistency : float
@@ -76,7 +76,7 @@ class BBN(Collaborator):
     lr : float
         Of Adam (β = 0.9, 0.999), finite, 0 or more.
     augment : "student", "teacher" or callable
-        Which network sees the views, made by `tta.views.Views()`, for images. A callable
+        Which network sees the views, made by `fedtta.tta.views.Views()`, for images. A callable
         `augment(x [B, ...], generator) -> [B, ...]` makes views for the student.
     seed : int
         Of the views, 0 or more; they depend on it and on the number of batches since the last reset only.

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tta.base import prefixed
-from tta.checks import check_finite, check_least
-from tta.collaborator import Collaborator, replace_batchnorms
+from fedtta.tta.base import prefixed
+from fedtta.tta.checks import check_finite, check_least
+from fedtta.tta.collaborator import Collaborator, replace_batchnorms
 
 
 class BatchStatistics(nn.Module):
@@ -178,7 +178,7 @@ class BNAdapt(BatchNormalised):
     Parameters
     ----------
     model : nn.Module
-        Any network with BatchNorm; `models.TwoHead` predicts with its global head.
+        Any network with BatchNorm; `fedtta.models.TwoHead` predicts with its global head.
     prior : int
         N, 0 or more: how many samples the source's statistics count for. The smaller the batch, the more they help.
     record, proximal

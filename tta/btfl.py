@@ -25,12 +25,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tta.arrays import Array, Constants, class_major, from_tensor, namespace, softmax_entropy, to_device_of, to_tensor
-from tta.base import Adapter
-from tta.checks import check_choice, check_number
-from tta.heads import check_two_heads, statistic_vector, two_heads
-from tta.posterior import BetaRule, mixing_weight
-from tta.statistics import Statistics, discretise
+from fedtta.tta.arrays import (
+    Array,
+    Constants,
+    class_major,
+    from_tensor,
+    namespace,
+    softmax_entropy,
+    to_device_of,
+    to_tensor,
+)
+from fedtta.tta.base import Adapter
+from fedtta.tta.checks import check_choice, check_number
+from fedtta.tta.heads import check_two_heads, statistic_vector, two_heads
+from fedtta.tta.posterior import BetaRule, mixing_weight
+from fedtta.tta.statistics import Statistics, discretise
 
 __all__ = ["BTFL", "discretise", "mixing_weight"]
 

@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from models import PERSONAL_PREFIX, ROTATION_PREFIX
-from tta.base import Adapter
+from fedtta.models import PERSONAL_PREFIX, ROTATION_PREFIX
+from fedtta.tta.base import Adapter
 
 #: What a collaborating adapter lets others mix.
 Share = Literal["affine", "statistics", "all"]

@@ -38,8 +38,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import grid_sample
 
-from tta.checks import check_number
-from tta.views import COLOURED_ONLY, COLOURS, grey
+from fedtta.tta.checks import check_number
+from fedtta.tta.views import COLOURED_ONLY, COLOURS, grey
 
 #: The colour operations of the jitter, and the spread of their parameter at strength 1.
 JITTER = {"brightness": 0.8, "contrast": 0.8, "saturation": 0.8, "hue": 0.2}
@@ -169,7 +169,7 @@ class ContrastiveViews:
 
     @classmethod
     def for_data(cls, *, flip: bool, crop: float) -> Self:
-        """See `tta.views.RandomViews`."""
+        """See `fedtta.tta.views.RandomViews`."""
         return cls(crop_scale=(crop, 1.0), flip=flip)
 
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:

@@ -28,12 +28,12 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from models.optim import FunctionalOptimizer
-from tta.base import prefixed
-from tta.bn_adapt import BatchNormalised
-from tta.checks import check_choice, check_finite, check_least, check_number
-from tta.collaborator import shared_parameters
-from tta.views import Augment, Views, augmented, seeded
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import prefixed
+from fedtta.tta.bn_adapt import BatchNormalised
+from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
+from fedtta.tta.collaborator import shared_parameters
+from fedtta.tta.views import Augment, Views, augmented, seeded
 
 AVERAGES = ("logits", "probabilities")
 PASS = 256  # samples that the teacher sees in one pass: small batches have several views in it
@@ -49,7 +49,7 @@ class CoTTA(BatchNormalised):
     Parameters
     ----------
     model : nn.Module
-        Any network with BatchNorm; `models.TwoHead` predicts with its global head.
+        Any network with BatchNorm; `fedtta.models.TwoHead` predicts with its global head.
     lr : float
         Of Adam (β = 0.9, 0.999), finite, 0 or more.
     momentum_teacher : float
@@ -63,7 +63,7 @@ class CoTTA(BatchNormalised):
     average : "logits" or "probabilities"
         What of the views is averaged.
     augment : callable or None
-        `augment(x [B, ...], generator) -> [B, ...]`, called once a view; None: `tta.views.Views()`, for images.
+        `augment(x [B, ...], generator) -> [B, ...]`, called once a view; None: `fedtta.tta.views.Views()`, for images.
     seed : int
         Of views and restoration, 0 or more. Both depend on it and on the number of batches since the last reset only.
     record, proximal

@@ -37,12 +37,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from models.optim import FunctionalOptimizer
-from tta.base import prefixed
-from tta.bn_adapt import BatchNormalised, with_batch_statistics
-from tta.checks import check_finite, check_least, check_number, class_count
-from tta.collaborator import affine_names
-from tta.tent import entropy_of_logits
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import prefixed
+from fedtta.tta.bn_adapt import BatchNormalised, with_batch_statistics
+from fedtta.tta.checks import check_finite, check_least, check_number, class_count
+from fedtta.tta.collaborator import affine_names
+from fedtta.tta.tent import entropy_of_logits
 
 
 def sample_weights(logits: Tensor, average: Tensor, margin: float, redundancy: float) -> Tensor:
@@ -125,7 +125,7 @@ class EATA(BatchNormalised):
     Parameters
     ----------
     model : nn.Module
-        Any network with BatchNorm; `models.TwoHead` predicts with its global head.
+        Any network with BatchNorm; `fedtta.models.TwoHead` predicts with its global head.
     optimizer, lr, momentum, steps
         See `Tent`; the paper takes one step of SGD a batch.
     margin : float

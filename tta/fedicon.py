@@ -40,12 +40,12 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
-from models.optim import FunctionalOptimizer
-from tta.base import Adapter, prefixed
-from tta.checks import check_choice, check_finite, check_least, check_number
-from tta.contrastive import ContrastiveViews, self_contrastive
-from tta.heads import HEADS, check_two_heads
-from tta.views import Augment, augmented, seeded
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import Adapter, prefixed
+from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
+from fedtta.tta.contrastive import ContrastiveViews, self_contrastive
+from fedtta.tta.heads import HEADS, check_two_heads
+from fedtta.tta.views import Augment, augmented, seeded
 
 MODES = ("offline", "online")
 PASS = 256  # samples predicted at once
@@ -69,7 +69,7 @@ class FedICON(Adapter):
     Parameters
     ----------
     model : nn.Module
-        A `models.TwoHead`; its encoder takes what `augment` gives.
+        A `fedtta.models.TwoHead`; its encoder takes what `augment` gives.
     mode : "offline" or "online"
         What a call of `predict` is.
     epochs : int
@@ -95,7 +95,8 @@ class FedICON(Adapter):
     Raises
     ------
     ValueError
-        An option is out of range, the model is not built like `models.TwoHead`, or its encoder has nothing to tune.
+        An option is out of range, the model is not built like `fedtta.models.TwoHead`, or its encoder has nothing to
+        tune.
     """
 
     name = "fedicon"

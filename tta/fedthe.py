@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from models.optim import BETAS, EPS
-from tta.arrays import (
+from fedtta.models.optim import BETAS, EPS
+from fedtta.tta.arrays import (
     Array,
     Constants,
     class_major,
@@ -34,10 +34,10 @@ from tta.arrays import (
     to_host,
     to_tensor,
 )
-from tta.base import Adapter
-from tta.checks import check_choice, check_number
-from tta.heads import check_two_heads, statistic_vector, two_heads
-from tta.statistics import Statistics
+from fedtta.tta.base import Adapter
+from fedtta.tta.checks import check_choice, check_number
+from fedtta.tta.heads import check_two_heads, statistic_vector, two_heads
+from fedtta.tta.statistics import Statistics
 
 #: λ_s of the objectives that do not look at the heads.
 CONSTANTS = {"em": 1.0, "fa": 0.0, "half": 0.5}

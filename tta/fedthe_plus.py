@@ -17,13 +17,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tta.augmix import AugMix
-from tta.base import Adapter
-from tta.fedthe import FedTHE
-from tta.heads import two_heads
-from tta.memo import Readout, Tuning, tune_and_predict
-from tta.statistics import Statistics
-from tta.views import Augment
+from fedtta.tta.augmix import AugMix
+from fedtta.tta.base import Adapter
+from fedtta.tta.fedthe import FedTHE
+from fedtta.tta.heads import two_heads
+from fedtta.tta.memo import Readout, Tuning, tune_and_predict
+from fedtta.tta.statistics import Statistics
+from fedtta.tta.views import Augment
 
 
 class FedTHEPlus(Adapter):

@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tta.base import Adapter
-from tta.checks import check_choice, check_finite, check_number
-from tta.collaborator import Collaborator
-from tta.statistics import Statistics
+from fedtta.tta.base import Adapter
+from fedtta.tta.checks import check_choice, check_finite, check_number
+from fedtta.tta.collaborator import Collaborator
+from fedtta.tta.statistics import Statistics
 
 MIXES = ("probabilities", "logits")
 HEADS = {"global": "head", "personal": "personal_head"}
 
 
 def check_two_heads(model: nn.Module, method: str) -> int:
-    """Return d, the number of features; raise ValueError if `model` is not built like `models.TwoHead`."""
+    """Return d, the number of features; raise ValueError if `model` is not built like `fedtta.models.TwoHead`."""
     missing = [name for name in ("features", "head", "personal_head") if not hasattr(model, name)]
     if missing:
         raise ValueError(f"{method} needs a two-head model; {type(model).__name__} has no {', '.join(missing)}")

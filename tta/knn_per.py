@@ -27,9 +27,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tta.base import Adapter
-from tta.checks import check_least, check_number
-from tta.heads import feature_head, features_and_logits
+from fedtta.tta.base import Adapter
+from fedtta.tta.checks import check_least, check_number
+from fedtta.tta.heads import feature_head, features_and_logits
 
 CHUNK_NUMBERS = 2**22  # distances computed at once
 
@@ -127,7 +127,7 @@ class KNNPer(Adapter):
     Parameters
     ----------
     model : nn.Module
-        A network with `features` and `head` (`models.TwoHead`); with `personal_head` where `head` is "personal".
+        A network with `features` and `head` (`fedtta.models.TwoHead`); with `personal_head` where `head` is "personal".
     datastore : Datastore
         Made by the same encoder.
     neighbours : int

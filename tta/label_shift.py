@@ -39,9 +39,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tta.base import Adapter
-from tta.checks import check_choice, check_finite, check_least, check_number
-from tta.statistics import Statistics
+from fedtta.tta.base import Adapter
+from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
+from fedtta.tta.statistics import Statistics
 
 PREDICTIONS = ("hard", "soft")
 SUM_TOLERANCE = 1e-4  # of what should sum to 1, and may have been averaged in float32
@@ -167,7 +167,7 @@ class EM(Adapter):
     Parameters
     ----------
     model : nn.Module
-        Gives logits [B, K]; `models.TwoHead` predicts with its global head.
+        Gives logits [B, K]; `fedtta.models.TwoHead` predicts with its global head.
     statistics : Statistics
         Its `label_prior` [K], the source's p_s, is needed.
     iterations : int
@@ -223,7 +223,7 @@ class BBSE(Adapter):
     Parameters
     ----------
     model : nn.Module
-        Gives logits [B, K]; `models.TwoHead` predicts with its global head.
+        Gives logits [B, K]; `fedtta.models.TwoHead` predicts with its global head.
     statistics : Statistics
         Its `confusion` [K, K] is needed: P(ŷ = i, y = j) on validation data, row i, column j.
     predictions : "hard" or "soft"

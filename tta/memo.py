@@ -25,12 +25,12 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from tta.augmix import AugMix
-from tta.base import Adapter
-from tta.checks import check_choice, check_least, check_number
-from tta.heads import HEADS, check_two_heads
-from tta.statistics import Statistics
-from tta.views import Augment, augmented, seeded
+from fedtta.tta.augmix import AugMix
+from fedtta.tta.base import Adapter
+from fedtta.tta.checks import check_choice, check_least, check_number
+from fedtta.tta.heads import HEADS, check_two_heads
+from fedtta.tta.statistics import Statistics
+from fedtta.tta.views import Augment, augmented, seeded
 
 MODES = ("auto", "loop", "vmap")
 CPU_CHUNK = 8  # samples of a vmap on a CPU

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from models import PERSONAL_PREFIX
-from tta.checks import check_choice
-from tta.collaborator import shared_parameters
+from fedtta.models import PERSONAL_PREFIX
+from fedtta.tta.checks import check_choice
+from fedtta.tta.collaborator import shared_parameters
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 #: Name and layer → the function that takes the place of the layer's `forward`.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from scipy.special import betaln
 
-from tta.arrays import Array, Constants, largest, namespace
+from fedtta.tta.arrays import Array, Constants, largest, namespace
 
 #: Smaller shape parameters have tails longer than the nodes are worth.
 SMALLEST_SHAPE = 1e-4

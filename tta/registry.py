@@ -1,7 +1,7 @@
 """Adapters by name: looking one up, reading its options, creating one.
 
-What an adapter is and needs stands on its class (`tta.base.Adapter`); here is one line a method. Names can be read
-without torch; a class is imported when it is looked up.
+What an adapter is and needs stands on its class (`fedtta.tta.base.Adapter`); here is one line a method. Names can be
+read without torch; a class is imported when it is looked up.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import nn
 
-    from tta.base import Adapter
-    from tta.knn_per import Datastore
-    from tta.statistics import Statistics
+    from fedtta.tta.base import Adapter
+    from fedtta.tta.knn_per import Datastore
+    from fedtta.tta.statistics import Statistics
 
 #: Name → "module:Class".
 PATHS = {
-    "none": "tta.heads:NoAdaptation",
-    "personal": "tta.heads:Personal",
-    "fixed_mix": "tta.heads:FixedMix",
-    "fedthe": "tta.fedthe:FedTHE",
-    "btfl": "tta.btfl:BTFL",
-    "memo": "tta.memo:MEMO",
-    "fedthe_plus": "tta.fedthe_plus:FedTHEPlus",
-    "atp": "tta.atp:ATP",
-    "bn_adapt": "tta.bn_adapt:BNAdapt",
-    "tent": "tta.tent:Tent",
-    "cotta": "tta.cotta:CoTTA",
-    "rotta": "tta.rotta:RoTTA",
-    "roid": "tta.roid:ROID",
-    "bbn": "tta.bbn:BBN",
-    "eata": "tta.eata:EATA",
-    "ttt": "tta.ttt:TTT",
-    "t3a": "tta.t3a:T3A",
-    "shot": "tta.shot:SHOT",
-    "surgical": "tta.surgical:Surgical",
-    "em": "tta.label_shift:EM",
-    "bbse": "tta.label_shift:BBSE",
-    "tsa": "tta.tsa:TSA",
-    "knn_per": "tta.knn_per:KNNPer",
-    "fedrod": "tta.heads:FedRoD",
-    "fedicon": "tta.fedicon:FedICON",
+    "none": "fedtta.tta.heads:NoAdaptation",
+    "personal": "fedtta.tta.heads:Personal",
+    "fixed_mix": "fedtta.tta.heads:FixedMix",
+    "fedthe": "fedtta.tta.fedthe:FedTHE",
+    "btfl": "fedtta.tta.btfl:BTFL",
+    "memo": "fedtta.tta.memo:MEMO",
+    "fedthe_plus": "fedtta.tta.fedthe_plus:FedTHEPlus",
+    "atp": "fedtta.tta.atp:ATP",
+    "bn_adapt": "fedtta.tta.bn_adapt:BNAdapt",
+    "tent": "fedtta.tta.tent:Tent",
+    "cotta": "fedtta.tta.cotta:CoTTA",
+    "rotta": "fedtta.tta.rotta:RoTTA",
+    "roid": "fedtta.tta.roid:ROID",
+    "bbn": "fedtta.tta.bbn:BBN",
+    "eata": "fedtta.tta.eata:EATA",
+    "ttt": "fedtta.tta.ttt:TTT",
+    "t3a": "fedtta.tta.t3a:T3A",
+    "shot": "fedtta.tta.shot:SHOT",
+    "surgical": "fedtta.tta.surgical:Surgical",
+    "em": "fedtta.tta.label_shift:EM",
+    "bbse": "fedtta.tta.label_shift:BBSE",
+    "tsa": "fedtta.tta.tsa:TSA",
+    "knn_per": "fedtta.tta.knn_per:KNNPer",
+    "fedrod": "fedtta.tta.heads:FedRoD",
+    "fedicon": "fedtta.tta.fedicon:FedICON",
 }
 
 

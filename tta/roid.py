@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from models.optim import FunctionalOptimizer
-from tta.base import prefixed
-from tta.bn_adapt import BatchNormalised
-from tta.checks import check_finite, check_least, check_number, class_count
-from tta.collaborator import affine_names
-from tta.tent import entropy_of_logits
-from tta.views import Augment, Views, augmented, seeded
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import prefixed
+from fedtta.tta.bn_adapt import BatchNormalised
+from fedtta.tta.checks import check_finite, check_least, check_number, class_count
+from fedtta.tta.collaborator import affine_names
+from fedtta.tta.tent import entropy_of_logits
+from fedtta.tta.views import Augment, Views, augmented, seeded
 
 CLIP = 0.99  # largest p in the likelihood ratio, above which the gradient is zero; published code
 SMALLEST_RATIO = 1e-5  # added to p / (1 - p) before the logarithm; published code
@@ -86,7 +86,7 @@ class ROID(BatchNormalised):
     Parameters
     ----------
     model : nn.Module
-        Any network with BatchNorm; `models.TwoHead` predicts with its global head.
+        Any network with BatchNorm; `fedtta.models.TwoHead` predicts with its global head.
     lr : float
         Of Adam (β = 0.9, 0.999), finite, 0 or more. 1e-3 is the published one for CIFAR.
     momentum_src : float
@@ -100,7 +100,7 @@ class ROID(BatchNormalised):
     num_classes : int or None
         K; None: `model.num_classes`.
     augment : callable or None
-        `augment(x [n, ...], generator) -> [n, ...]`; None: `tta.views.Views` as above, for images.
+        `augment(x [n, ...], generator) -> [n, ...]`; None: `fedtta.tta.views.Views` as above, for images.
     seed : int
         Of the views, 0 or more. They depend on it and on the number of batches since the last reset only.
     record, proximal

@@ -31,12 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from models.optim import FunctionalOptimizer
-from tta.base import prefixed
-from tta.checks import check_finite, check_least, check_number, class_count
-from tta.collaborator import Collaborator, affine_names, replace_batchnorms
-from tta.tent import entropy_of_logits
-from tta.views import Augment, Views, augmented, seeded
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import prefixed
+from fedtta.tta.checks import check_finite, check_least, check_number, class_count
+from fedtta.tta.collaborator import Collaborator, affine_names, replace_batchnorms
+from fedtta.tta.tent import entropy_of_logits
+from fedtta.tta.views import Augment, Views, augmented, seeded
 
 ROLES = ("student", "teacher")
 
@@ -243,7 +243,7 @@ class RoTTA(Collaborator):
     Parameters
     ----------
     model : nn.Module
-        Any network with BatchNorm; `models.TwoHead` predicts with its global head.
+        Any network with BatchNorm; `fedtta.models.TwoHead` predicts with its global head.
     lr : float
         Of Adam (β = 0.9, 0.999), finite, 0 or more.
     capacity : int
@@ -259,7 +259,7 @@ class RoTTA(Collaborator):
     num_classes : int or None
         K, at least 2; None: `model.num_classes`.
     augment : callable or None
-        `augment(x [n, ...], generator) -> [n, ...]`, the strong views; None: `tta.views.Views()`, for images.
+        `augment(x [n, ...], generator) -> [n, ...]`, the strong views; None: `fedtta.tta.views.Views()`, for images.
     seed : int
         Of the views, 0 or more. They depend on it and on the number of updates since the last reset only.
     record, proximal

@@ -37,14 +37,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, normalize, one_hot, pad
 
-from models.optim import FunctionalOptimizer
-from tta.base import Adapter, prefixed
-from tta.bn_adapt import with_batch_statistics
-from tta.checks import check_choice, check_finite, check_least, check_number, check_parts
-from tta.collaborator import shared_parameters
-from tta.heads import HEADS
-from tta.statistics import Statistics
-from tta.tent import entropy_of_logits
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import Adapter, prefixed
+from fedtta.tta.bn_adapt import with_batch_statistics
+from fedtta.tta.checks import check_choice, check_finite, check_least, check_number, check_parts
+from fedtta.tta.collaborator import shared_parameters
+from fedtta.tta.heads import HEADS
+from fedtta.tta.statistics import Statistics
+from fedtta.tta.tent import entropy_of_logits
 
 
 def information_maximisation(logits: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class SHOT(Adapter):
     Parameters
     ----------
     model : nn.Module
-        With `features` and the head, such as `models.TwoHead`; BatchNorm is not needed.
+        With `features` and the head, such as `fedtta.models.TwoHead`; BatchNorm is not needed.
     statistics : Statistics or None
         Not needed.
     head : "global" or "personal"

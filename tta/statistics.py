@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from models import ROTATION_PREFIX
-from models.layers import by_block
+from fedtta.models import ROTATION_PREFIX
+from fedtta.models.layers import by_block
 
 if TYPE_CHECKING:
-    from models import TwoHead
+    from fedtta.models import TwoHead
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -35,7 +35,7 @@ class Statistic:
     shape : tuple of str
         Dimensions by name: "features" (d), "classes" (K), "blocks"; empty for one number, which travels as [1].
     need : str
-        The adapters' need that it meets; see `tta.base.NEEDS`.
+        The adapters' need that it meets; see `fedtta.tta.base.NEEDS`.
     own, mean : str
         Fields of `Statistics` that the client's own value and the mean over clients fill; empty: not used.
     high, low : float

@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tta.base import Adapter
-from tta.checks import check_choice, check_finite, check_least
-from tta.heads import feature_head, features_and_logits
-from tta.statistics import Statistics
-from tta.tent import entropy_of_logits
+from fedtta.tta.base import Adapter
+from fedtta.tta.checks import check_choice, check_finite, check_least
+from fedtta.tta.heads import feature_head, features_and_logits
+from fedtta.tta.statistics import Statistics
+from fedtta.tta.tent import entropy_of_logits
 
 PROTOTYPES = ("mean", "direction")
 SMALLEST_NORM = 1e-12  # as torch's `normalize`
@@ -45,7 +45,7 @@ class T3A(Adapter):
     Parameters
     ----------
     model : nn.Module
-        A network with `features` and `head` (`models.TwoHead`); with `personal_head` where `head` is "personal".
+        A network with `features` and `head` (`fedtta.models.TwoHead`); with `personal_head` where `head` is "personal".
         Nothing in it changes.
     statistics : Statistics or None
         Not used.

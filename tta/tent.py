@@ -22,11 +22,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from models.optim import FunctionalOptimizer
-from tta.base import prefixed
-from tta.bn_adapt import BatchNormalised
-from tta.checks import check_finite, check_least
-from tta.collaborator import affine_names
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import prefixed
+from fedtta.tta.bn_adapt import BatchNormalised
+from fedtta.tta.checks import check_finite, check_least
+from fedtta.tta.collaborator import affine_names
 
 
 def entropy_of_logits(logits: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Tent(BatchNormalised):
     Parameters
     ----------
     model : nn.Module
-        Any network with BatchNorm; `models.TwoHead` predicts with its global head.
+        Any network with BatchNorm; `fedtta.models.TwoHead` predicts with its global head.
     optimizer : "adam" or "sgd"
         Adam is the paper's choice for CIFAR, SGD with momentum for ImageNet.
     lr : float

@@ -29,12 +29,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from models.optim import FunctionalOptimizer
-from tta.base import Adapter, prefixed
-from tta.checks import check_choice, check_least
-from tta.heads import check_two_heads, two_heads
-from tta.statistics import Statistics
-from tta.views import Augment, Views, augmented, seeded
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import Adapter, prefixed
+from fedtta.tta.checks import check_choice, check_least
+from fedtta.tta.heads import check_two_heads, two_heads
+from fedtta.tta.statistics import Statistics
+from fedtta.tta.views import Augment, Views, augmented, seeded
 
 SCOPES = ("stream", "sample")
 SIMILARITIES = ("cosine", "dot")
@@ -86,7 +86,7 @@ class TSA(Adapter):
     least : float
         Tuning stops when a head has less weight, in [0, 0.5); "stream" only.
     augment : callable or None
-        `augment(x [n, ...], generator) -> [n, ...]`; None: `tta.views.Views()`, for images.
+        `augment(x [n, ...], generator) -> [n, ...]`; None: `fedtta.tta.views.Views()`, for images.
     seed : int
         Of the views, 0 or more; they depend on it, on the position since the last reset (of the batch's first sample,
         or of each sample) and on the step.

@@ -31,14 +31,14 @@ from torch import Generator, Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, pad
 
-from models import PERSONAL_PREFIX
-from models.optim import FunctionalOptimizer
-from tta.base import Adapter, prefixed
-from tta.checks import check_choice, check_finite, check_least, check_parts
-from tta.heads import HEADS
-from tta.memo import Readout, Tuning
-from tta.statistics import Statistics
-from tta.views import Augment, augmented
+from fedtta.models import PERSONAL_PREFIX
+from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.base import Adapter, prefixed
+from fedtta.tta.checks import check_choice, check_finite, check_least, check_parts
+from fedtta.tta.heads import HEADS
+from fedtta.tta.memo import Readout, Tuning
+from fedtta.tta.statistics import Statistics
+from fedtta.tta.views import Augment, augmented
 
 TURNS = 4  # quarter turns in a circle
 

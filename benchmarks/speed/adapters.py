@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.clients import summarize
-from benchmarks.papers import values
-from benchmarks.speed.measurement import Measured, Ratio, clock_and_processor
-from client.device import Device
-from client.evaluation import Neighbours, make_adapter, memorize
-from client.state import MemoryState, NetworkStore, private_folder
-from client.statistics import ON_REQUEST, join_statistics
-from data import Federation, Images
-from messages.requests import AdapterRow
-from models import MODELS, build
-from settings import Settings, SettingsError, assignments
-from tta import Adapter, Statistics
-from tta.atp import zero_rates
-from tta.bbn import BBN
-from tta.registry import ADAPTERS
+from fedtta.benchmarks.clients import summarize
+from fedtta.benchmarks.papers import values
+from fedtta.benchmarks.speed.measurement import Measured, Ratio, clock_and_processor
+from fedtta.client.device import Device
+from fedtta.client.evaluation import Neighbours, make_adapter, memorize
+from fedtta.client.state import MemoryState, NetworkStore, private_folder
+from fedtta.client.statistics import ON_REQUEST, join_statistics
+from fedtta.data import Federation, Images
+from fedtta.messages.requests import AdapterRow
+from fedtta.models import MODELS, build
+from fedtta.settings import Settings, SettingsError, assignments
+from fedtta.tta import Adapter, Statistics
+from fedtta.tta.atp import zero_rates
+from fedtta.tta.bbn import BBN
+from fedtta.tta.registry import ADAPTERS
 
 CLASSES, SIDE = 10, 32
 SAMPLES, BATCH, REPEATS = 200, 20, 3

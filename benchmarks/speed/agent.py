@@ -1,9 +1,9 @@
 """The resident agent over a bare forward pass: latency, throughput, 50 simultaneous streams, memory.
 
-Real agents (`python -m client.agent`) on Unix sockets, one after another, each starting from a state directory with
-the papers' CNN (`benchmarks.speed.served`). The bare forward pass of the same images in this process alternates with
-the requests, so that a change in load affects both. All run on the CPU with one torch thread each and the agent's
-default settings. Memory depends on the installed torch build.
+Real agents (`python -m fedtta.client.agent`) on Unix sockets, one after another, each starting from a state directory
+with the papers' CNN (`fedtta.benchmarks.speed.served`). The bare forward pass of the same images in this process
+alternates with the requests, so that a change in load affects both. All run on the CPU with one torch thread each and
+the agent's default settings. Memory depends on the installed torch build.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.speed.measurement import Measured, Ratio
-from benchmarks.speed.served import SETTINGS, fabricate, running, sample_images
-from benchmarks.speed.streams import Load, batches, many_streams, one_stream, requests, unary
-from client.agent.live import images
-from client.serving import Served
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc
-from server.events import RunError
-from simulation.deployment import sockets_folder
+from fedtta.benchmarks.speed.measurement import Measured, Ratio
+from fedtta.benchmarks.speed.served import SETTINGS, fabricate, running, sample_images
+from fedtta.benchmarks.speed.streams import Load, batches, many_streams, one_stream, requests, unary
+from fedtta.client.agent.live import images
+from fedtta.client.serving import Served
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc
+from fedtta.server.events import RunError
+from fedtta.simulation.deployment import sockets_folder
 
 BATCHES = (1, 32)
 STREAMS = 50

@@ -19,18 +19,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.provenance import RESULTS, provenance, write_json
-from benchmarks.speed.adapters import adapters, bbn, methods, seconds
-from benchmarks.speed.agent import agent
-from benchmarks.speed.deployment import deployment
-from benchmarks.speed.federation import engines, memory, rounds, shipping
-from benchmarks.speed.loops import loops
-from benchmarks.speed.measurement import Part, Ratio, one_core
-from benchmarks.speed.mixing import mixing
-from benchmarks.speed.options import options
-from benchmarks.speed.pieces import aggregation, data_path
-from benchmarks.speed.sources import sources
-from settings import SettingsError
+from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
+from fedtta.benchmarks.speed.adapters import adapters, bbn, methods, seconds
+from fedtta.benchmarks.speed.agent import agent
+from fedtta.benchmarks.speed.deployment import deployment
+from fedtta.benchmarks.speed.federation import engines, memory, rounds, shipping
+from fedtta.benchmarks.speed.loops import loops
+from fedtta.benchmarks.speed.measurement import Part, Ratio, one_core
+from fedtta.benchmarks.speed.mixing import mixing
+from fedtta.benchmarks.speed.options import options
+from fedtta.benchmarks.speed.pieces import aggregation, data_path
+from fedtta.benchmarks.speed.sources import sources
+from fedtta.settings import SettingsError
 
 QUICK = Path("results/quick")
 FILE = "speed.json"
@@ -112,7 +112,7 @@ def read_speed(path: Path = RESULTS / FILE) -> dict[str, Any]:
 
 def speed_page(content: Mapping[str, Any]) -> str:
     """Return all kept parts as a Markdown page."""
-    lines = ["# Speed", "", "`python -m benchmarks speed`; details are in `benchmarks/results/speed.json`."]
+    lines = ["# Speed", "", "`python -m fedtta.benchmarks speed`; details are in `benchmarks/results/speed.json`."]
     for name, part in content.items():
         lines += [
             "",

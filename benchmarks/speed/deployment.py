@@ -1,8 +1,8 @@
 """A training round on real nodes over one of an empty Flower app.
 
 A SuperLink, SuperNodes and agents as processes of this machine, with TLS and node authentication. Both apps run on the
-same SuperLink and SuperNodes, one after the other: first the empty one (`benchmarks.speed.empty_app`), whose arrays
-have the shapes of the network's, then ours. The first round of each, in which data are loaded, is left out.
+same SuperLink and SuperNodes, one after the other: first the empty one (`fedtta.benchmarks.speed.empty_app`), whose
+arrays have the shapes of the network's, then ours. The first round of each, in which data are loaded, is left out.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.speed import empty_app
-from benchmarks.speed.measurement import Measured, Ratio
-from client.resources import federation_of, network_spec
-from models import build
-from server.events import Event, RunError
-from server.report import METRICS_FILE
-from settings import Scalar, Settings, from_config, keys_in
-from simulation import deployment as nodes
-from simulation.superlink import FlowerError
+from fedtta.benchmarks.speed import empty_app
+from fedtta.benchmarks.speed.measurement import Measured, Ratio
+from fedtta.client.resources import federation_of, network_spec
+from fedtta.models import build
+from fedtta.server.events import Event, RunError
+from fedtta.server.report import METRICS_FILE
+from fedtta.settings import Scalar, Settings, from_config, keys_in
+from fedtta.simulation import deployment as nodes
+from fedtta.simulation.superlink import FlowerError
 
 #: One training of the embedded digits, and as little after it as a run allows.
 BASE = {"dataset": "digits", "model": "cnn", "methods": "fedavg", "shifts": "original", "local-epochs": 1}

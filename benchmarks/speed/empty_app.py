@@ -1,7 +1,8 @@
 """An empty Flower app, to measure the cost of a round without learning.
 
-`benchmarks.speed.deployment` bundles this file alone, so it imports nothing of ours. The server sends arrays and
-polls for replies as `messages.flower.GridTransport` does; the clients answer at once, with arrays of the same shapes.
+`fedtta.benchmarks.speed.deployment` bundles this file alone, so it imports nothing of ours. The server sends arrays and
+polls for replies as `fedtta.messages.flower.GridTransport` does; the clients answer at once, with arrays of the same
+shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-POLL, IDLE, REST = 0.05, 19, 1.0  # as in `messages.flower`
+POLL, IDLE, REST = 0.05, 19, 1.0  # as in `fedtta.messages.flower`
 
 server = ServerApp()
 client = ClientApp()

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients import client_of
-from benchmarks.speed.measurement import Measured, Ratio
-from client.algorithms.training import validate
-from client.resources import resolve_device
-from server.events import RunError
-from settings import Settings
+from fedtta.benchmarks.clients import client_of
+from fedtta.benchmarks.speed.measurement import Measured, Ratio
+from fedtta.client.algorithms.training import validate
+from fedtta.client.resources import resolve_device
+from fedtta.server.events import RunError
+from fedtta.settings import Settings
 
 #: Embedded data and one epoch per round.
 BASE: dict[str, Any] = {
@@ -74,7 +74,7 @@ def resident() -> int:
 
 def simulated(changes: Mapping[str, Any], quick: bool) -> Watched:
     """Run a simulation in a temporary folder; RunError if a client of a round did not reply."""
-    from simulation import simulate
+    from fedtta.simulation import simulate
 
     small = {"clients": 3, "rounds": 2, "local_epochs": 1, "stacked_clients": 2, "dataset": "digits"} if quick else {}
     watched = Watched()

@@ -1,4 +1,4 @@
-"""FedTHE, BTFL, MEMO and FedTHE+ compared with straightforward loops (`benchmarks.speed.naive`).
+"""FedTHE, BTFL, MEMO and FedTHE+ compared with straightforward loops (`fedtta.benchmarks.speed.naive`).
 
 Head interpolation is timed alone, with features and logits given; tuning on views with the whole network. Both sides
 must agree to 1e-6 before anything is timed.
@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from benchmarks.speed import naive
-from benchmarks.speed.measurement import Measured, Ratio
-from models import TwoHead, build
-from tta.augmix import AugMix
-from tta.btfl import BTFL, discretise
-from tta.fedthe import FedTHE
-from tta.memo import Readout, Tuning, tune_and_predict
-from tta.statistics import Statistics
+from fedtta.benchmarks.speed import naive
+from fedtta.benchmarks.speed.measurement import Measured, Ratio
+from fedtta.models import TwoHead, build
+from fedtta.tta.augmix import AugMix
+from fedtta.tta.btfl import BTFL, discretise
+from fedtta.tta.fedthe import FedTHE
+from fedtta.tta.memo import Readout, Tuning, tune_and_predict
+from fedtta.tta.statistics import Statistics
 
 FEATURES, CLASSES = 64, 10
 BATCHES = (1, 32, 1000)

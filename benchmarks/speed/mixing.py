@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.speed.measurement import Measured, Ratio
-from strategies.arrays import mix
-from strategies.distances import off_diagonal_median
-from strategies.fedamp import fedamp_weights
-from strategies.pfedbbn import bn_distance, similarity_weights
-from strategies.pfedgraph import pfedgraph_weights, project_simplex
+from fedtta.benchmarks.speed.measurement import Measured, Ratio
+from fedtta.strategies.arrays import mix
+from fedtta.strategies.distances import off_diagonal_median
+from fedtta.strategies.fedamp import fedamp_weights
+from fedtta.strategies.pfedbbn import bn_distance, similarity_weights
+from fedtta.strategies.pfedgraph import pfedgraph_weights, project_simplex
 
 MIB = 1 << 20
 CHANNELS = (64, 128, 256, 512)

@@ -15,8 +15,8 @@ from scipy.integrate import quad
 from torch import Tensor
 from torch.nn import functional
 
-from models import TwoHead
-from tta.statistics import Statistics
+from fedtta.models import TwoHead
+from fedtta.tta.statistics import Statistics
 
 
 def fedthe(z: Tensor, logits_global: Tensor, logits_personal: Tensor, statistics: Statistics) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.sgd import sgd
 
-from benchmarks.speed.measurement import Measured, Ratio
-from client.algorithms.training import autocast
-from models import build
+from fedtta.benchmarks.speed.measurement import Measured, Ratio
+from fedtta.client.algorithms.training import autocast
+from fedtta.models import build
 
 NETWORKS = ("cnn", "resnet20-gn", "resnet20-bn")
 BATCH, CLASSES = 32, 10

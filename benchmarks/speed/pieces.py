@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from benchmarks.speed.measurement import Measured, Ratio, least_seconds
-from data import CORRUPTIONS, corrupt
-from data.partition import SCHEMES, partition
-from messages.flower import allow_messages, bytes_record, held_record
-from models import build
-from strategies import FedAvg
+from fedtta.benchmarks.speed.measurement import Measured, Ratio, least_seconds
+from fedtta.data import CORRUPTIONS, corrupt
+from fedtta.data.partition import SCHEMES, partition
+from fedtta.messages.flower import allow_messages, bytes_record, held_record
+from fedtta.models import build
+from fedtta.strategies import FedAvg
 
 REPLIES = 1000
 IMAGES = 60_000

@@ -17,17 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.agent.store import Store
-from client.resources import federation_of, network_spec
-from client.serving import Served, baseline_predictions, serve
-from data import Federation
-from messages.requests import AdapterRow
-from models import TwoHead, build
-from settings import Settings
-from simulation import deployment as nodes
-from simulation.superlink import FlowerError
-from tta import Statistics
-from tta.statistics import discretise
+from fedtta.client.agent.store import Store
+from fedtta.client.resources import federation_of, network_spec
+from fedtta.client.serving import Served, baseline_predictions, serve
+from fedtta.data import Federation
+from fedtta.messages.requests import AdapterRow
+from fedtta.models import TwoHead, build
+from fedtta.settings import Settings
+from fedtta.simulation import deployment as nodes
+from fedtta.simulation.superlink import FlowerError
+from fedtta.tta import Statistics
+from fedtta.tta.statistics import discretise
 
 #: One client of some; the network takes 32x32x3 and has 10 classes.
 SETTINGS = Settings(dataset="digits", image_size=32, clients=4, model="cnn", device="cpu")
@@ -96,7 +96,7 @@ def _mean_entropy(logits: Tensor) -> float:
 
 @contextmanager
 def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Run an agent (`python -m client.agent`) that has a model; yield its address and process id.
+    """Run an agent (`python -m fedtta.client.agent`) that has a model; yield its address and process id.
 
     Parameters
     ----------

@@ -1,6 +1,7 @@
 """Memory and time of a device's own data: many image files, scanned, then read in one epoch in random order.
 
-`python -m benchmarks.speed.sources 100000` measures another number of files than the part of `speed`, and prints it.
+`python -m fedtta.benchmarks.speed.sources 100000` measures another number of files than the part of `speed`, and prints
+it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.speed.federation import resident
-from benchmarks.speed.measurement import Measured, Ratio
-from data.images import Pixels
-from data.sources import own_data
-from models.preprocessing import Preprocessing
+from fedtta.benchmarks.speed.federation import resident
+from fedtta.benchmarks.speed.measurement import Measured, Ratio
+from fedtta.data.images import Pixels
+from fedtta.data.sources import own_data
+from fedtta.models.preprocessing import Preprocessing
 
 IMAGES, EDGE, BATCH, CACHE_MB = 10_000, 224, 64, 128
 MIB = 1 << 20

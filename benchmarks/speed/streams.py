@@ -11,9 +11,9 @@ import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
-from server.events import RunError
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
+from fedtta.server.events import RunError
 
 PATIENCE = 600.0  # seconds that an answer, or a whole stream, may take
 

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from settings import Settings
-from tta import Adapter
+from fedtta.settings import Settings
+from fedtta.tta import Adapter
 
 #: No larger batch of an adapter is timed after one that took longer, in seconds.
 PATIENCE = 0.1

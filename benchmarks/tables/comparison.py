@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.papers import AVERAGE, Printed
-from benchmarks.tables.protocol import Cell, Table
-from benchmarks.tables.results import CONSTANT, Content
+from fedtta.benchmarks.papers import AVERAGE, Printed
+from fedtta.benchmarks.tables.protocol import Cell, Table
+from fedtta.benchmarks.tables.results import CONSTANT, Content
 
 #: row → column → seed → value in percent.
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]

@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from benchmarks.provenance import RESULTS, write_json
-from benchmarks.tables.comparison import Comparison, compare, entry_text
-from benchmarks.tables.networks import check_start, initial_settings, load_federation, of_seed
-from benchmarks.tables.protocol import Cell, Protocol, read_protocol, select_cells
-from benchmarks.tables.realtime import measure_cell
-from benchmarks.tables.results import (
+from fedtta.benchmarks.provenance import RESULTS, write_json
+from fedtta.benchmarks.tables.comparison import Comparison, compare, entry_text
+from fedtta.benchmarks.tables.networks import check_start, initial_settings, load_federation, of_seed
+from fedtta.benchmarks.tables.protocol import Cell, Protocol, read_protocol, select_cells
+from fedtta.benchmarks.tables.realtime import measure_cell
+from fedtta.benchmarks.tables.results import (
     CONSTANT,
     add_run,
     cell_path,
@@ -33,10 +33,10 @@ from benchmarks.tables.results import (
     read_results_of,
     row_content,
 )
-from benchmarks.tables.runs import evaluated
-from client.adaptation import divided_streams
-from server.methods import Training, plan
-from settings import Settings, SettingsError
+from fedtta.benchmarks.tables.runs import evaluated
+from fedtta.client.adaptation import divided_streams
+from fedtta.server.methods import Training, plan
+from fedtta.settings import Settings, SettingsError
 
 FOLDER = Path("results/benchmarks")
 QUICK = Path("results/quick")

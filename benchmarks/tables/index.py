@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.provenance import RESULTS
-from benchmarks.tables.protocol import protocol_names, read_protocol
-from benchmarks.tables.results import read_results_of
+from fedtta.benchmarks.provenance import RESULTS
+from fedtta.benchmarks.tables.protocol import protocol_names, read_protocol
+from fedtta.benchmarks.tables.results import read_results_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.provenance import RESULTS
-from benchmarks.speed.command import FILE, read_speed
-from server.methods import METHODS, parse_rows
-from server.trainings import BATCHNORM, TRAININGS
-from tta.registry import ADAPTERS
+from fedtta.benchmarks.provenance import RESULTS
+from fedtta.benchmarks.speed.command import FILE, read_speed
+from fedtta.server.methods import METHODS, parse_rows
+from fedtta.server.trainings import BATCHNORM, TRAININGS
+from fedtta.tta.registry import ADAPTERS
 
 #: The needs of an adapter in words, see `tta.table.NEEDS`.
 WORDS = {

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks.provenance import RESULTS, differing, provenance, provenance_of_run
-from benchmarks.tables.pretrained import check_pretrained, label_path, read_label, write_label
-from benchmarks.tables.protocol import Cell, Network, Protocol
-from benchmarks.tables.results import UNRECORDED, cell_path, read_cell
-from benchmarks.tables.runs import RUN, trained
-from benchmarks.tables.training import source_parts, train_centrally, train_source
-from client.resources import federation_of
-from data import Federation
-from models import save_model, write_atomically
-from server.fork import LATER
-from server.methods import plan
-from server.rates import save_rates
-from server.report import METRICS_FILE, read_results
-from settings import Settings, SettingsError
+from fedtta.benchmarks.provenance import RESULTS, differing, provenance, provenance_of_run
+from fedtta.benchmarks.tables.pretrained import check_pretrained, label_path, read_label, write_label
+from fedtta.benchmarks.tables.protocol import Cell, Network, Protocol
+from fedtta.benchmarks.tables.results import UNRECORDED, cell_path, read_cell
+from fedtta.benchmarks.tables.runs import RUN, trained
+from fedtta.benchmarks.tables.training import source_parts, train_centrally, train_source
+from fedtta.client.resources import federation_of
+from fedtta.data import Federation
+from fedtta.models import save_model, write_atomically
+from fedtta.server.fork import LATER
+from fedtta.server.methods import plan
+from fedtta.server.rates import save_rates
+from fedtta.server.report import METRICS_FILE, read_results
+from fedtta.settings import Settings, SettingsError
 
 NETWORK_FILE = "model.safetensors"
 

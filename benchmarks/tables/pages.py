@@ -12,16 +12,16 @@ from typing import Any
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from benchmarks.provenance import RESULTS
-from benchmarks.speed.command import FILE, read_speed, speed_page
-from benchmarks.tables import plots
-from benchmarks.tables.comparison import Comparison, beyond, compare, entry_text, recovered, spread
-from benchmarks.tables.methods import entries, kept_costs, methods_page
-from benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
-from benchmarks.tables.results import Content, read_results_of
-from benchmarks.tables.tuning import choices
-from models import write_atomically
-from settings import Settings
+from fedtta.benchmarks.provenance import RESULTS
+from fedtta.benchmarks.speed.command import FILE, read_speed, speed_page
+from fedtta.benchmarks.tables import plots
+from fedtta.benchmarks.tables.comparison import Comparison, beyond, compare, entry_text, recovered, spread
+from fedtta.benchmarks.tables.methods import entries, kept_costs, methods_page
+from fedtta.benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
+from fedtta.benchmarks.tables.results import Content, read_results_of
+from fedtta.benchmarks.tables.tuning import choices
+from fedtta.models import write_atomically
+from fedtta.settings import Settings
 
 PAGES = Path("results/tables")
 MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -107,7 +107,7 @@ def protocol_page(protocol: Protocol, cells: Mapping[str, Mapping[int, Content]]
         parts += [f"![{name}]({name})" for name in plotted if name.startswith(f"{protocol.name}-{table.name}.")]
     if absent := [cell.name for cell in protocol.cells if cell.name not in cells]:
         parts.append(f"Not yet run: {', '.join(absent)}.")
-    parts.append(f"```sh\npython -m benchmarks run {protocol.name}\n```")
+    parts.append(f"```sh\npython -m fedtta.benchmarks run {protocol.name}\n```")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

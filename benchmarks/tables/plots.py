@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.tables.comparison import Comparison
-from benchmarks.tables.results import Content
+from fedtta.benchmarks.tables.comparison import Comparison
+from fedtta.benchmarks.tables.results import Content
 
 WIDTH = 9.0  # inches
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#332288", "#882255", "#117733")

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.provenance import differing, write_json
-from data import Federation, Images
-from settings import Settings, SettingsError, assignments
+from fedtta.benchmarks.provenance import differing, write_json
+from fedtta.data import Federation, Images
+from fedtta.settings import Settings, SettingsError, assignments
 
 #: Kind of training → what a label calls it.
 KINDS = {"federated": "federated", "central": "centrally trained", "source": "source model"}

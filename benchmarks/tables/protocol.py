@@ -5,7 +5,7 @@ dataset = "cifar10"                      # settings of all cells
 name = "fedthe"
 why = "fewer rounds"                     # ... and why they may differ
 [networks.central]                       # a trained network that cells start from
-train = "central"                        # federated (default), central or source; see `benchmarks.tables.training`
+train = "central"                        # federated (default), central or source; see `tables.training`
 epochs = 15
 [cells."dir-{alpha}"]                    # a cell: changed settings; with `each` one cell per combination of values
 each = { alpha = [0.1, 1.0] }
@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers import Reference, papers, read_reference
-from settings import Settings, SettingsError, from_config
-from settings.parse import convert
+from fedtta.benchmarks.papers import Reference, papers, read_reference
+from fedtta.settings import Settings, SettingsError, from_config
+from fedtta.settings.parse import convert
 
 PROTOCOLS = Path(__file__).parent.parent / "protocols"
 SECTIONS = ("cells", "networks", "tables", "paper", "quick")
@@ -91,7 +91,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Realtime:
-    """Evaluation under streams with a constant sampling rate, see `benchmarks.tables.realtime`.
+    """Evaluation under streams with a constant sampling rate, see `fedtta.benchmarks.tables.realtime`.
 
     Parameters
     ----------

@@ -7,7 +7,8 @@ defines it for batches; here samples arrive one by one, for methods defined per 
   reference, FedTHE, is the slowest of the methods that only weigh two heads: all of these keep up with speed 1 sample
   by sample, and with faster streams by batching the waiting samples, which does not change their predictions.
 - A method's time is processor time with one thread as a function of the batch size, a median over turns in the same
-  run. The clock is simulated from these times (`benchmarks.tables.clock`), so other load on the machine hardly matters.
+  run. The clock is simulated from these times (`fedtta.benchmarks.tables.clock`), so other load on the machine hardly
+  matters.
 - Each adapter really predicts the samples that it has time for, in order, and no others. Each client and test
   distribution is a stream of its own with a fresh adapter and an idle device, so its first batch is never missed.
 - Accuracy: a missed sample gets the prediction of the unadapted network at no cost, so `fedavg` is the same at any
@@ -26,22 +27,22 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.clients import client_of, serve, summarize
-from benchmarks.provenance import provenance
-from benchmarks.tables.clock import Batch, Cost, measure_costs, schedule
-from benchmarks.tables.networks import load_federation
-from benchmarks.tables.protocol import Realtime
-from client.device import Device
-from client.serving import Served
-from data import Federation, Stream, check_no_leak, resolve, stream
-from messages.arrays import Arrays
-from messages.requests import AdapterRow
-from models import TwoHead, load_model
-from server.events import Leak
-from server.methods import MethodRow, plan
-from settings import Settings, SettingsError
-from tta import Adapter
-from tta.statistics import ON_REQUEST
+from fedtta.benchmarks.clients import client_of, serve, summarize
+from fedtta.benchmarks.provenance import provenance
+from fedtta.benchmarks.tables.clock import Batch, Cost, measure_costs, schedule
+from fedtta.benchmarks.tables.networks import load_federation
+from fedtta.benchmarks.tables.protocol import Realtime
+from fedtta.client.device import Device
+from fedtta.client.serving import Served
+from fedtta.data import Federation, Stream, check_no_leak, resolve, stream
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.requests import AdapterRow
+from fedtta.models import TwoHead, load_model
+from fedtta.server.events import Leak
+from fedtta.server.methods import MethodRow, plan
+from fedtta.settings import Settings, SettingsError
+from fedtta.tta import Adapter
+from fedtta.tta.statistics import ON_REQUEST
 
 #: The only training: all rows share its network.
 TRAINING = "cross_entropy"

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers import WITH
-from benchmarks.provenance import differing, provenance_of_run
-from benchmarks.tables.protocol import Cell
-from server.adaptation import cells as collaborating
-from server.adaptation import parse_collaborations
-from server.events import RunError
-from server.methods import Training, parse_rows, plan
-from server.report import Evaluation, Results
-from server.report.events import Adapted, AdaptRound
-from server.resume import FREE
-from settings import Settings, SettingsError, keys_in
-from strategies.registry import NO_COLLABORATION
+from fedtta.benchmarks.papers import WITH
+from fedtta.benchmarks.provenance import differing, provenance_of_run
+from fedtta.benchmarks.tables.protocol import Cell
+from fedtta.server.adaptation import cells as collaborating
+from fedtta.server.adaptation import parse_collaborations
+from fedtta.server.events import RunError
+from fedtta.server.methods import Training, parse_rows, plan
+from fedtta.server.report import Evaluation, Results
+from fedtta.server.report.events import Adapted, AdaptRound
+from fedtta.server.resume import FREE
+from fedtta.settings import Settings, SettingsError, keys_in
+from fedtta.strategies.registry import NO_COLLABORATION
 
 #: Settings in which the runs of one file may differ: where a run is computed, files of one machine, and the rows.
 UNRECORDED = {*FREE, *keys_in("paths"), "methods", "collaborations"}

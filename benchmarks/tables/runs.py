@@ -8,14 +8,14 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from models import write_atomically
-from server.checkpoints import checkpoint_files, read_checkpoint
-from server.events import RunError
-from server.fork import LATER, fork
-from server.methods import Training, plan
-from server.report import METRICS_FILE, Results, read_results
-from server.resume import FREE
-from settings import Settings, SettingsError
+from fedtta.models import write_atomically
+from fedtta.server.checkpoints import checkpoint_files, read_checkpoint
+from fedtta.server.events import RunError
+from fedtta.server.fork import LATER, fork
+from fedtta.server.methods import Training, plan
+from fedtta.server.report import METRICS_FILE, Results, read_results
+from fedtta.server.resume import FREE
+from fedtta.settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent.parent
 #: Packages whose code determines the outcome of a training.
@@ -48,7 +48,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     RunError
         The training or the test failed.
     """
-    from simulation import simulate
+    from fedtta.simulation import simulate
 
     several = plan(settings)
     if len(several) != 1:
@@ -91,7 +91,7 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
     SettingsError, RunError
         As `simulate`.
     """
-    from simulation import simulate
+    from fedtta.simulation import simulate
 
     folder = trainings / key(settings, training)
     row = f"fedavg[training={training.name}]"  # the cheapest test

@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.nn import functional
 
-from client.algorithms.training import TrainingSet, autocast, epoch, generator, has_batchnorm
-from client.resources import network_spec, resolve_device
-from data import DATASETS, Federation, Images, crop_flip, load
-from models import TwoHead, build
-from settings import Settings, SettingsError, assignments
+from fedtta.client.algorithms.training import TrainingSet, autocast, epoch, generator, has_batchnorm
+from fedtta.client.resources import network_spec, resolve_device
+from fedtta.data import DATASETS, Federation, Images, crop_flip, load
+from fedtta.models import TwoHead, build
+from fedtta.settings import Settings, SettingsError, assignments
 
 #: Of one epoch: loss, validation_accuracy (None without validation samples), images_per_second.
 Epoch = dict[str, float | None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from settings import SettingsError
+from fedtta.settings import SettingsError
 
 FILE = Path(__file__).parent.parent / "tuning.toml"
 

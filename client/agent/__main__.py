@@ -1,4 +1,4 @@
-"""`python -m client.agent --config device.toml`: run a device's resident agent until SIGTERM or SIGINT."""
+"""`python -m fedtta.client.agent --config device.toml`: run a device's resident agent until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from client.agent.config import AgentConfig
-from settings import SettingsError
+from fedtta.client.agent.config import AgentConfig
+from fedtta.settings import SettingsError
 
 LOG = logging.getLogger("fedtta.agent")
 USAGE = 2  # exit status for an invalid config
@@ -19,7 +19,9 @@ USAGE = 2  # exit status for an invalid config
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run an agent and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m client.agent", description="The resident agent of one device.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fedtta.client.agent", description="The resident agent of one device."
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the agent's keys")
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -36,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
     """Serve until a signal arrives in `asked`; then answer accepted requests, save, and return the exit status."""
-    from client.agent.core import Agent  # imports torch, which refusing an invalid config does not need
-    from client.agent.server import serve
+    from fedtta.client.agent.core import Agent  # imports torch, which refusing an invalid config does not need
+    from fedtta.client.agent.server import serve
 
     try:
         agent = Agent(config)

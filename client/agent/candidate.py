@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from client.agent.config import Acceptance
-from client.agent.live import Live, as_floats
-from client.serving import Served
-from models.arrays import all_finite, array_finite
+from fedtta.client.agent.config import Acceptance
+from fedtta.client.agent.live import Live, as_floats
+from fedtta.client.serving import Served
+from fedtta.models.arrays import all_finite, array_finite
 
 if TYPE_CHECKING:
-    from client.device import Device
+    from fedtta.client.device import Device
 
 MOST = 512  # samples of a check, evenly spaced over the split
 LEAST = 16  # with fewer samples, shares of classes and agreement say nothing

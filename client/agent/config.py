@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from client.names import absolute_source, check_name, parse_class_map
-from settings import Scalar, SettingsError, assignments, from_toml
-from settings.schema import REQUIRED, check, key_of, setting
+from fedtta.client.names import absolute_source, check_name, parse_class_map
+from fedtta.settings import Scalar, SettingsError, assignments, from_toml
+from fedtta.settings.schema import REQUIRED, check, key_of, setting
 
 #: Keys that hold a path; a relative one is relative to the TOML file.
 PATHS = ("state_dir", "data_dir", "model", "certificate", "key", "client_ca")
@@ -23,7 +23,7 @@ UNIX = "unix:"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the guard; see `client.agent.guard`.
+    """Limits of the guard; see `fedtta.client.agent.guard`.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Limits of a new model's check; see `client.agent.candidate`.
+    """Limits of a new model's check; see `fedtta.client.agent.candidate`.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ class AgentConfig:
     model: str = setting("", "model file to serve without a federation; empty: trainings bring the model")
     max_megapixels: float = setting(100.0, "larger images in files that are sent for prediction are refused", above=0)
 
-    # A new model; see `client.agent.candidate`
+    # A new model; see `fedtta.client.agent.candidate`
     accept_margin: float = setting(0.05, "by how much its accuracy may be below the served model's", low=0, high=1)
     accept_agreement: float = setting(0.3, "least agreement with the served model, without labels", low=0, high=1)
     accept_one_class: float = setting(0.9, "one class's share of its predictions that is refused; 1: none", above=0.5)
@@ -128,7 +128,7 @@ class AgentConfig:
     snapshots_kept: int = setting(3, "snapshots of the adapter's state", low=1)
     runs_kept: int = setting(4, "runs whose private state is kept; older ones cannot be resumed", low=1)
 
-    # The guard against collapse; see `client.agent.guard`
+    # The guard against collapse; see `fedtta.client.agent.guard`
     guard: bool = setting(True, "watch the adapter, hold it or roll it back")
     guard_window: int = setting(128, "samples in the guard's window", low=8)
     guard_margin: float = setting(0.05, "share of degenerate samples that may be predicted adapted", low=0, high=1)
@@ -171,7 +171,7 @@ class AgentConfig:
 
     def _check_adapter(self) -> None:
         """Refuse an adapter that does not exist, or that needs a whole test set."""
-        from tta.registry import info
+        from fedtta.tta.registry import info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
         if whole_set := info(name).whole_set:
@@ -193,7 +193,7 @@ class AgentConfig:
 
     def _parsed(self) -> tuple[str, dict[str, Any]]:
         """Return name and options of `adapter`; SettingsError lists the known ones."""
-        from tta.registry import parse_options
+        from fedtta.tta.registry import parse_options
 
         match = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", self.adapter)
         name = match[1] if match else self.adapter

@@ -1,7 +1,7 @@
 """The device owner's commands to a running agent, over its local socket.
 
-    python -m client.agent.control --socket unix:/var/lib/fedtta/agent.sock status
-    python -m client.agent.control --socket ... models | approve | reject | rollback | rescan
+    python -m fedtta.client.agent.control --socket unix:/var/lib/fedtta/agent.sock status
+    python -m fedtta.client.agent.control --socket ... models | approve | reject | rollback | rescan
 
 Each command is a function that returns the text to print; `fedtta` calls the same functions. An agent on TCP is reached
 with the certificates of a client (`Connection`).
@@ -20,8 +20,8 @@ from typing import Any
 
 import grpc
 
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc
 
 LIMIT = 64 << 20  # bytes of a reply
 
@@ -145,7 +145,7 @@ PLAIN: dict[str, Callable[[Connection], str]] = {"status": status, "models": mod
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m client.agent.control", description="Commands to a running agent.")
+    parser = argparse.ArgumentParser(prog="fedtta", description="Commands to a running agent.")
     parser.add_argument("--socket", required=True, metavar="ADDRESS", help="unix:<path>, or <host>:<port> with TLS")
     for name, text in (("ca", "the agent's authority"), ("certificate", "this client's"), ("key", "its private key")):
         parser.add_argument(f"--{name}", default="", metavar="FILE", help=f"PEM file of {text} (TCP)")

@@ -14,23 +14,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from client.agent.candidate import Samples
-from client.agent.config import AgentConfig
-from client.agent.encoded import Encoded
-from client.agent.lifecycle import Changed, Lifecycle
-from client.agent.live import Live, images
-from client.agent.log import EventLog
-from client.agent.manifest import Model
-from client.agent.own_data import Scan, samples_of, scan
-from client.agent.predictions import NoModel, Prediction
-from client.agent.store import Store
-from client.names import parse_class_map
-from client.node import Node, make_device, perform
-from client.resources import resolve_device
-from client.serving import from_file
-from client.state import MemoryState, forget_runs
-from messages.replies import Evaluated, Identity, Reply
-from messages.requests import AdapterRow, Base, Evaluate, Request
+from fedtta.client.agent.candidate import Samples
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.encoded import Encoded
+from fedtta.client.agent.lifecycle import Changed, Lifecycle
+from fedtta.client.agent.live import Live, images
+from fedtta.client.agent.log import EventLog
+from fedtta.client.agent.manifest import Model
+from fedtta.client.agent.own_data import Scan, samples_of, scan
+from fedtta.client.agent.predictions import NoModel, Prediction
+from fedtta.client.agent.store import Store
+from fedtta.client.names import parse_class_map
+from fedtta.client.node import Node, make_device, perform
+from fedtta.client.resources import resolve_device
+from fedtta.client.serving import from_file
+from fedtta.client.state import MemoryState, forget_runs
+from fedtta.messages.replies import Evaluated, Identity, Reply
+from fedtta.messages.requests import AdapterRow, Base, Evaluate, Request
 
 NOTES = 100  # notes kept, the newest ones
 PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
@@ -327,7 +327,7 @@ class Agent:
         Raises
         ------
         SettingsError, ValueError, FloatingPointError
-            As `client.device.perform`.
+            As `fedtta.client.device.perform`.
         """
         with self._working:
             self._current = request.kind.rpartition(".")[2]

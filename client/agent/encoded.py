@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from models.preprocessing import Preprocessing
+    from fedtta.models.preprocessing import Preprocessing
 
 
 @dataclass(frozen=True)

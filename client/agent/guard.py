@@ -23,7 +23,7 @@ from the unadapted model's, so the accuracy is at most `margin` below its accura
 is detected when it fills about `one_class` of the window. While the guard holds, the adapter does not run; after
 `retry` samples it is tried again, from its last good state.
 
-A skewed class distribution that is usual for a client is not degenerate: see `client.serving.Baseline`.
+A skewed class distribution that is usual for a client is not degenerate: see `fedtta.client.serving.Baseline`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from client.agent.config import Limits
-from client.serving import Baseline, entropy
+from fedtta.client.agent.config import Limits
+from fedtta.client.serving import Baseline, entropy
 
 COLLAPSES = ("non-finite", "collapse", "disagreement")
 DEGENERATE = ("one-class", "constant", "noise", "small-batch")

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from client.agent.candidate import Check, Samples, Shadow, check, comparable
-from client.agent.config import AgentConfig
-from client.agent.live import Live
-from client.agent.log import EventLog
-from client.agent.manifest import Model, State
-from client.agent.store import Store
-from client.serving import Served
-from messages.requests import AdapterRow
+from fedtta.client.agent.candidate import Check, Samples, Shadow, check, comparable
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.live import Live
+from fedtta.client.agent.log import EventLog
+from fedtta.client.agent.manifest import Model, State
+from fedtta.client.agent.store import Store
+from fedtta.client.serving import Served
+from fedtta.messages.requests import AdapterRow
 
 ROLLED_BACK, REJECTED = "rolled back by the operator", "rejected by the operator"
 FINAL = (ROLLED_BACK, REJECTED)  # a model that is offered again does not undo them

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from client.agent.config import Limits
-from client.agent.guard import Guard, LastGood, Verdict, flat_images
-from client.serving import Served
-from messages.arrays import Arrays
-from tta.heads import two_heads
-from tta.registry import info
+from fedtta.client.agent.config import Limits
+from fedtta.client.agent.guard import Guard, LastGood, Verdict, flat_images
+from fedtta.client.serving import Served
+from fedtta.messages.arrays import Arrays
+from fedtta.tta.heads import two_heads
+from fedtta.tta.registry import info
 
 ADAPTER, GUARD = "adapter.", "guard."  # prefixes of names in a snapshot
 #: Adapters with this need report e, the weight of the global head, for every sample.

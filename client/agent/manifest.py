@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from client.serving import REST
-from models import load_arrays
+from fedtta.client.serving import REST
+from fedtta.models import load_arrays
 
 SCHEMA = 2
 ONE_MODEL = 1  # schema of manifests that name one model

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from client.agent.candidate import Samples, spaced
-from client.agent.config import AgentConfig
-from client.names import parse_class_map
-from client.serving import Served
+from fedtta.client.agent.candidate import Samples, spaced
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.names import parse_class_map
+from fedtta.client.serving import Served
 
 if TYPE_CHECKING:
-    from data.sources import OwnData
+    from fedtta.data.sources import OwnData
 
 NAMED = 50  # skipped files that are named
 INDEX = "scan.json"  # in `state-dir`: what the last scan has read
@@ -69,8 +69,8 @@ def samples_of(config: AgentConfig, served: Served) -> Samples:
 def _own(config: AgentConfig, served: Served | None) -> OwnData:
     if not config.data:
         raise ValueError("this device has no data of its own: its file says no data = ...")
-    from data.sources import open_source, own_data
-    from models.preprocessing import Preprocessing
+    from fedtta.data.sources import open_source, own_data
+    from fedtta.models.preprocessing import Preprocessing
 
     class_map = parse_class_map(config.class_map)
     if served is None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from client.agent.encoded import Encoded
+from fedtta.client.agent.encoded import Encoded
 
 
 class NoModel(RuntimeError):
@@ -65,7 +65,7 @@ class _Request:
 
 
 class Predicts(Protocol):
-    """What predicts the requests of a queue: the agent (`client.agent.core.Agent`)."""
+    """What predicts the requests of a queue: the agent (`fedtta.client.agent.core.Agent`)."""
 
     @property
     def per(self) -> Literal["sample", "batch"]:

@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from client.agent.config import UNIX, AgentConfig
-from client.agent.core import Agent
-from client.agent.predictions import PredictQueue
-from client.agent.service import Calls, Predictor, Relay
-from client.relay import MAX_BYTES, socket_path
-from messages import agent_pb2_grpc
-from messages.protobuf import PROTOCOL
+from fedtta.client.agent.config import UNIX, AgentConfig
+from fedtta.client.agent.core import Agent
+from fedtta.client.agent.predictions import PredictQueue
+from fedtta.client.agent.service import Calls, Predictor, Relay
+from fedtta.client.relay import MAX_BYTES, socket_path
+from fedtta.messages import agent_pb2_grpc
+from fedtta.messages.protobuf import PROTOCOL
 
 LOG = logging.getLogger("fedtta.agent")
 PREDICTOR, RELAY = f"{PROTOCOL}.Predictor", f"{PROTOCOL}.Relay"

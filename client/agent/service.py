@@ -21,16 +21,16 @@ from urllib.parse import quote
 import grpc
 import numpy as np
 
-from client.agent.config import AgentConfig
-from client.agent.core import Agent, Saved
-from client.agent.encoded import Encoded
-from client.agent.lifecycle import Changed
-from client.agent.log import EventLog
-from client.agent.manifest import Model
-from client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
-from messages.requests import REQUESTS
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.core import Agent, Saved
+from fedtta.client.agent.encoded import Encoded
+from fedtta.client.agent.lifecycle import Changed
+from fedtta.client.agent.log import EventLog
+from fedtta.client.agent.manifest import Model
+from fedtta.client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
+from fedtta.messages.requests import REQUESTS
 
 LOG = logging.getLogger("fedtta.agent")
 DETAILS = 4000  # bytes of an error's text, as gRPC encodes it in a header of at most 8 KiB

@@ -1,8 +1,8 @@
 """The agent's state directory: models by version, the last snapshots of each, and a manifest that names them.
 
-`lock`; `manifest.json`; `models/<n>/`, see `client.serving`; `snapshots/<counter>.safetensors`, states of an adapter.
-Files are written first, then the manifest, then files that it no longer names are removed: a process killed at any
-point leaves the old state or the new one.
+`lock`; `manifest.json`; `models/<n>/`, see `fedtta.client.serving`; `snapshots/<counter>.safetensors`, states of an
+adapter. Files are written first, then the manifest, then files that it no longer names are removed: a process killed at
+any point leaves the old state or the new one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from client.agent.manifest import SCHEMA, Entry, Manifest, Model, NewerSchema, State, rebuilt
-from client.serving import Served
-from messages.arrays import Arrays
-from models import load_arrays, save_arrays, write_atomically
+from fedtta.client.agent.manifest import SCHEMA, Entry, Manifest, Model, NewerSchema, State, rebuilt
+from fedtta.client.serving import Served
+from fedtta.messages.arrays import Arrays
+from fedtta.models import load_arrays, save_arrays, write_atomically
 
 __all__ = ["SCHEMA", "Lock", "NewerSchema", "StateInUse", "Store"]
 

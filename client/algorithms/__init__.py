@@ -8,8 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from client.algorithms.base import LocalAlgorithm, LocalContext
-from client.algorithms.fedavg import FedAvg
+from fedtta.client.algorithms.base import LocalAlgorithm, LocalContext
+from fedtta.client.algorithms.fedavg import FedAvg
 
 __all__ = ["ALGORITHMS", "FedAvg", "LocalAlgorithm", "LocalContext", "find_algorithm"]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from client.algorithms.base import (
+from fedtta.client.algorithms.base import (
     LocalAlgorithm,
     LocalContext,
     gradients,
@@ -33,8 +33,8 @@ from client.algorithms.base import (
     minimise,
     train_epochs,
 )
-from client.algorithms.training import optimizer, smallest_batch
-from models import TwoHead
+from fedtta.client.algorithms.training import optimizer, smallest_batch
+from fedtta.models import TwoHead
 
 PREFIX, ALPHA = "apfl.", "apfl.alpha"
 

@@ -15,11 +15,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from client.algorithms import training
-from client.algorithms.training import Objective, Step, TrainingSet, autocast
-from models import TwoHead
-from models.optim import Optimizer
-from settings import Settings
+from fedtta.client.algorithms import training
+from fedtta.client.algorithms.training import Objective, Step, TrainingSet, autocast
+from fedtta.models import TwoHead
+from fedtta.models.optim import Optimizer
+from fedtta.settings import Settings
 
 
 @dataclass
@@ -117,7 +117,7 @@ def minimise(loss: Tensor, parameters: Sequence[Tensor], optimizer: Optimizer) -
 def train_epochs(
     local: LocalContext, what: str, epochs: int, step: Step, trained: Sequence[Tensor], smallest: int = 1
 ) -> float:
-    """Call `step` on every batch of the client's shuffled epochs; see `client.algorithms.training.train_epochs`."""
+    """Call `step` on every batch of the client's shuffled epochs; see `training.train_epochs`."""
     return training.train_epochs(local.data, local.settings, local.draw, what, epochs, step, trained, smallest)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from client.algorithms.base import (
+from fedtta.client.algorithms.base import (
     LocalAlgorithm,
     LocalContext,
     keep_network,
@@ -25,8 +25,8 @@ from client.algorithms.base import (
     minimise,
     train_epochs,
 )
-from client.algorithms.training import optimizer, proximal_term, smallest_batch, train_network
-from models import TwoHead
+from fedtta.client.algorithms.training import optimizer, proximal_term, smallest_batch, train_network
+from fedtta.models import TwoHead
 
 PREFIX = "ditto."
 

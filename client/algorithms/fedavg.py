@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
-from client.algorithms.training import optimizer, smallest_batch, train_network
+from fedtta.client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
+from fedtta.client.algorithms.training import optimizer, smallest_batch, train_network
 
 
 class FedAvg(LocalAlgorithm):
@@ -35,7 +35,7 @@ class FedAvg(LocalAlgorithm):
         self.finetune = finetune
 
     def train(self, local: LocalContext) -> float:
-        """See `LocalAlgorithm.train`; this is `client.algorithms.training.train_network`."""
+        """See `LocalAlgorithm.train`; this is `fedtta.client.algorithms.training.train_network`."""
         return train_network(local.model, local.data, local.objective, local.settings, local.draw, local.proximal_mu)
 
     def personalize(self, local: LocalContext) -> None:

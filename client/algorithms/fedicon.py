@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
-from client.algorithms.training import contrastive_views, optimizer, smallest_batch
-from tta.contrastive import self_contrastive, supervised_contrastive
+from fedtta.client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
+from fedtta.client.algorithms.training import contrastive_views, optimizer, smallest_batch
+from fedtta.tta.contrastive import self_contrastive, supervised_contrastive
 
 
 class Contrastive(LocalAlgorithm):

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
-from client.algorithms.training import optimizer, smallest_batch
+from fedtta.client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
+from fedtta.client.algorithms.training import optimizer, smallest_batch
 
 
 class FedRep(LocalAlgorithm):

@@ -7,7 +7,7 @@ logits, CE(global(z) + personal(z), y), in which encoder and global head are con
 Decisions
 - Both losses use the values before the step: one forward pass, one optimizer.
 - Both heads are linear, as in FedTHE's comparison (ICLR 2023, appendix C.2). The personal one may have no bias.
-- What the client predicts with is the sum of the logits: `tta.heads.FedRoD`.
+- What the client predicts with is the sum of the logits: `fedtta.tta.heads.FedRoD`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional
 
-from client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
-from client.algorithms.training import optimizer, smallest_batch
+from fedtta.client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
+from fedtta.client.algorithms.training import optimizer, smallest_batch
 
 
 class FedRoD(LocalAlgorithm):

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from data import DATASETS, Federation, LazyRows, Rows, crop_flip
-from models import TwoHead
-from models.arrays import all_finite
-from models.optim import Optimizer
-from settings import Settings
-from tta.contrastive import ContrastiveViews
+from fedtta.data import DATASETS, Federation, LazyRows, Rows, crop_flip
+from fedtta.models import TwoHead
+from fedtta.models.arrays import all_finite
+from fedtta.models.optim import Optimizer
+from fedtta.settings import Settings
+from fedtta.tta.contrastive import ContrastiveViews
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 #: (logits [B, K], labels [B], class counts [K] of the client's training split) → mean loss.

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from client.algorithms.base import LocalContext
-from client.algorithms.fedavg import FedAvg
-from client.algorithms.training import train_network
-from models import TwoHead
-from tta.ttt import rotation_loss
+from fedtta.client.algorithms.base import LocalContext
+from fedtta.client.algorithms.fedavg import FedAvg
+from fedtta.client.algorithms.training import train_network
+from fedtta.models import TwoHead
+from fedtta.tta.ttt import rotation_loss
 
 
 class TTT(FedAvg):

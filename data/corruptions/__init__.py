@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.corruptions import blur, digital, noise, spatter, weather
-from data.corruptions._ops import Generators
+from fedtta.data.corruptions import blur, digital, noise, spatter, weather
+from fedtta.data.corruptions._ops import Generators
 
 _FUNCTIONS: dict[str, Callable[[Tensor, int, Generators], Tensor]] = {
     "gaussian_noise": noise.gaussian_noise,

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.corruptions import _ops
-from data.corruptions._ops import Generators, draw
+from fedtta.data.corruptions import _ops
+from fedtta.data.corruptions._ops import Generators, draw
 
 GAUSSIAN_BLUR = (0.4, 0.6, 0.7, 0.8, 1.0)  # standard deviation
 DEFOCUS_BLUR = ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1.0, 0.2), (1.5, 0.1))  # radius, alias blur

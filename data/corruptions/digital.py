@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from data.corruptions import _ops
-from data.corruptions._ops import Generators, draw
+from fedtta.data.corruptions import _ops
+from fedtta.data.corruptions._ops import Generators, draw
 
 BRIGHTNESS = (0.05, 0.1, 0.15, 0.2, 0.3)  # added to the value of HSV
 CONTRAST = (0.75, 0.5, 0.4, 0.3, 0.15)  # factor of the distance to the mean

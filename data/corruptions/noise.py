@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.corruptions._ops import Generators, draw
+from fedtta.data.corruptions._ops import Generators, draw
 
 GAUSSIAN_NOISE = (0.04, 0.06, 0.08, 0.09, 0.10)  # standard deviation
 SHOT_NOISE = (500.0, 250.0, 100.0, 75.0, 50.0)  # photons of a white pixel

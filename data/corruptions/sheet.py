@@ -1,6 +1,6 @@
 """Contact sheet of the corruptions: one image under every corruption and severity, as a labelled PNG.
 
-    python -m data.corruptions.sheet OUT.png [--image FILE] [--size 32] [--seed 0]
+    python -m fedtta.data.corruptions.sheet OUT.png [--image FILE] [--size 32] [--seed 0]
 
 The default image is the flower bundled with scikit-learn.
 """
@@ -16,7 +16,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from data.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
+from fedtta.data.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
 
 CELL = 96  # pixels of a cell, at least; small images are enlarged by a whole factor
 GAP = 4
@@ -115,7 +115,9 @@ def load_image(path: Path | None, size: int) -> Tensor:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m data.corruptions.sheet", description="Draw every corruption.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fedtta.data.corruptions.sheet", description="Draw every corruption."
+    )
     parser.add_argument("out", type=Path, help="PNG to write")
     parser.add_argument("--image", type=Path, help="image to corrupt (default: scikit-learn's flower)")
     parser.add_argument("--size", type=int, default=32, help="side it is resized to (default 32)")

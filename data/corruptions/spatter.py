@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.corruptions import _ops
-from data.corruptions._ops import Generators, colour_like, correlate, draw
+from fedtta.data.corruptions import _ops
+from fedtta.data.corruptions._ops import Generators, colour_like, correlate, draw
 
 SPATTER = (  # mean, deviation, smoothness, threshold, strength (water) or smoothness (mud)
     (0.62, 0.1, 0.7, 0.7, 0.5),

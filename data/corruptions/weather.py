@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.corruptions import _ops
-from data.corruptions._ops import Generators, draw, luminance
+from fedtta.data.corruptions import _ops
+from fedtta.data.corruptions._ops import Generators, draw, luminance
 
 SNOW = (  # mean, deviation, zoom, threshold, blur radius, blur sigma, weight of the image
     (0.1, 0.2, 1.0, 0.6, 8, 3, 0.95),

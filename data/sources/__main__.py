@@ -1,4 +1,4 @@
-"""What a device holds, before it joins a run: `python -m data.sources folder:/data/site-a --classes covid,normal`."""
+"""What a device holds, before it joins a run: `fedtta data folder:/data/site-a --classes covid,normal`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from models.preprocessing import Preprocessing
+from fedtta.models.preprocessing import Preprocessing
 
 from .base import SPLITS, open_source
 from .own import OwnData, UnusableData, own_data
@@ -20,7 +20,7 @@ SHOWN = 20
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    made = argparse.ArgumentParser(prog="python -m data.sources", description="Show what a device's data hold.")
+    made = argparse.ArgumentParser(prog="fedtta data", description="Show what a device's data hold.")
     made.add_argument("source", help="folder:PATH, npz:FILE, hf:PATH or package.module:Class")
     made.add_argument("--classes", default="", help="the run's classes, comma-separated (default: the source's own)")
     made.add_argument("--class-map", default="", metavar="OWN=RUN;...", help="the device's class names → the run's")

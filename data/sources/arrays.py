@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.datasets.files import read_arrays
+from fedtta.data.datasets.files import read_arrays
 
 from .base import stated_split
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
-from models.preprocessing import RawImage
+from fedtta.models.preprocessing import RawImage
 
 #: The stated split of a sample; "" leaves it to the hash.
 SPLITS = ("train", "validation", "test")

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
-from models.preprocessing import FORMATS
+from fedtta.models.preprocessing import FORMATS
 
 #: A larger file is not read; 100 megapixels of 16-bit RGB are 600 MB.
 MAX_BYTES = 1 << 30

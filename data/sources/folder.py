@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from data.datasets.files import SUFFIXES
-from models.preprocessing import MAX_PIXELS, Preprocessing, RawImage
+from fedtta.data.datasets.files import SUFFIXES
+from fedtta.models.preprocessing import MAX_PIXELS, Preprocessing, RawImage
 
 from .base import escaped, stated_split
 from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, read_encoded, reason_of

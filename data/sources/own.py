@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data.domains import Role
-from data.images import Images
-from data.split import Split
-from models.preprocessing import Preprocessing
+from fedtta.data.domains import Role
+from fedtta.data.images import Images
+from fedtta.data.split import Split
+from fedtta.models.preprocessing import Preprocessing
 
 from .base import SPLITS, notes_of, open_source
 from .index import Index
@@ -94,7 +94,7 @@ def own_data(
     role: Role | None = None,
     index_file: Path | None = None,
 ) -> OwnData:
-    """Scan a device's data and split them; see `data.sources.splits` for the rule.
+    """Scan a device's data and split them; see `fedtta.data.sources.splits` for the rule.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def _check_skipped(source_text: str, scanned: Scanned, max_skipped: float) -> No
         raise UnusableData(
             f"data = {source_text!r}: {count} of {total} samples cannot be used ({reasons(scanned.skipped)}); "
             f"max-skipped = {max_skipped:g} allows {int(max_skipped * total)}. "
-            f"`python -m data.sources {source_text}` names them",
+            f"`python -m fedtta.data.sources {source_text}` names them",
             scanned.skipped,
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from models.preprocessing import Preprocessing, RawImage
+from fedtta.models.preprocessing import Preprocessing, RawImage
 
 from .base import EncodedSource, Source, escaped, indices, skipped_of
 from .files import check_pixels, read_encoded

@@ -15,8 +15,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
-from data.domains import Role
-from data.federation import SOURCE
+from fedtta.data.domains import Role
+from fedtta.data.federation import SOURCE
 
 from .base import SPLITS
 from .scan import Sample

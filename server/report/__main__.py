@@ -1,4 +1,4 @@
-"""``python -m server.report RUN_DIR``: write `table.csv` and `report.html` of a run folder again.
+"""``python -m fedtta.server.report RUN_DIR``: write `table.csv` and `report.html` of a run folder again.
 
 A run with collaborative rounds at test time also gets `collaboration.csv`.
 """
@@ -11,19 +11,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from models import write_atomically
-from server.report.drawing import standalone, to_png
-from server.report.page import write_report
-from server.report.plots import plots
-from server.report.results import METRICS_FILE, Results, read_results
-from server.report.tables import COLLABORATION_FILE, TABLE_FILE, render_tables, write_table
+from fedtta.models import write_atomically
+from fedtta.server.report.drawing import standalone, to_png
+from fedtta.server.report.page import write_report
+from fedtta.server.report.plots import plots
+from fedtta.server.report.results import METRICS_FILE, Results, read_results
+from fedtta.server.report.tables import COLLABORATION_FILE, TABLE_FILE, render_tables, write_table
 
 PLOTS_FOLDER = "plots"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Regenerate the files of one run folder. Return 0, or 2 if the metrics cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m server.report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fedtta.server.report", description=__doc__)
     parser.add_argument("run_dir", type=Path, help=f"a run folder with {METRICS_FILE}")
     parser.add_argument("--plots", action="store_true", help=f"also write each plot to {PLOTS_FOLDER}/ as SVG and PNG")
     options = parser.parse_args(arguments)

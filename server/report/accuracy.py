@@ -8,12 +8,12 @@ from html import escape
 
 import numpy as np
 
-from server.report import plots
-from server.report.collaboration import MEASURES, Matrix, Outcome, mixing_rounds, number_or_none, plain_mixing
-from server.report.markup import breakable, counted, data_table, folded, missing, plot_figure
-from server.report.results import METRICS_FILE, Results
-from server.report.scores import ACCURACY, METRICS, Metric, Row, by_method, percent, row_labels, table, verdict
-from server.report.tables import COLLABORATION_FILE, LISTED, TABLE_FILE, collaboration_csv, table_csv
+from fedtta.server.report import plots
+from fedtta.server.report.collaboration import MEASURES, Matrix, Outcome, mixing_rounds, number_or_none, plain_mixing
+from fedtta.server.report.markup import breakable, counted, data_table, folded, missing, plot_figure
+from fedtta.server.report.results import METRICS_FILE, Results
+from fedtta.server.report.scores import ACCURACY, METRICS, Metric, Row, by_method, percent, row_labels, table, verdict
+from fedtta.server.report.tables import COLLABORATION_FILE, LISTED, TABLE_FILE, collaboration_csv, table_csv
 
 
 def accuracy_section(results: Results) -> str:

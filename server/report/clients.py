@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Sequence
 from html import escape
 
-from server.report.events import Membership
-from server.report.markup import breakable, counted, data_table, folded, missing, text
-from server.report.results import METRICS_FILE, Member, Results
-from settings import name_order
+from fedtta.server.report.events import Membership
+from fedtta.server.report.markup import breakable, counted, data_table, folded, missing, text
+from fedtta.server.report.results import METRICS_FILE, Member, Results
+from fedtta.settings import name_order
 
 LISTED = 50  # clients and incidents shown; the metrics file has them all
 UNFOLDED = 12  # parts of a divided data set that are listed without being asked for

@@ -12,9 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from server.report.events import Adapted, AdaptRound
-from server.report.results import Results
-from server.report.scores import ACCURACY
+from fedtta.server.report.events import Adapted, AdaptRound
+from fedtta.server.report.results import Results
+from fedtta.server.report.scores import ACCURACY
 
 _MIDDLE = 8 / 15  # the paper shows round 40 of 75: the end of the middle one of 15 corruptions
 

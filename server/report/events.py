@@ -169,7 +169,7 @@ class Evaluation:
     """One method on one test distribution of one client: ``evaluation``.
 
     `weight_histogram` counts the weights e of the global head in `WEIGHT_BINS` equal bins over [0, 1]. `extra` holds
-    every other number of the line, which is where a new metric arrives (`server.report.scores.METRICS`).
+    every other number of the line, which is where a new metric arrives (`fedtta.server.report.scores.METRICS`).
     """
 
     key: ClassVar[tuple[str, ...]] = ("training", "method", "shift", "partition")

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
-from server.report.drawing import DARK, LIGHT, Plot
+from fedtta.server.report.drawing import DARK, LIGHT, Plot
 
 
 def plot_figure(plot: Plot, caption: str) -> str:

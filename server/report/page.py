@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from models import write_atomically
-from server.report import plots
-from server.report.accuracy import accuracy_section, client_section, collaboration_section
-from server.report.clients import LISTED as _INCIDENTS
-from server.report.clients import data_section, served_table
-from server.report.collaboration import Matrix, matrix
-from server.report.drawing import Plot
-from server.report.events import AdaptRound, RatesRound, Round
-from server.report.markup import (
+from fedtta.models import write_atomically
+from fedtta.server.report import plots
+from fedtta.server.report.accuracy import accuracy_section, client_section, collaboration_section
+from fedtta.server.report.clients import LISTED as _INCIDENTS
+from fedtta.server.report.clients import data_section, served_table
+from fedtta.server.report.collaboration import Matrix, matrix
+from fedtta.server.report.drawing import Plot
+from fedtta.server.report.events import AdaptRound, RatesRound, Round
+from fedtta.server.report.markup import (
     CSS,
     breakable,
     counted,
@@ -36,11 +36,11 @@ from server.report.markup import (
     size,
     text,
 )
-from server.report.rates import block_of, module_type, variant_labels
-from server.report.results import METRICS_FILE, Results, read_results
-from server.report.scores import Row, percent, table
-from server.report.tables import COLLABORATION_FILE, write_collaboration
-from settings import Settings
+from fedtta.server.report.rates import block_of, module_type, variant_labels
+from fedtta.server.report.results import METRICS_FILE, Results, read_results
+from fedtta.server.report.scores import Row, percent, table
+from fedtta.server.report.tables import COLLABORATION_FILE, write_collaboration
+from fedtta.settings import Settings
 
 REPORT_FILE = "report.html"
 MODEL_FILE = "model.safetensors"
@@ -91,7 +91,7 @@ def build_page(results: Results, name: str, network_bytes: int | None = None) ->
         _time(results, found, network_bytes),
         _checks(results),
         _settings(results),
-        f"<footer>Generated from {METRICS_FILE} by python -m server.report results/{escape(name)}</footer>",
+        f"<footer>Generated from {METRICS_FILE} by python -m fedtta.server.report results/{escape(name)}</footer>",
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -12,8 +12,8 @@ from matplotlib.figure import FigureBase
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from server.report.collaboration import Matrix, matrix, mixing_rounds, plain_mixing
-from server.report.drawing import (
+from fedtta.server.report.collaboration import Matrix, matrix, mixing_rounds, plain_mixing
+from fedtta.server.report.drawing import (
     COLORS,
     INK,
     MUTED,
@@ -27,10 +27,10 @@ from server.report.drawing import (
     styled,
     to_svg,
 )
-from server.report.events import WEIGHT_BINS, AdaptRound, Rates
-from server.report.rates import MODULE_TYPES, block_of, module_type, variant_labels
-from server.report.results import Results
-from server.report.scores import METRICS, Row, by_method, client_accuracy, percent, row_labels, table
+from fedtta.server.report.events import WEIGHT_BINS, AdaptRound, Rates
+from fedtta.server.report.rates import MODULE_TYPES, block_of, module_type, variant_labels
+from fedtta.server.report.results import Results
+from fedtta.server.report.scores import METRICS, Row, by_method, client_accuracy, percent, row_labels, table
 
 _TOGETHER = 4  # training curves in a pair of panels
 _MARKED_ROUNDS = 30  # with more rounds the markers of a curve run into each other

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from server.report.events import (
+from fedtta.server.report.events import (
     Adapted,
     AdaptRound,
     Clients,
@@ -28,7 +28,7 @@ from server.report.events import (
     Served,
     parse_event,
 )
-from settings import name_order
+from fedtta.settings import name_order
 
 METRICS_FILE = "metrics.jsonl"
 Kind = TypeVar("Kind", bound=Event)

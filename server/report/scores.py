@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from server.report.events import WEIGHT_BINS, Evaluation
-from server.report.results import Results
+from fedtta.server.report.events import WEIGHT_BINS, Evaluation
+from fedtta.server.report.results import Results
 
 
 def _weight(entry: Evaluation) -> float | None:

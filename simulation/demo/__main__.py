@@ -1,4 +1,4 @@
-"""`python -m simulation.demo`: four sites, real processes over TLS, a shift after deployment, and a page.
+"""`python -m fedtta.simulation.demo`: four sites, real processes over TLS, a shift after deployment, and a page.
 
 Three sites begin, the fourth joins midway. Every site has a SuperNode and a resident agent, which holds its images.
 After training, images that no site has arrive at every agent under the site's own shift, as encoded files.
@@ -25,20 +25,20 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from data import Images
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc
-from models import load_model
-from models.preprocessing import Preprocessing
-from server.report import METRICS_FILE
-from settings import Settings
-from simulation import deployment, superlink
-from simulation.demo.page import SHOWN, Outcome, write_page
-from simulation.demo.sites import SITES, Arrivals, Site, shifted, source_images, write_device, write_sites
-from simulation.engine import simulate
-from simulation.flower_cli import unwind
-from simulation.keys import KeysError, make_keys
-from simulation.superlink import POLL, FlowerError
+from fedtta.data import Images
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc
+from fedtta.models import load_model
+from fedtta.models.preprocessing import Preprocessing
+from fedtta.server.report import METRICS_FILE
+from fedtta.settings import Settings
+from fedtta.simulation import deployment, superlink
+from fedtta.simulation.demo.page import SHOWN, Outcome, write_page
+from fedtta.simulation.demo.sites import SITES, Arrivals, Site, shifted, source_images, write_device, write_sites
+from fedtta.simulation.engine import simulate
+from fedtta.simulation.flower_cli import unwind
+from fedtta.simulation.keys import KeysError, make_keys
+from fedtta.simulation.superlink import POLL, FlowerError
 
 BATCH = 30  # images of a prediction request
 LATE = 3  # training rounds before the last site starts
@@ -199,7 +199,7 @@ def say(text: str) -> None:
 
 def main(words: list[str] | None = None) -> int:
     """Run the demo; return exit status 0 on success, 1 on failure, 2 for bad arguments."""
-    parser = argparse.ArgumentParser(prog="python -m simulation.demo", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="python -m fedtta.simulation.demo", description=__doc__, allow_abbrev=False)
     parser.add_argument("--folder", type=Path, help="a new folder (default: results/demo-<time>)")
     parser.add_argument("--rounds", type=int, default=12, help="training rounds (default: 12)")
     arguments = parser.parse_args(words)

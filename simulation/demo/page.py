@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from models import write_atomically
-from server.report.markup import CSS, data_table
-from simulation.demo.sites import Site
+from fedtta.models import write_atomically
+from fedtta.server.report.markup import CSS, data_table
+from fedtta.simulation.demo.sites import Site
 
 SHOWN = 6  # images of each site
 STRIP = "display:block;width:100%;max-width:37rem;image-rendering:pixelated"

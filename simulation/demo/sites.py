@@ -22,7 +22,7 @@ import tomli_w
 from numpy.typing import NDArray
 from PIL import Image
 
-from data import Images, corrupt, load
+from fedtta.data import Images, corrupt, load
 
 PER_SITE = 320
 ARRIVALS = 390  # images that arrive after deployment, at most

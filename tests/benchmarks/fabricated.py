@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from server.report import METRICS_FILE, Results, read_results
-from settings import Settings
+from fedtta.server.report import METRICS_FILE, Results, read_results
+from fedtta.settings import Settings
 
 SHIFTS = ("original", "out_of_client")
 #: seed → method → distribution → correct of 4 at each of two clients.

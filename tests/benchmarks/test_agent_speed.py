@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed import agent, served, streams
-from client.agent.guard import Limits
-from client.agent.live import Live, images
-from messages import agent_pb2 as pb
-from messages.requests import AdapterRow
-from server.events import RunError
-from simulation.deployment import sockets_folder
-from simulation.superlink import FlowerError
+from fedtta.benchmarks.speed import agent, served, streams
+from fedtta.client.agent.guard import Limits
+from fedtta.client.agent.live import Live, images
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages.requests import AdapterRow
+from fedtta.server.events import RunError
+from fedtta.simulation.deployment import sockets_folder
+from fedtta.simulation.superlink import FlowerError
 from tests.client.agent.fake import channel, predictor, running
 
 

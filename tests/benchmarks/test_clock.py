@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.tables.clock import PATIENCE, Batch, Cost, measure_costs, schedule
-from settings import Settings
-from tta import Adapter
+from fedtta.benchmarks.tables.clock import PATIENCE, Batch, Cost, measure_costs, schedule
+from fedtta.settings import Settings
+from fedtta.tta import Adapter
 
 
 def spans(batches: list[Batch]) -> list[tuple[int, int, float]]:

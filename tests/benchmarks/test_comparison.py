@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from benchmarks.papers import Printed, Reference
-from benchmarks.tables.comparison import Comparison, beyond, compare, entry_text, recovered, spread
-from benchmarks.tables.pages import markdown_table, recovered_lines
-from benchmarks.tables.protocol import Cell, Table
-from benchmarks.tables.results import CONSTANT, row_content
-from settings import Settings
+from fedtta.benchmarks.papers import Printed, Reference
+from fedtta.benchmarks.tables.comparison import Comparison, beyond, compare, entry_text, recovered, spread
+from fedtta.benchmarks.tables.pages import markdown_table, recovered_lines
+from fedtta.benchmarks.tables.protocol import Cell, Table
+from fedtta.benchmarks.tables.results import CONSTANT, row_content
+from fedtta.settings import Settings
 from tests.benchmarks.fabricated import results
 
 METHODS = ("fedavg", "personal", "btfl")

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from benchmarks.speed import deployment, empty_app
-from benchmarks.speed.deployment import RoundTime, Summary
-from messages import flower as transport
-from models import build
-from server.events import RunError
-from settings import Settings
-from simulation.superlink import FlowerError, program
+from fedtta.benchmarks.speed import deployment, empty_app
+from fedtta.benchmarks.speed.deployment import RoundTime, Summary
+from fedtta.messages import flower as transport
+from fedtta.models import build
+from fedtta.server.events import RunError
+from fedtta.settings import Settings
+from fedtta.simulation.superlink import FlowerError, program
 from tests.flower import LocalGrid
 
 SHAPES = [[2, 3], [4]]

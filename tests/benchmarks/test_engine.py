@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.__main__ import COMMANDS, main, parser
-from benchmarks.papers import Printed
-from benchmarks.tables import engine, protocol
-from benchmarks.tables.comparison import Comparison
-from benchmarks.tables.engine import rendered, seeds_of
-from benchmarks.tables.pages import write_pages
-from benchmarks.tables.plots import curve
-from benchmarks.tables.pretrained import read_label
-from models import load_model
-from server.report import Results
-from settings import Settings
+from fedtta.benchmarks.__main__ import COMMANDS, main, parser
+from fedtta.benchmarks.papers import Printed
+from fedtta.benchmarks.tables import engine, protocol
+from fedtta.benchmarks.tables.comparison import Comparison
+from fedtta.benchmarks.tables.engine import rendered, seeds_of
+from fedtta.benchmarks.tables.pages import write_pages
+from fedtta.benchmarks.tables.plots import curve
+from fedtta.benchmarks.tables.pretrained import read_label
+from fedtta.models import load_model
+from fedtta.server.report import Results
+from fedtta.settings import Settings
 from tests.benchmarks.fabricated import results
 
 TINY = """
@@ -108,7 +108,7 @@ def test_a_protocol_with_networks_and_rates_from_end_to_end(
     assert "network federated" not in printed  # it was trained by the first call
     assert "atp (again)" in printed
     # kept results are not run again, and a network that was trained on test samples is refused
-    monkeypatch.setattr("simulation.simulate", None)
+    monkeypatch.setattr("fedtta.simulation.simulate", None)
     assert main([*words, "--cells", "own,crossed,central"]) == 0
     assert main([*words, "--cells", "leaky"]) == 2
     assert "tiny, cell leaky: init = " in (error := capsys.readouterr().err)

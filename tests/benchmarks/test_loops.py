@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 
-from benchmarks.speed import loops, naive
-from benchmarks.speed.measurement import one_core
-from models import TwoHead, build
-from tta.btfl import BTFL
-from tta.fedthe import FedTHE
+from fedtta.benchmarks.speed import loops, naive
+from fedtta.benchmarks.speed.measurement import one_core
+from fedtta.models import TwoHead, build
+from fedtta.tta.btfl import BTFL
+from fedtta.tta.fedthe import FedTHE
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.tables import methods
-from server.methods import METHODS
-from server.trainings import TRAININGS
-from tta.base import NEEDS
-from tta.registry import ADAPTERS
+from fedtta.benchmarks.__main__ import main
+from fedtta.benchmarks.tables import methods
+from fedtta.server.methods import METHODS
+from fedtta.server.trainings import TRAININGS
+from fedtta.tta.base import NEEDS
+from fedtta.tta.registry import ADAPTERS
 
 
 def test_every_method_is_listed_with_what_the_tables_say() -> None:

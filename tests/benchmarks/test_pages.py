@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.provenance import RESULTS, write_json
-from benchmarks.tables import plots
-from benchmarks.tables.comparison import compare
-from benchmarks.tables.pages import write_pages
-from benchmarks.tables.protocol import read_protocol
+from fedtta.benchmarks.__main__ import main
+from fedtta.benchmarks.provenance import RESULTS, write_json
+from fedtta.benchmarks.tables import plots
+from fedtta.benchmarks.tables.comparison import compare
+from fedtta.benchmarks.tables.pages import write_pages
+from fedtta.benchmarks.tables.protocol import read_protocol
 
 RUN = {
     "training": "cross_entropy", "methods": ["fedavg"], "time": "2030-01-01T00:00:00+00:00", "commit": "abc",

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import papers as module
-from benchmarks.papers import Printed, papers, printed, values
-from server.methods import parse_rows
+from fedtta.benchmarks import papers as module
+from fedtta.benchmarks.papers import Printed, papers, printed, values
+from fedtta.server.methods import parse_rows
 
 HEAD = "table,setting,row,method,column,unit,mean,sd\n"
 

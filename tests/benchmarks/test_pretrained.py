@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tables.pretrained import (
+from fedtta.benchmarks.tables.pretrained import (
     check_disjoint,
     check_pretrained,
     label_path,
@@ -20,9 +20,9 @@ from benchmarks.tables.pretrained import (
     unpack_indices,
     write_label,
 )
-from client.resources import federation_of
-from data import Federation
-from settings import Settings, SettingsError
+from fedtta.client.resources import federation_of
+from fedtta.data import Federation
+from fedtta.settings import Settings, SettingsError
 
 DIGITS = Settings(dataset="digits")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-import benchmarks.tables.protocol as module
-from benchmarks.papers import Reference
-from benchmarks.tables.protocol import Realtime, Start, protocol_names, read_protocol, select_cells
-from benchmarks.tables.results import wanted_rows
-from server.methods import plan
-from settings import SettingsError
+import fedtta.benchmarks.tables.protocol as module
+from fedtta.benchmarks.papers import Reference
+from fedtta.benchmarks.tables.protocol import Realtime, Start, protocol_names, read_protocol, select_cells
+from fedtta.benchmarks.tables.results import wanted_rows
+from fedtta.server.methods import plan
+from fedtta.settings import SettingsError
 
 NAMES = protocol_names()
 COLUMNS = (

@@ -10,18 +10,18 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from benchmarks.tables import realtime
-from benchmarks.tables.clock import Batch, Cost
-from benchmarks.tables.networks import load_federation, train_network
-from benchmarks.tables.pages import realtime_costs
-from benchmarks.tables.protocol import Network, Realtime
-from benchmarks.tables.realtime import Client, Score, Scores
-from data import Stream
-from messages.requests import AdapterRow, Evaluate, TrainingTask
-from models import load_model
-from server.events import Leak
-from settings import Settings, SettingsError, to_json
-from tta import Adapter
+from fedtta.benchmarks.tables import realtime
+from fedtta.benchmarks.tables.clock import Batch, Cost
+from fedtta.benchmarks.tables.networks import load_federation, train_network
+from fedtta.benchmarks.tables.pages import realtime_costs
+from fedtta.benchmarks.tables.protocol import Network, Realtime
+from fedtta.benchmarks.tables.realtime import Client, Score, Scores
+from fedtta.data import Stream
+from fedtta.messages.requests import AdapterRow, Evaluate, TrainingTask
+from fedtta.models import load_model
+from fedtta.server.events import Leak
+from fedtta.settings import Settings, SettingsError, to_json
+from fedtta.tta import Adapter
 
 QUIET = Console(quiet=True, width=200)
 METHODS = "fedavg,personal,fedthe[training=cross_entropy],btfl,tent"

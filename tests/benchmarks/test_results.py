@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.provenance import RESULTS
-from benchmarks.tables.comparison import compare
-from benchmarks.tables.networks import network_path, of_seed
-from benchmarks.tables.pretrained import check_pretrained
-from benchmarks.tables.protocol import Cell, read_protocol
-from benchmarks.tables.results import (
+from fedtta.benchmarks.provenance import RESULTS
+from fedtta.benchmarks.tables.comparison import compare
+from fedtta.benchmarks.tables.networks import network_path, of_seed
+from fedtta.benchmarks.tables.pretrained import check_pretrained
+from fedtta.benchmarks.tables.protocol import Cell, read_protocol
+from fedtta.benchmarks.tables.results import (
     CONSTANT,
     Content,
     add_run,
@@ -29,11 +29,11 @@ from benchmarks.tables.results import (
     row_content,
     wanted_rows,
 )
-from models import load_model
-from server.events import RunError
-from server.report import WEIGHT_BINS, Evaluation
-from server.report.events import Adapted, AdaptRound
-from settings import Settings, SettingsError
+from fedtta.models import load_model
+from fedtta.server.events import RunError
+from fedtta.server.report import WEIGHT_BINS, Evaluation
+from fedtta.server.report.events import Adapted, AdaptRound
+from fedtta.settings import Settings, SettingsError
 from tests.benchmarks.fabricated import results
 
 KEPT = read_results_of(RESULTS)

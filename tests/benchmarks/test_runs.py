@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables import runs
-from benchmarks.tables.runs import RUN, STATE, evaluated, key, trained
-from server.app import serve
-from server.events import RunError
-from server.methods import plan
-from server.report import Results
-from settings import Settings, SettingsError
+from fedtta.benchmarks.tables import runs
+from fedtta.benchmarks.tables.runs import RUN, STATE, evaluated, key, trained
+from fedtta.server.app import serve
+from fedtta.server.events import RunError
+from fedtta.server.methods import plan
+from fedtta.server.report import Results
+from fedtta.settings import Settings, SettingsError
 from tests.server.test_resume import SMALL, Killed, Killer, devices, events, quicken
 from tests.test_structure import ALLOWED
 
@@ -30,7 +30,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         folders.append(folder)
         serve(devices(settings), settings, folder)
 
-    monkeypatch.setattr("simulation.simulate", simulate)
+    monkeypatch.setattr("fedtta.simulation.simulate", simulate)
     return folders
 
 
@@ -104,7 +104,7 @@ def test_a_training_that_was_cut_short_goes_on(
         resumed.append(settings.resume)
         serve(devices(settings, killer=killer), settings, folder)
 
-    monkeypatch.setattr("simulation.simulate", simulate)
+    monkeypatch.setattr("fedtta.simulation.simulate", simulate)
     (training,) = plan(SETTINGS)
     with pytest.raises(Killed):
         evaluated(SETTINGS, tmp_path / "kept", tmp_path / "two")
@@ -137,7 +137,7 @@ def test_without_training_rounds_nothing_is_kept(started: list[Path], tmp_path: 
 
 
 def test_a_run_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("simulation.simulate", lambda settings, folder: None)
+    monkeypatch.setattr("fedtta.simulation.simulate", lambda settings, folder: None)
     (training,) = plan(SETTINGS)
     with pytest.raises(RunError, match="the training did not complete"):
         trained(SETTINGS, training, tmp_path / "kept")

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.__main__ import main
-from benchmarks.speed import adapters, command, federation, mixing, options, pieces, sources
-from benchmarks.speed.measurement import Measured, Part, Ratio
-from data import CORRUPTIONS
-from models import build
-from server.events import RunError
-from settings import Settings, SettingsError
-from tta.registry import ADAPTERS
+from fedtta.benchmarks.__main__ import main
+from fedtta.benchmarks.speed import adapters, command, federation, mixing, options, pieces, sources
+from fedtta.benchmarks.speed.measurement import Measured, Part, Ratio
+from fedtta.data import CORRUPTIONS
+from fedtta.models import build
+from fedtta.server.events import RunError
+from fedtta.settings import Settings, SettingsError
+from fedtta.tta.registry import ADAPTERS
 
 CPU = torch.device("cpu")
 
@@ -190,7 +190,7 @@ def test_rounds_are_wall_time_over_training(monkeypatch: pytest.MonkeyPatch) -> 
         for wall in (9.0, 3.0, 4.0):
             listeners[0](event(wall, [1.0, 2.0, 1.0], 2 if lost else 3))
 
-    monkeypatch.setattr("simulation.simulate", simulate)
+    monkeypatch.setattr("fedtta.simulation.simulate", simulate)
     found = {one.what: one for one in federation.rounds(quick=False).ratios}
     assert found["100 clients, CNN, Ray"].ratio == pytest.approx(3.5 / 2)
     assert found["100 clients, CNN, one process"].ratio == pytest.approx(3.5 / 4)

@@ -15,15 +15,23 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.tables import training
-from benchmarks.tables.networks import train_network
-from benchmarks.tables.pretrained import check_pretrained, read_label, unpack_indices
-from benchmarks.tables.protocol import SOURCE, Network, changed
-from benchmarks.tables.training import CENTRAL, Parts, Recipe, accuracy, source_parts, train_centrally, train_source
-from client.resources import federation_of
-from data import Images, load
-from models import build, load_model
-from settings import Settings, SettingsError
+from fedtta.benchmarks.tables import training
+from fedtta.benchmarks.tables.networks import train_network
+from fedtta.benchmarks.tables.pretrained import check_pretrained, read_label, unpack_indices
+from fedtta.benchmarks.tables.protocol import SOURCE, Network, changed
+from fedtta.benchmarks.tables.training import (
+    CENTRAL,
+    Parts,
+    Recipe,
+    accuracy,
+    source_parts,
+    train_centrally,
+    train_source,
+)
+from fedtta.client.resources import federation_of
+from fedtta.data import Images, load
+from fedtta.models import build, load_model
+from fedtta.settings import Settings, SettingsError
 
 QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
@@ -153,7 +161,7 @@ def test_threads_are_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         seen.append(torch.get_num_threads())
         raise FloatingPointError("stopped")
 
-    monkeypatch.setattr("benchmarks.tables.networks.train_source", stop)
+    monkeypatch.setattr("fedtta.benchmarks.tables.networks.train_source", stop)
     with pytest.raises(FloatingPointError, match="stopped"):
         train_network(Network("n", "source", 1, "n", SMALL, threads=2), 1, tmp_path / "n", tmp_path, QUIET)
     assert (seen, torch.get_num_threads(), list(tmp_path.iterdir())) == ([2], before, [])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.tables.protocol import read_protocol
-from benchmarks.tables.tuning import choices
-from settings import SettingsError
+from fedtta.benchmarks.tables.protocol import read_protocol
+from fedtta.benchmarks.tables.tuning import choices
+from fedtta.settings import SettingsError
 
 
 def test_what_is_used_is_what_was_chosen() -> None:

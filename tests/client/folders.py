@@ -10,7 +10,7 @@ import numpy as np
 import tomli_w
 from PIL import Image
 
-from settings import Settings
+from fedtta.settings import Settings
 
 CLASSES = ("blue", "green", "red")
 SIZE = 16

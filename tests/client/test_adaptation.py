@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tta
-from client.adaptation import Adaptation, adapt, batch_of, score, streams_of
-from client.evaluation import make_adapter
-from client.state import DirectoryState, MemoryState
-from data import CORRUPTIONS
-from messages.requests import AdapterRow as Row
-from models import TwoHead, build
+from fedtta import tta
+from fedtta.client.adaptation import Adaptation, adapt, batch_of, score, streams_of
+from fedtta.client.evaluation import make_adapter
+from fedtta.client.state import DirectoryState, MemoryState
+from fedtta.data import CORRUPTIONS
+from fedtta.messages.requests import AdapterRow as Row
+from fedtta.models import TwoHead, build
+from fedtta.tta.collaborator import Collaborator
 from tests.client import tiny
 from tests.client.tiny import Client as Device
-from tta.collaborator import Collaborator
 
 TENT = Row("tent", "tent", {"lr": 0.01})
 

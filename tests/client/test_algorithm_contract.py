@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from client.algorithms import ALGORITHMS, find_algorithm
-from client.algorithms.apfl import APFL
-from client.algorithms.base import LocalContext
-from client.algorithms.fedrep import FedRep
-from client.algorithms.training import balanced_softmax
-from models import TwoHead
+from fedtta.client.algorithms import ALGORITHMS, find_algorithm
+from fedtta.client.algorithms.apfl import APFL
+from fedtta.client.algorithms.base import LocalContext
+from fedtta.client.algorithms.fedrep import FedRep
+from fedtta.client.algorithms.training import balanced_softmax
+from fedtta.models import TwoHead
 from tests.client.tiny import changed, image_set, network, settings, snapshot
 
 COUNT, BATCH, EPOCHS = 9, 4, 2

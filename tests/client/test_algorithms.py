@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from client.algorithms.apfl import APFL
-from client.algorithms.base import LocalContext, gradients
-from client.algorithms.ditto import Ditto
-from client.algorithms.fedavg import FedAvg
-from client.algorithms.fedrep import FedRep
-from client.algorithms.fedrod import FedRoD
-from client.algorithms.training import TrainingSet, balanced_softmax, train_network
-from models import TwoHead
-from settings import Settings
+from fedtta.client.algorithms.apfl import APFL
+from fedtta.client.algorithms.base import LocalContext, gradients
+from fedtta.client.algorithms.ditto import Ditto
+from fedtta.client.algorithms.fedavg import FedAvg
+from fedtta.client.algorithms.fedrep import FedRep
+from fedtta.client.algorithms.fedrod import FedRoD
+from fedtta.client.algorithms.training import TrainingSet, balanced_softmax, train_network
+from fedtta.models import TwoHead
+from fedtta.settings import Settings
 from tests.client.tiny import changed, image_set, network, settings, snapshot
 
 RATE, DECAY, BATCH, COUNT, EPOCHS = 0.05, 0.1, 4, 9, 2

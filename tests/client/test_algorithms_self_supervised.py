@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from client.algorithms import fedicon as rounds
-from client.algorithms import find_algorithm
-from client.algorithms.base import LocalContext
-from client.algorithms.fedicon import Classifier
-from client.algorithms.training import contrastive_views
-from client.algorithms.ttt import TTT
-from data import DATASETS
-from models import TwoHead
-from settings import Settings
+from fedtta.client.algorithms import fedicon as rounds
+from fedtta.client.algorithms import find_algorithm
+from fedtta.client.algorithms.base import LocalContext
+from fedtta.client.algorithms.fedicon import Classifier
+from fedtta.client.algorithms.training import contrastive_views
+from fedtta.client.algorithms.ttt import TTT
+from fedtta.data import DATASETS
+from fedtta.models import TwoHead
+from fedtta.settings import Settings
+from fedtta.tta.contrastive import ContrastiveViews
 from tests.client.test_algorithms import (
     assert_close,
     batches,
@@ -32,7 +33,6 @@ from tests.client.test_algorithms import (
 )
 from tests.client.test_algorithms import turn as plain_turn
 from tests.client.tiny import network
-from tta.contrastive import ContrastiveViews
 
 EPOCHS, TEMPERATURE = 2, 0.3
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 
-from client.app import app
-from messages.flower import CONTENT
-from messages.replies import Evaluated, Summarized, Trained
-from messages.requests import AdapterRow, Evaluate, Identify, Request, Summarize, Train, TrainingTask
-from settings import Settings, SettingsError
+from fedtta.client.app import app
+from fedtta.messages.flower import CONTENT
+from fedtta.messages.replies import Evaluated, Summarized, Trained
+from fedtta.messages.requests import AdapterRow, Evaluate, Identify, Request, Summarize, Train, TrainingTask
+from fedtta.settings import Settings, SettingsError
 from tests.client.folders import OWN, folder
 from tests.client.through_app import SETTINGS, about, ask, bits, initial, node
 from tests.flower import request as message_of
@@ -198,8 +198,18 @@ def test_a_message_of_another_kind_is_refused() -> None:
 
 def test_importing_the_app_imports_no_torch() -> None:
     """A SuperNode starts a process for every message; what needs no torch must not wait for it."""
-    heavy = ("torch", "torchvision", "scipy", "sklearn", "PIL", "models", "data", "client.device", "client.node")
-    code = f"import sys, client.app; print([name for name in {heavy} if name in sys.modules])"
+    heavy = (
+        "torch",
+        "torchvision",
+        "scipy",
+        "sklearn",
+        "PIL",
+        "fedtta.models",
+        "fedtta.data",
+        "fedtta.client.device",
+        "fedtta.client.node",
+    )
+    code = f"import sys, fedtta.client.app; print([name for name in {heavy} if name in sys.modules])"
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
     assert done.stdout.strip() == "[]"

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from client import cohort
-from client.algorithms.training import epoch
-from client.cohort import cohort_epoch, padded
-from client.state import MemoryState
-from data import Federation
-from messages.arrays import Arrays
-from models import TwoHead, build
-from models.vectorized import VectorizedNetwork, is_stochastic
+from fedtta.client import cohort
+from fedtta.client.algorithms.training import epoch
+from fedtta.client.cohort import cohort_epoch, padded
+from fedtta.client.state import MemoryState
+from fedtta.data import Federation
+from fedtta.messages.arrays import Arrays
+from fedtta.models import TwoHead, build
+from fedtta.models.vectorized import VectorizedNetwork, is_stochastic
 from tests.client.tiny import (
     CLASSES,
     Task,

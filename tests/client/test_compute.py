@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from client.algorithms.training import autocast
-from client.resources import resolve_device
-from settings import SettingsError
+from fedtta.client.algorithms.training import autocast
+from fedtta.client.resources import resolve_device
+from fedtta.settings import SettingsError
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from client.algorithms.training import generator
-from client.statistics import summarise
-from data import CORRUPTIONS
+from fedtta.client.algorithms.training import generator
+from fedtta.client.statistics import summarise
+from fedtta.data import CORRUPTIONS
 from tests.client.tiny import (
     CLASSES,
     FEATURES,

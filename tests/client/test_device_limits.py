@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from client.app import ContextState
-from client.state import DirectoryState
-from data import Federation
-from messages.requests import AdapterRow as Row
+from fedtta.client.app import ContextState
+from fedtta.client.state import DirectoryState
+from fedtta.data import Federation
+from fedtta.messages.requests import AdapterRow as Row
 from tests.client.tiny import (
     CLASSES,
     FEATURES,

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-import tta
-from client import evaluation
-from client.evaluation import evaluate_row
-from data import Federation, Stream, check_no_leak, stream
-from data.split import Split
-from messages.replies import WEIGHT_BINS as BINS
-from messages.requests import AdapterRow as Row
-from models import TwoHead
-from settings import Settings
+from fedtta import tta
+from fedtta.client import evaluation
+from fedtta.client.evaluation import evaluate_row
+from fedtta.data import Federation, Stream, check_no_leak, stream
+from fedtta.data.split import Split
+from fedtta.messages.replies import WEIGHT_BINS as BINS
+from fedtta.messages.requests import AdapterRow as Row
+from fedtta.models import TwoHead
+from fedtta.settings import Settings
+from fedtta.tta.atp import modules
+from fedtta.tta.augmix import AugMix
+from fedtta.tta.views import Views
 from tests.client.tiny import Client as Device
 from tests.client.tiny import Task, device, federation, global_arrays, images, network, settings
-from tta.atp import modules
-from tta.augmix import AugMix
-from tta.views import Views
 
 Arrays = dict[str, np.ndarray]
 SHIFTS = ["original", "corrupted", "natural", "out_of_client", "mixture", "synthetical"]

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import tta
-from client import evaluation
-from client.evaluation import evaluate_row, memorize
-from client.statistics import join_statistics
-from messages.requests import AdapterRow as Row
-from models import build
+from fedtta import tta
+from fedtta.client import evaluation
+from fedtta.client.evaluation import evaluate_row, memorize
+from fedtta.client.statistics import join_statistics
+from fedtta.messages.requests import AdapterRow as Row
+from fedtta.models import build
+from fedtta.tta.atp import zero_rates
 from tests.client import tiny
 from tests.client.tiny import Task
-from tta.atp import zero_rates
 
 WANTED = ["label_prior", "confusion", "block_scores"]
 OPTIONS: dict[str, dict[str, Any]] = {

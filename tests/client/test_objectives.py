@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from client.algorithms.training import OBJECTIVES, balanced_softmax, cross_entropy, find_objective
+from fedtta.client.algorithms.training import OBJECTIVES, balanced_softmax, cross_entropy, find_objective
 
 
 def by_hand(logits: list[list[float]], labels: list[int], counts: list[int]) -> float:

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from client.algorithms.training import AUGMENTED_AT_ONCE, TrainingSet, epoch, labelled
-from client.device import Device
-from client.names import parse_class_map
-from client.node import Node, make_device, perform
-from client.own import _of_run, scan, settings_alone
-from client.state import DirectoryState, MemoryState
-from data import Images, LazyRows
-from messages.replies import Adapted, Evaluated, Identity, Summarized, Trained
-from messages.requests import (
+from fedtta.client.algorithms.training import AUGMENTED_AT_ONCE, TrainingSet, epoch, labelled
+from fedtta.client.device import Device
+from fedtta.client.names import parse_class_map
+from fedtta.client.node import Node, make_device, perform
+from fedtta.client.own import _of_run, scan, settings_alone
+from fedtta.client.state import DirectoryState, MemoryState
+from fedtta.data import Images, LazyRows
+from fedtta.messages.replies import Adapted, Evaluated, Identity, Summarized, Trained
+from fedtta.messages.requests import (
     Adapt,
     AdapterRow,
     Evaluate,
@@ -30,8 +30,8 @@ from messages.requests import (
     Train,
     TrainingTask,
 )
-from models import build
-from settings import Settings, SettingsError, to_json
+from fedtta.models import build
+from fedtta.settings import Settings, SettingsError, to_json
 from tests.client.folders import CLASSES, OWN, SIZE, folder
 
 TASK = TrainingTask("cross_entropy")

@@ -6,8 +6,8 @@ import copy
 
 import torch
 
-from client.algorithms.training import cross_entropy, generator, layers_draw_by, train_network
-from models import build
+from fedtta.client.algorithms.training import cross_entropy, generator, layers_draw_by, train_network
+from fedtta.models import build
 from tests.client.tiny import CLASSES, image_set, settings
 
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from client import device as device_module
-from client.algorithms.training import TrainingSet, labelled
-from client.evaluation import memorize
-from client.serving import baseline_predictions
-from client.statistics import Samples, requested_statistics
-from data import Federation, stream
-from messages.arrays import Arrays
-from messages.requests import AdapterRow as Row
-from settings import Settings
+from fedtta.client import device as device_module
+from fedtta.client.algorithms.training import TrainingSet, labelled
+from fedtta.client.evaluation import memorize
+from fedtta.client.serving import baseline_predictions
+from fedtta.client.statistics import Samples, requested_statistics
+from fedtta.data import Federation, stream
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.requests import AdapterRow as Row
+from fedtta.settings import Settings
 from tests.client.tiny import Client as Device
 from tests.client.tiny import Task, device, global_arrays, images, made, network
 

@@ -1,4 +1,4 @@
-"""Refining rates on a client: the steps of `tta.atp` over shuffled batches, by an independent loop."""
+"""Refining rates on a client: the steps of `fedtta.tta.atp` over shuffled batches, by an independent loop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from client.adaptation import refine_rates
-from client.algorithms.training import generator
-from client.state import MemoryState
-from models import TwoHead, build
+from fedtta.client.adaptation import refine_rates
+from fedtta.client.algorithms.training import generator
+from fedtta.client.state import MemoryState
+from fedtta.models import TwoHead, build
+from fedtta.tta.atp import Adapt, refine_with_loss, zero_rates
 from tests.client import tiny
-from tta.atp import Adapt, refine_with_loss, zero_rates
 
 BATCHNORM = {"depth": 8, "width": 4}
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from client.resources import federation_of
-from settings import Settings, SettingsError
+from fedtta.client.resources import federation_of
+from fedtta.settings import Settings, SettingsError
 from tests.client.tiny import made
 
 SETTINGS = Settings(dataset="digits", fraction=0.1, image_size=16, clients=3, device="cpu", partition="iid")
@@ -30,7 +30,7 @@ def test_settings_that_do_not_move_images_do_not_deal_them_again() -> None:
 
 
 def test_another_process_would_deal_alike() -> None:
-    from client.resources import _federation
+    from fedtta.client.resources import _federation
 
     current = federation_of(SETTINGS)
     _federation.cache_clear()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from client.algorithms import find_algorithm
-from client.evaluation import make_adapter, memorize
-from client.node import make_device
-from client.serving import NETWORK, REST, Baseline, Served, missing_heads
-from messages.requests import AdapterRow
+from fedtta.client.algorithms import find_algorithm
+from fedtta.client.evaluation import make_adapter, memorize
+from fedtta.client.node import make_device
+from fedtta.client.serving import NETWORK, REST, Baseline, Served, missing_heads
+from fedtta.messages.requests import AdapterRow
 from tests.client.agent.world import SETTINGS, sample_images, served, trained
 
 CPU = torch.device("cpu")

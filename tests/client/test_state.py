@@ -14,9 +14,17 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from client.app import ContextState
-from client.state import FORGOTTEN, DirectoryState, MemoryState, PrivateState, ResumableState, forget_runs, outdated
-from models import save_arrays
+from fedtta.client.app import ContextState
+from fedtta.client.state import (
+    FORGOTTEN,
+    DirectoryState,
+    MemoryState,
+    PrivateState,
+    ResumableState,
+    forget_runs,
+    outdated,
+)
+from fedtta.models import save_arrays
 
 #: Where a backend keeps things; a second call is the same device after a restart (or in its next message).
 Open = Callable[[], PrivateState]

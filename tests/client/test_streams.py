@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from client import adaptation
-from client.adaptation import batch_of, streams_of
-from client.resources import federation_of
-from data import CORRUPTIONS, corruption_streams
-from settings import Settings
+from fedtta.client import adaptation
+from fedtta.client.adaptation import batch_of, streams_of
+from fedtta.client.resources import federation_of
+from fedtta.data import CORRUPTIONS, corruption_streams
+from fedtta.settings import Settings
 
 SETTINGS = Settings(
     dataset="digits", fraction=0.2, image_size=16, clients=3, device="cpu", partition="iid", seed=4, severity=3,

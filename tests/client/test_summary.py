@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy.special import entr, softmax
 from torch import nn
 
-from client.statistics import summarise
-from models import TwoHead
+from fedtta.client.statistics import summarise
+from fedtta.models import TwoHead
 from tests.client.tiny import CLASSES, FEATURES, images, network
 
 ALWAYS_ON_THRESHOLD = np.log(3) / 2  # atanh(1/2): above it round(tanh z) is 1

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from client.algorithms import training
-from client.algorithms.training import (
+from fedtta.client.algorithms import training
+from fedtta.client.algorithms.training import (
     balanced_softmax,
     cross_entropy,
     epoch,
@@ -27,8 +27,8 @@ from client.algorithms.training import (
     train_network,
     train_personal_head,
 )
-from data import crop_flip
-from models import TwoHead
+from fedtta.data import crop_flip
+from fedtta.models import TwoHead
 from tests.client.tiny import CLASSES, changed, image_set, network, settings, snapshot, training_set
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from client.algorithms import ALGORITHMS, LocalContext
-from client.algorithms.training import TrainingSet, cross_entropy, generator
-from messages.arrays import Arrays
-from messages.requests import AdapterRow as Row
-from models import TwoHead
+from fedtta.client.algorithms import ALGORITHMS, LocalContext
+from fedtta.client.algorithms.training import TrainingSet, cross_entropy, generator
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.requests import AdapterRow as Row
+from fedtta.models import TwoHead
 from tests.client import tiny
 from tests.client.tiny import Task, device, global_arrays, network, same, state_of
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from flwr.app import Context, RecordDict
 
-from client.app import app
-from messages.arrays import Arrays
-from messages.flower import from_content, to_content
-from messages.requests import Request
-from models import build
-from settings import Settings, to_json
+from fedtta.client.app import app
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.flower import from_content, to_content
+from fedtta.messages.requests import Request
+from fedtta.models import build
+from fedtta.settings import Settings, to_json
 from tests.flower import request as message_of
 
 CLIENTS = 4

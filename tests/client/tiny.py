@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from client.algorithms.training import TrainingSet
-from client.device import Device
-from client.node import Node, make_device
-from client.serving import Served
-from client.state import MemoryState, NetworkStore, PrivateState, private_folder
-from data import Federation, Images, Role
-from data.split import Split
-from messages.arrays import Arrays
-from messages.replies import Evaluated
-from messages.requests import Adapt, AdapterRow, Evaluate, Identify, RefineRates, Summarize, Train, TrainingTask
-from models import TwoHead
-from settings import Settings, to_json
+from fedtta.client.algorithms.training import TrainingSet
+from fedtta.client.device import Device
+from fedtta.client.node import Node, make_device
+from fedtta.client.serving import Served
+from fedtta.client.state import MemoryState, NetworkStore, PrivateState, private_folder
+from fedtta.data import Federation, Images, Role
+from fedtta.data.split import Split
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import Evaluated
+from fedtta.messages.requests import Adapt, AdapterRow, Evaluate, Identify, RefineRates, Summarize, Train, TrainingTask
+from fedtta.models import TwoHead
+from fedtta.settings import Settings, to_json
 
 CLASSES = 3
 FEATURES = 6

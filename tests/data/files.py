@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from scipy.io import savemat
 
-from data.datasets.domainnet import CLASSES as DOMAINNET_CLASSES
+from fedtta.data.datasets.domainnet import CLASSES as DOMAINNET_CLASSES
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from data import crop_flip
+from fedtta.data import crop_flip
 
 
 def seeded(seed=0):

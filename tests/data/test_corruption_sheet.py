@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from data.corruptions import corrupt
-from data.corruptions.sheet import GAP, HEADER_HEIGHT, LABEL_WIDTH, contact_sheet, load_image, main
+from fedtta.data.corruptions import corrupt
+from fedtta.data.corruptions.sheet import GAP, HEADER_HEIGHT, LABEL_WIDTH, contact_sheet, load_image, main
 
 
 def cell(sheet: Image.Image, row: int, column: int, side: int = 96) -> np.ndarray:

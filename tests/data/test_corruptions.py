@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
+from fedtta.data.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
 
 EVERY = CORRUPTIONS + EXTRA_CORRUPTIONS
 
@@ -71,7 +71,7 @@ def test_same_seed_same_bits_and_a_prefix_is_a_prefix(name, monkeypatch):
     assert torch.equal(whole, corrupt(images, name, 4, 11))
     for count in (1, 3):
         assert torch.equal(whole[:count], corrupt(images[:count], name, 4, 11))
-    monkeypatch.setattr("data.corruptions._CHUNK_VALUES", 2 * 3 * 32 * 32)
+    monkeypatch.setattr("fedtta.data.corruptions._CHUNK_VALUES", 2 * 3 * 32 * 32)
     assert torch.equal(whole, corrupt(images, name, 4, 11))  # however the work is cut up
 
 

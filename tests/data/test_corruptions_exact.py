@@ -13,7 +13,7 @@ from PIL import Image
 from scipy import ndimage
 from sklearn.datasets import load_sample_image
 
-from data.corruptions import corrupt, sample_generators
+from fedtta.data.corruptions import corrupt, sample_generators
 
 SEVERITIES = range(1, 6)
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-from data.corruptions import corrupt
+from fedtta.data.corruptions import corrupt
 
 SEVERITIES = range(1, 6)
 

@@ -11,7 +11,7 @@ from PIL import Image
 from scipy import ndimage
 from sklearn.datasets import load_sample_image
 
-from data.corruptions import corrupt, sample_generators, spatter, weather
+from fedtta.data.corruptions import corrupt, sample_generators, spatter, weather
 
 SEVERITIES = range(1, 6)
 

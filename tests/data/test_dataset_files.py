@@ -15,8 +15,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
-from data import DATASETS, load
-from data.datasets.domainnet import CLASSES
+from fedtta.data import DATASETS, load
+from fedtta.data.datasets.domainnet import CLASSES
 from tests.data import files
 
 

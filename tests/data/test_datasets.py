@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import DATASETS, load, load_natural
-from data.datasets.multi_domain import balanced_sample
+from fedtta.data import DATASETS, load, load_natural
+from fedtta.data.datasets.multi_domain import balanced_sample
 from tests.data.files import WRITERS
 
 FROM_FILES = [name for name in DATASETS if name != "digits"]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import Federation, Images
-from data.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
-from data.domains import (
+from fedtta.data import Federation, Images
+from fedtta.data.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
+from fedtta.data.domains import (
     Domain,
     Role,
     client_domains,
@@ -20,7 +20,7 @@ from data.domains import (
     render_domains,
     target_roles,
 )
-from data.rng import generator
+from fedtta.data.rng import generator
 
 
 def random_images(count: int, size: int = 8, classes: int = 10) -> Images:

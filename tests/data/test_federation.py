@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data import SCHEMES, Federation, Images, Split, check_no_leak, stream
-from data.domains import render_domains
-from data.partition import partition
+from fedtta.data import SCHEMES, Federation, Images, Split, check_no_leak, stream
+from fedtta.data.domains import render_domains
+from fedtta.data.partition import partition
 
 NAMES = ("ink", "paint", "photo")
 PARTS = ("train", "validation", "test")

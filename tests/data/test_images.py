@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import Images
+from fedtta.data import Images
 
 
 def images(count=12, classes=3):

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import CORRUPTIONS, Images, corrupt
-from data.imbalanced_streams import MIXES, PUBLISHED, class_counts, corruption_streams
-from data.rng import generator
+from fedtta.data import CORRUPTIONS, Images, corrupt
+from fedtta.data.imbalanced_streams import MIXES, PUBLISHED, class_counts, corruption_streams
+from fedtta.data.rng import generator
 
 # Tables 4 and 5 of the paper: images of classes 0 to 9 of all ten clients together, rounds 1 to 5. Rounds 6
 # to 75 repeat them.
@@ -149,7 +149,7 @@ def test_what_a_class_lacks_goes_to_the_clients_next_classes():
 
 
 def test_excess_in_proportion_by_hand(monkeypatch):
-    monkeypatch.setattr("data.imbalanced_streams._log_shares", lambda *_: np.log([0.6, 0.2, 0.1, 0.1]) - 700)
+    monkeypatch.setattr("fedtta.data.imbalanced_streams._log_shares", lambda *_: np.log([0.6, 0.2, 0.1, 0.1]) - 700)
     # 20 · shares = 12, 4, 2, 2. Five of class 0: 7 over, 7/2, 7/4, 7/4 to the others: 3 + 2 + 2 (largest remainders).
     counts = class_counts("dirichlet", 1, 20, 4, 0, 1.0, np.array([5, 9, 9, 9]))
     assert counts.tolist() == [[5, 7, 4, 4]]

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from data.sources import OwnData, own_data
-from data.sources.__main__ import main
-from data.sources.pixels import LazyPixels
-from data.sources.scan import Reader
-from data.sources.splits import SHARES, TESTED, TWICE, unit_hash
-from models.preprocessing import Preprocessing
+from fedtta.data.sources import OwnData, own_data
+from fedtta.data.sources.__main__ import main
+from fedtta.data.sources.pixels import LazyPixels
+from fedtta.data.sources.scan import Reader
+from fedtta.data.sources.splits import SHARES, TESTED, TWICE, unit_hash
+from fedtta.models.preprocessing import Preprocessing
 from tests.data.memory_source import Item, source
 
 PREPARED = Preprocessing(image_size=4, channels=1)

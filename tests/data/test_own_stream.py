@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from data import Federation, Images, LazyRows, OwnStream, Split, client_number, resolve, stream
-from data.rng import generator
-from data.sources.pixels import LazyPixels
+from fedtta.data import Federation, Images, LazyRows, OwnStream, Split, client_number, resolve, stream
+from fedtta.data.rng import generator
+from fedtta.data.sources.pixels import LazyPixels
 
 COUNT = 30
 

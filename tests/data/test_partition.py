@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.partition import ATTEMPTS, SCHEMES, major_pairs, partition, step_weights
-from data.rng import generator
+from fedtta.data.partition import ATTEMPTS, SCHEMES, major_pairs, partition, step_weights
+from fedtta.data.rng import generator
 
 CIFAR10 = np.repeat(np.arange(10), 6000)
 DOMAINS = ("ink", "paint", "photo")

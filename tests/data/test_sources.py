@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.sources import files, open_source
-from data.sources.base import escaped
-from data.sources.folder import read_table
-from data.sources.index import Index
-from data.sources.scan import Reader, scan
-from models.preprocessing import Preprocessing
+from fedtta.data.sources import files, open_source
+from fedtta.data.sources.base import escaped
+from fedtta.data.sources.folder import read_table
+from fedtta.data.sources.index import Index
+from fedtta.data.sources.scan import Reader, scan
+from fedtta.models.preprocessing import Preprocessing
 from tests.data.memory_source import Item, source
 
 PREPARED = Preprocessing(image_size=8, channels=1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.split import Split, sizes, split, subsample
+from fedtta.data.split import Split, sizes, split, subsample
 
 
 @settings(max_examples=100, deadline=None)

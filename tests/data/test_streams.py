@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import (
+from fedtta.data import (
     BRFL,
     BTGFL,
     CORRUPTIONS,
@@ -21,8 +21,8 @@ from data import (
     resolve,
     stream,
 )
-from data.partition import largest_remainder, match_class_mixes
-from data.rng import generator
+from fedtta.data.partition import largest_remainder, match_class_mixes
+from fedtta.data.rng import generator
 
 CLASSES = tuple("abcdefghij")
 

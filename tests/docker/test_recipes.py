@@ -21,12 +21,12 @@ from flwr.common.config import parse_config_args
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
-from client.agent import __main__ as agent
-from client.agent.config import AgentConfig
-from settings import SettingsError
-from simulation import deployment, superlink
-from simulation.keys import Keys, make_keys
-from simulation.superlink import PROJECT
+from fedtta.client.agent import __main__ as agent
+from fedtta.client.agent.config import AgentConfig
+from fedtta.settings import SettingsError
+from fedtta.simulation import deployment, superlink
+from fedtta.simulation.keys import Keys, make_keys
+from fedtta.simulation.superlink import PROJECT
 
 DOCKER = PROJECT / "docker"
 IMAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted(DOCKER.glob("Dockerfile.*"))}
@@ -149,7 +149,7 @@ def test_an_agent_has_a_config_that_it_takes_and_shares_only_its_relay(i: int) -
     )
     assert found.name == str(i)
     words = service["command"]
-    assert words[:3] == ["python", "-m", "client.agent"]
+    assert words[:3] == ["python", "-m", "fedtta.client.agent"]
     assert words[3:] == ["--config", config["target"]]
     assert found.listen_address in service["healthcheck"]["test"]
     assert service["network_mode"] == "none"
@@ -186,7 +186,7 @@ def test_the_operators_commands_parse(
     monkeypatch.setattr(superlink, "register", register)
     monkeypatch.setattr(superlink, "run", lambda home, config, timeout, show: done.append(config))
     words = SERVICES[service]["command"]
-    assert words[:3] == ["python", "-m", "simulation.superlink"]
+    assert words[:3] == ["python", "-m", "fedtta.simulation.superlink"]
     assert superlink.main(words[3:]) == 0
     capsys.readouterr()
     (seen,) = done
@@ -272,7 +272,7 @@ def test_what_an_image_copies_enters_the_build_and_nothing_else_does(name: str) 
 
 @lru_cache(None)
 def known() -> set[str]:
-    return {path.parent.name for path in PROJECT.glob("*/__init__.py")} - {"tests"}
+    return {path.parent.name for path in PROJECT.glob("*/__init__.py")} - {"fedtta", "tests"}
 
 
 @lru_cache(None)
@@ -283,7 +283,8 @@ def imports(ours: str) -> set[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                names = [node.module]
+                names = [f"fedtta.{each.name}" for each in node.names] if node.module == "fedtta" else [node.module]
+            names = [name.removeprefix("fedtta.") for name in names]
             found |= {(str(path.relative_to(PROJECT)), name.split(".")[0]) for name in names}
     return found
 
@@ -364,7 +365,7 @@ def test_what_the_agent_keeps_is_out_of_the_supernodes_reach() -> None:
 
 def test_the_agents_unit_runs_the_agent(capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(Unit("fedtta-agent.service")["Service"]["ExecStart"])
-    assert words[1:] == ["-m", "client.agent", "--config", "/etc/fedtta/device.toml"]
+    assert words[1:] == ["-m", "fedtta.client.agent", "--config", "/etc/fedtta/device.toml"]
     with pytest.raises(SystemExit) as ended:
         agent.main(["--help"])
     assert ended.value.code == 0

@@ -11,11 +11,11 @@ import pytest
 import torch
 from PIL import Image
 
-import models
-from data import load
-from data.sources import own_data
 from examples import predict_folder
-from models import Preprocessing
+from fedtta import models
+from fedtta.data import load
+from fedtta.data.sources import own_data
+from fedtta.models import Preprocessing
 
 ROOT = Path(__file__).parents[2]
 CLASSES = ("left", "right")

@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from benchmarks.speed.served import PARTITION, fabricate
-from client.agent.store import Store
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc
-from simulation import deployment
+from fedtta.benchmarks.speed.served import PARTITION, fabricate
+from fedtta.client.agent.store import Store
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc
+from fedtta.simulation import deployment
 from tests.faults.stage import PATIENCE
 
 #: After a lost connection, look for the agent again soon.

@@ -19,10 +19,10 @@ from typing import Any
 
 import grpc
 
-from messages import agent_pb2, agent_pb2_grpc
-from settings import Settings
-from simulation import deployment, superlink
-from simulation.keys import Keys, make_keys
+from fedtta.messages import agent_pb2, agent_pb2_grpc
+from fedtta.settings import Settings
+from fedtta.simulation import deployment, superlink
+from fedtta.simulation.keys import Keys, make_keys
 
 PATIENCE = 600.0  # seconds that what takes at most two minutes may take on a busy machine
 POLL = 0.05

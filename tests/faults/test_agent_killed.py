@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.speed.served import sample_images
-from benchmarks.speed.streams import batches, requests
-from messages import agent_pb2 as pb
+from fedtta.benchmarks.speed.served import sample_images
+from fedtta.benchmarks.speed.streams import batches, requests
+from fedtta.messages import agent_pb2 as pb
 from tests.faults.device import Device, device
 from tests.faults.stage import PATIENCE, wait_until
 

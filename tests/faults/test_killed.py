@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from settings import Settings
-from simulation.superlink import FlowerError
+from fedtta.settings import Settings
+from fedtta.simulation.superlink import FlowerError
 from tests.faults.stage import PATIENCE, Stage, flwr_status, kill, stage, wait_until
 from tests.server.test_run import assert_same_results, run
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from benchmarks.speed.served import sample_images
-from benchmarks.speed.streams import batches, requests
-from settings import Settings
-from simulation.keys import make_keys
-from simulation.superlink import free_ports
+from fedtta.benchmarks.speed.served import sample_images
+from fedtta.benchmarks.speed.streams import batches, requests
+from fedtta.settings import Settings
+from fedtta.simulation.keys import make_keys
+from fedtta.simulation.superlink import free_ports
 from tests.faults.device import OPTIONS, device
 from tests.faults.proxy import Proxy, proxy
 from tests.faults.stage import PATIENCE, stage, wait_until

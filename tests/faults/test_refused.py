@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simulation import deployment, superlink
-from simulation.keys import make_keys
+from fedtta.simulation import deployment, superlink
+from fedtta.simulation.keys import make_keys
 from tests.faults.stage import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]

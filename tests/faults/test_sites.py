@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client.agent.control import Connection, rollback
-from data import load
-from models import load_model, save_model
-from settings import Settings
-from simulation import deployment
-from simulation.demo.sites import SITES, Arrivals, write_sites
-from simulation.engine import simulate
+from fedtta.client.agent.control import Connection, rollback
+from fedtta.data import load
+from fedtta.models import load_model, save_model
+from fedtta.settings import Settings
+from fedtta.simulation import deployment
+from fedtta.simulation.demo.sites import SITES, Arrivals, write_sites
+from fedtta.simulation.engine import simulate
 from tests.faults.stage import PATIENCE, Stage, stage, wait_until
 from tests.server.test_run import assert_same_results
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.resources import federation_of
-from settings import Settings
-from simulation import deployment
+from fedtta.client.resources import federation_of
+from fedtta.settings import Settings
+from fedtta.simulation import deployment
 from tests.faults.stage import PATIENCE, stage
 from tests.integration.test_deployment import ADAPT, size, told
 from tests.integration.test_deployment import RUNS as PHASES

@@ -16,9 +16,9 @@ import pytest
 from flwr.common.config import parse_config_args
 from flwr.supercore.task_identity import TaskIdentity
 
-from models import load_arrays
-from settings import Settings
-from simulation import deployment, superlink
+from fedtta.models import load_arrays
+from fedtta.settings import Settings
+from fedtta.simulation import deployment, superlink
 from tests.integration.test_flower_cli import Mark
 from tests.server.test_run import assert_same_results, events, run
 

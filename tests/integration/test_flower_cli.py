@@ -16,10 +16,10 @@ from typing import IO
 
 import pytest
 
-from settings import Settings, SettingsError
-from simulation import superlink
-from simulation.flower_cli import main, parse
-from simulation.superlink import PROJECT, FlowerError, free_ports, program, stop, wait_until_healthy
+from fedtta.settings import Settings, SettingsError
+from fedtta.simulation import superlink
+from fedtta.simulation.flower_cli import main, parse
+from fedtta.simulation.superlink import PROJECT, FlowerError, free_ports, program, stop, wait_until_healthy
 
 PACKAGES = ("server", "client", "strategies", "tta", "models", "data", "messages", "settings")
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -75,7 +75,7 @@ def test_every_setting_is_declared_to_flower_with_its_default() -> None:
 def test_the_bundle_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
     copy = tmp_path / "fedtta"  # `flwr build` wants letters, digits and hyphens
     heavy = shutil.ignore_patterns(".*", "__pycache__", "results", "*.egg-info")
-    shutil.copytree(PROJECT, copy, ignore=heavy)
+    shutil.copytree(PROJECT, copy, ignore=heavy, symlinks=True)
     shutil.copy(PROJECT / ".gitignore", copy)
     for unwanted in ("results/run/metrics.json", "benchmarks/results/table.json", "data/note.md", "notes.md"):
         (copy / unwanted).parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def test_the_bundle_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
     (bundle,) = tmp_path.glob("*.fab")
     modules = {str(path.relative_to(copy)) for package in PACKAGES for path in (copy / package).rglob("*.py")}
     with zipfile.ZipFile(bundle) as file:
-        assert set(file.namelist()) == modules | {"LICENSE", "pyproject.toml", ".info/CONTENT"}
+        assert set(file.namelist()) == modules | {"fedtta/__init__.py", "LICENSE", "pyproject.toml", ".info/CONTENT"}
     assert {"server/app.py", "client/app.py", "tta/btfl.py"} <= modules
     assert bundle.stat().st_size < 2_000_000  # sources alone; data or weights would not fit
 
@@ -183,7 +183,7 @@ def test_a_run_that_the_app_refuses_has_an_exit_status_of_its_own(mark: Mark, tm
 @pytest.mark.slow
 def test_an_interrupted_script_leaves_no_process(mark: Mark, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-u", "-m", "simulation.flower_cli", *SMALL, f"results={tmp_path}"],
+        [sys.executable, "-u", "-m", "fedtta.simulation.flower_cli", *SMALL, f"results={tmp_path}"],
         cwd=PROJECT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None

@@ -13,12 +13,12 @@ import pytest
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from client.app import answer
-from messages.flower import request_of
-from messages.requests import Request, Train
-from settings import Settings
-from simulation import simulate, workers
-from simulation.workers import Sent, Worker
+from fedtta.client.app import answer
+from fedtta.messages.flower import request_of
+from fedtta.messages.requests import Request, Train
+from fedtta.settings import Settings
+from fedtta.simulation import simulate, workers
+from fedtta.simulation.workers import Sent, Worker
 from tests.server.test_run import SMALL, assert_same_results, run
 
 pytestmark = pytest.mark.slow

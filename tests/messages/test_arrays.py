@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as drawn
 from numpy.typing import NDArray
 
-from messages.arrays import channels_last, from_bytes, packed, to_bytes, unpacked
-from models import build
+from fedtta.messages.arrays import channels_last, from_bytes, packed, to_bytes, unpacked
+from fedtta.models import build
 
 ANY = drawn.arrays(
     st.sampled_from([np.float32, np.float64, np.int64, np.bool_, ">f4"]),

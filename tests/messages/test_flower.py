@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as drawn
 from numpy.typing import NDArray
 
-from messages.arrays import channels_last
-from messages.flower import (
+from fedtta.messages.arrays import channels_last
+from fedtta.messages.flower import (
     CONTENT,
     GridTransport,
     HeldArray,
@@ -27,11 +27,11 @@ from messages.flower import (
     strategy_reply,
     to_content,
 )
-from messages.replies import Trained
-from messages.requests import Train, TrainingTask
-from messages.transport import Addressed
-from settings import Settings, to_json
-from strategies import FedAvg, FedProx
+from fedtta.messages.replies import Trained
+from fedtta.messages.requests import Train, TrainingTask
+from fedtta.messages.transport import Addressed
+from fedtta.settings import Settings, to_json
+from fedtta.strategies import FedAvg, FedProx
 from tests.flower import LocalGrid
 
 FLOATS = drawn.arrays("f4", drawn.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from messages import agent_pb2 as pb
-from messages import protobuf
-from messages.record import Record
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import protobuf
+from fedtta.messages.record import Record
 
 ROOT = Path(__file__).parents[2]
 KINDS = st.sampled_from([np.dtype(name) for name in protobuf.DTYPES])
@@ -147,6 +147,7 @@ def test_the_generated_modules_are_those_of_the_protocol() -> None:
 
 
 def test_neither_torch_nor_flower_is_imported() -> None:
-    code = "import sys, messages.protobuf; print([n for n in ('torch', 'flwr', 'models', 'data') if n in sys.modules])"
+    heavy = ("torch", "flwr", "fedtta.models", "fedtta.data")
+    code = f"import sys, fedtta.messages.protobuf; print([n for n in {heavy} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "[]"

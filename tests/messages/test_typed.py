@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messages.flower import from_content, to_content
-from messages.record import Record, Typed
-from messages.replies import (
+from fedtta.messages.flower import from_content, to_content
+from fedtta.messages.record import Record, Typed
+from fedtta.messages.replies import (
     REPLIES,
     WEIGHT_BINS,
     Adapted,
@@ -25,7 +25,7 @@ from messages.replies import (
     Summarized,
     Trained,
 )
-from messages.requests import (
+from fedtta.messages.requests import (
     REQUESTS,
     Adapt,
     AdapterRow,

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from models.balanced import BalancedBatchNorm, balance, default_momentum, pseudo_labels, sample_moments
+from fedtta.models.balanced import BalancedBatchNorm, balance, default_momentum, pseudo_labels, sample_moments
 
 K, C = 4, 3
 SHAPES: dict[str, tuple[type[nn.modules.batchnorm._BatchNorm], tuple[int, ...]]] = {

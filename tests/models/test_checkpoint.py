@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save_file
 
-import models
-from models import checkpoint
-from models.arrays import all_finite, array_finite
+from fedtta import models
+from fedtta.models import checkpoint
+from fedtta.models.arrays import all_finite, array_finite
 
 SPEC = {"name": "cnn", "num_classes": 4, "image_size": 16, "mean": [0.4, 0.5, 0.6], "norm": "batch"}
 

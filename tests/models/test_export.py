@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-import models
-from models.export import FORMATS, export, main
+from fedtta import models
+from fedtta.models.export import FORMATS, export, main
 
 #: Class names with what JSON and protobuf might spoil.
 CLASSES = ["covid", "no finding", "größer", '"x"']
@@ -29,7 +29,7 @@ LOAD = """
 import json, sys
 import numpy as np
 try:
-    import models
+    from fedtta import models
 except ImportError:
     pass
 else:

@@ -14,9 +14,9 @@ import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
-import models
-from models.vectorized import VectorizedNetwork, is_stackable
-from tta.modules import differentiable_statistics
+from fedtta import models
+from fedtta.models.vectorized import VectorizedNetwork, is_stackable
+from fedtta.tta.modules import differentiable_statistics
 
 #: Feature dimension d; whether features are certain not to be negative; whether there are BatchNorm layers.
 NETWORKS: dict[str, tuple[int, bool, bool]] = {

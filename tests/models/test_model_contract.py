@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import models
+from fedtta import models
 
 #: Feature dimension d, smallest image size, and options that make a network small.
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import models
-from models.cct import CompactTransformer, DropResidual, EncoderLayer
+from fedtta import models
+from fedtta.models.cct import CompactTransformer, DropResidual, EncoderLayer
 
 EPS = 1e-5
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from models.optim import FunctionalOptimizer, Optimizer, StackedOptimizer
+from fedtta.models.optim import FunctionalOptimizer, Optimizer, StackedOptimizer
 
 CASES: dict[str, tuple[dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": ({"kind": "sgd", "momentum": 0.0}, torch.optim.SGD, {}),

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
-from models import Preprocessing
-from models.preprocessing import INTERPOLATIONS, RESIZES
+from fedtta.models import Preprocessing
+from fedtta.models.preprocessing import INTERPOLATIONS, RESIZES
 
 FORMATS = {"JPEG": {"quality": 95}, "PNG": {}, "TIFF": {}, "BMP": {}, "WEBP": {"lossless": True}, "GIF": {}}
 

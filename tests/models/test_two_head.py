@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import models
+from fedtta import models
 
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:

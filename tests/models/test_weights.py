@@ -13,7 +13,7 @@ import torchvision
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import models
+from fedtta import models
 
 OWN: list[dict[str, Any]] = [
     {"name": "resnet20-bn", "depth": 8, "width": 4},

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from server.report import matrix, plots, render_tables
-from server.report.markup import CSS
-from server.report.tables import collaboration_csv
+from fedtta.server.report import matrix, plots, render_tables
+from fedtta.server.report.markup import CSS
+from fedtta.server.report.tables import collaboration_csv
 from tests.report.runs import Elements, adapt_round, adapted, evaluation, page_of, results_of
 from tests.report.test_page import rows_of
 

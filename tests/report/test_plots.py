@@ -12,9 +12,9 @@ import matplotlib
 import numpy as np
 import pytest
 
-from server.report import WEIGHT_BINS, matrix, plots, table
-from server.report.drawing import DARK, INK, LIGHT, Plot, compact, log_x, new_figure, standalone, styled, to_svg
-from server.report.rates import block_of, module_type, variant_labels
+from fedtta.server.report import WEIGHT_BINS, matrix, plots, table
+from fedtta.server.report.drawing import DARK, INK, LIGHT, Plot, compact, log_x, new_figure, standalone, styled, to_svg
+from fedtta.server.report.rates import block_of, module_type, variant_labels
 from tests.report.runs import (
     adapt_round,
     adapted,

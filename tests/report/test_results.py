@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from server.report import read_results
-from server.report.events import EVENTS, parse_event
+from fedtta.server.report import read_results
+from fedtta.server.report.events import EVENTS, parse_event
 from tests.report.runs import (
     METHODS,
     SHIFTS,

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.report import METRICS, WEIGHT_BINS, Evaluation, Metric, Results, matrix, table
-from server.report.collaboration import Scores, mixing_rounds, plain_mixing
-from server.report.events import Adapted
-from server.report.scores import Cell, Row, client_accuracy, verdict
+from fedtta.server.report import METRICS, WEIGHT_BINS, Evaluation, Metric, Results, matrix, table
+from fedtta.server.report.collaboration import Scores, mixing_rounds, plain_mixing
+from fedtta.server.report.events import Adapted
+from fedtta.server.report.scores import Cell, Row, client_accuracy, verdict
 from tests.report.runs import adapt_round, adapted, evaluation, results_of
 
 # Method a on x: clients 3/4 = .75, 1/2 = .5 and one without samples; mean .625, sd .125, by samples 4/6.

@@ -13,9 +13,18 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from server.report import METRICS, Metric, Results, matrix, render_tables, tables, write_collaboration, write_table
-from server.report.__main__ import main
-from server.report.tables import collaboration_csv, table_csv
+from fedtta.server.report import (
+    METRICS,
+    Metric,
+    Results,
+    matrix,
+    render_tables,
+    tables,
+    write_collaboration,
+    write_table,
+)
+from fedtta.server.report.__main__ import main
+from fedtta.server.report.tables import collaboration_csv, table_csv
 from tests.report.runs import METHODS, SHIFTS, adapted, evaluation, rates_round, results_of, whole_run, write_events
 from tests.report.test_scores import BY_HAND, FEWER, FULL, SHORT
 

@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 import torch
 
-import tta
-from client.adaptation import batch_of, streams_of
-from client.node import federation_of
-from messages.arrays import Arrays, array_bytes
-from messages.flower import allow_messages
-from messages.replies import Adapted, Reply
-from messages.requests import Adapt, Request
-from models import load_model
-from server.adaptation import Cell, check_collaborations, parse_collaborations, rounds_of
-from server.app import serve
-from server.checkpoints import STRATEGY, Checkpoints, memory_key
-from server.events import Events
-from server.methods import plan
-from server.nodes import Nodes
-from server.rounds import Federation
-from server.validation import AdaptCheck
-from settings import Settings, SettingsError
-from strategies import COLLABORATIONS
-from strategies.arrays import weighted_mean
+from fedtta import tta
+from fedtta.client.adaptation import batch_of, streams_of
+from fedtta.client.node import federation_of
+from fedtta.messages.arrays import Arrays, array_bytes
+from fedtta.messages.flower import allow_messages
+from fedtta.messages.replies import Adapted, Reply
+from fedtta.messages.requests import Adapt, Request
+from fedtta.models import load_model
+from fedtta.server.adaptation import Cell, check_collaborations, parse_collaborations, rounds_of
+from fedtta.server.app import serve
+from fedtta.server.checkpoints import STRATEGY, Checkpoints, memory_key
+from fedtta.server.events import Events
+from fedtta.server.methods import plan
+from fedtta.server.nodes import Nodes
+from fedtta.server.rounds import Federation
+from fedtta.server.validation import AdaptCheck
+from fedtta.settings import Settings, SettingsError
+from fedtta.strategies import COLLABORATIONS
+from fedtta.strategies.arrays import weighted_mean
 from tests.server.test_run import Watch, events
 from tests.transports import Client, FakeTransport, devices
 
@@ -373,7 +373,7 @@ def affine_and_statistics_bytes(layers: list[int], classes: int) -> tuple[int, i
 
 def test_bbn_moves_a_small_part_of_the_network() -> None:
     """γ, β and the balanced statistics of pFedBBN: under 2 % of ResNet-20; class statistics too: under 15 %."""
-    from models import build
+    from fedtta.models import build
 
     model = build("resnet20-bn", 10, image_size=32)
     network = sum(value.numel() * 4 for value in model.global_state().values())

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord
 
-from messages.flower import NodesView
-from messages.requests import Adapt, Evaluate, RefineRates, Request, Summarize, Train
-from server.aggregation import (
+from fedtta.messages.flower import NodesView
+from fedtta.messages.requests import Adapt, Evaluate, RefineRates, Request, Summarize, Train
+from fedtta.server.aggregation import (
     check_aggregation,
     load_strategy_records,
     make_strategy,
@@ -20,12 +20,12 @@ from server.aggregation import (
     robust_aggregator,
     strategy_records,
 )
-from server.checkpoints import Checkpoint, Position, read_checkpoint, write_checkpoint
-from server.events import QuorumMissed
-from server.methods import plan
-from server.trainings import TRAININGS, TrainingStage
-from settings import Settings, SettingsError
-from strategies import AGGREGATIONS, FedAvg, RobustFedAvg, aggregation_names
+from fedtta.server.checkpoints import Checkpoint, Position, read_checkpoint, write_checkpoint
+from fedtta.server.events import QuorumMissed
+from fedtta.server.methods import plan
+from fedtta.server.trainings import TRAININGS, TrainingStage
+from fedtta.settings import Settings, SettingsError
+from fedtta.strategies import AGGREGATIONS, FedAvg, RobustFedAvg, aggregation_names
 from tests.flower import record, reply
 from tests.server.test_nodes import IDENTITY, raises
 from tests.server.test_rounds import Place, client

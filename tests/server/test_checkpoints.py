@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-import client.device
-from messages.flower import allow_messages
-from messages.requests import Train
-from models import load_arrays
-from server.app import run_folder, serve
-from server.checkpoints import (
+import fedtta.client.device
+from fedtta.messages.flower import allow_messages
+from fedtta.messages.requests import Train
+from fedtta.models import load_arrays
+from fedtta.server.app import run_folder, serve
+from fedtta.server.checkpoints import (
     Checkpoint,
     Checkpoints,
     Position,
@@ -28,9 +28,9 @@ from server.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from server.events import RunError
-from server.resume import find_checkpoint, locked
-from settings import Settings, SettingsError
+from fedtta.server.events import RunError
+from fedtta.server.resume import find_checkpoint, locked
+from fedtta.settings import Settings, SettingsError
 from tests.server.test_resume import SMALL, Killed, Killer, assert_same, devices, quicken, run
 
 
@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_changed_or_something_else_is_refused_by_name(tmp_pat
         path.write_bytes(content)
         with pytest.raises(ValueError, match=path.name):
             read_checkpoint(path)
-    from models import save_arrays
+    from fedtta.models import save_arrays
 
     save_arrays(path, {"w": np.ones(2)})
     with pytest.raises(ValueError, match=rf"{path.name}: no checkpoint"):
@@ -249,7 +249,7 @@ def test_clients_that_have_lost_their_state(cut: Path) -> None:
 
 
 def test_clients_with_other_data(cut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client.device, "resolve", lambda shifts, natural, **_: (["original", "fog"], None))
+    monkeypatch.setattr(fedtta.client.device, "resolve", lambda shifts, natural, **_: (["original", "fog"], None))
     with pytest.raises(RunError, match=r"clients now have shifts = \['original', 'fog'\], in the run it is \['orig"):
         resume(cut)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server import environment
+from fedtta.server import environment
 
 
 def test_the_processor_is_named_as_linux_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

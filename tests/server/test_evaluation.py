@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from messages.replies import Evaluated, EvaluationResult
-from messages.requests import Evaluate, Request
-from server.evaluation import evaluation_round
-from server.events import Leak
-from server.methods import Training, plan
-from settings import Settings
+from fedtta.messages.replies import Evaluated, EvaluationResult
+from fedtta.messages.requests import Evaluate, Request
+from fedtta.server.evaluation import evaluation_round
+from fedtta.server.events import Leak
+from fedtta.server.methods import Training, plan
+from fedtta.settings import Settings
 from tests.server.test_nodes import raises
 from tests.server.test_rounds import START, Place
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from models import load_arrays
-from server.app import serve
-from server.methods import plan
-from settings import Settings, SettingsError
+from fedtta.models import load_arrays
+from fedtta.server.app import serve
+from fedtta.server.methods import plan
+from fedtta.settings import Settings, SettingsError
 from tests.server.test_adaptation import SMALL as COLLABORATIVE
 from tests.server.test_rates import ATP
 from tests.server.test_run import SMALL, assert_same_results, events

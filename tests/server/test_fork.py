@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.app import serve
-from server.fork import fork
-from settings import Settings
+from fedtta.server.app import serve
+from fedtta.server.fork import fork
+from fedtta.settings import Settings
 from tests.server.test_resume import BATCHNORM, SMALL, assert_same, devices, events, quicken, run
 
 #: What is trained, and what of it is tested later.

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client import device
-from client.node import federation_of
-from data import stream
-from messages.flower import allow_messages
-from server.events import Leak
+from fedtta.client import device
+from fedtta.client.node import federation_of
+from fedtta.data import stream
+from fedtta.messages.flower import allow_messages
+from fedtta.server.events import Leak
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
 LEAKY = SMALL.replace(split="published", rounds=5, methods="fedavg,personal,fedthe", shifts="original,corrupted")

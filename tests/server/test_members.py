@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from messages.replies import Identity
-from server.members import FederationInfo, difference, known_members, member_names
+from fedtta.messages.replies import Identity
+from fedtta.server.members import FederationInfo, difference, known_members, member_names
 from tests.server.test_nodes import IDENTITY
 
 COWS = ["cow", "sheep"]

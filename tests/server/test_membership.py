@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from messages.flower import allow_messages
-from messages.replies import Adapted, Identity, Reply
-from messages.requests import Adapt, Evaluate, Identify, Request, Train
-from messages.transport import Addressed, Answer
-from models import load_arrays
-from server.app import serve
-from server.checkpoints import checkpoint_files, read_checkpoint
-from server.events import Event, NodesMissing, RunError
-from settings import Settings, SettingsError
+from fedtta.messages.flower import allow_messages
+from fedtta.messages.replies import Adapted, Identity, Reply
+from fedtta.messages.requests import Adapt, Evaluate, Identify, Request, Train
+from fedtta.messages.transport import Addressed, Answer
+from fedtta.models import load_arrays
+from fedtta.server.app import serve
+from fedtta.server.checkpoints import checkpoint_files, read_checkpoint
+from fedtta.server.events import Event, NodesMissing, RunError
+from fedtta.settings import Settings, SettingsError
 from tests.transports import Client, FakeTransport, devices
 
 SMALL = Settings(
@@ -297,7 +297,7 @@ def says_also(client: Client, own_data: bool, sizes: list[int] | None, **changes
 
 def test_a_run_folder_without_names_and_without_later_settings_is_resumed(tmp_path: Path) -> None:
     """As earlier versions wrote it."""
-    from server.checkpoints import write_checkpoint
+    from fedtta.server.checkpoints import write_checkpoint
 
     settings = SMALL.replace(methods="fedrep", rounds=3)
     run(tmp_path / "whole", settings)

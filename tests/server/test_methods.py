@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from client.algorithms import ALGORITHMS
-from client.algorithms.training import OBJECTIVES
-from server import methods as table_of_methods
-from server.methods import METHODS, check_roles, choose, left_out_notes, parse_rows, plan
-from server.trainings import TRAININGS
-from settings import Settings, SettingsError
+from fedtta.client.algorithms import ALGORITHMS
+from fedtta.client.algorithms.training import OBJECTIVES
+from fedtta.server import methods as table_of_methods
+from fedtta.server.methods import METHODS, check_roles, choose, left_out_notes, parse_rows, plan
+from fedtta.server.trainings import TRAININGS
+from fedtta.settings import Settings, SettingsError
+from fedtta.tta.registry import ADAPTERS
 from tests.server.test_run import SMALL, events, run
-from tta.registry import ADAPTERS
 
 
 def test_every_method_names_things_that_exist() -> None:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from messages.replies import Identity, Reply
-from messages.requests import Identify, Request
-from messages.transport import Addressed
-from server.events import Event, Events, NodesMissing
-from server.nodes import Nodes, Wanted, gather, grouped, sample
+from fedtta.messages.replies import Identity, Reply
+from fedtta.messages.requests import Identify, Request
+from fedtta.messages.transport import Addressed
+from fedtta.server.events import Event, Events, NodesMissing
+from fedtta.server.nodes import Nodes, Wanted, gather, grouped, sample
 from tests.transports import Client, Clock, FakeTransport
 
 SILENT = Events()

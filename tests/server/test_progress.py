@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from server.events import Events
-from server.progress import TerminalProgress
+from fedtta.server.events import Events
+from fedtta.server.progress import TerminalProgress
 
 
 def test_a_line_a_round_with_speed_and_time_left_in_a_file() -> None:

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, RecordDict
 
-from client.app import app as client_app
-from client.node import Node, perform
-from client.state import MemoryState
-from messages.flower import GridTransport, allow_messages
-from messages.replies import RefinedRates
-from messages.requests import Evaluate, Identify, RefineRates, Request, Train
-from models import load_arrays, load_model, save_arrays
-from server.app import serve
-from server.events import NodesMissing
-from server.rates import initial_rates, save_rates
-from settings import Settings, SettingsError, to_json
-from strategies.broadcast import digest
+from fedtta.client.app import app as client_app
+from fedtta.client.node import Node, perform
+from fedtta.client.state import MemoryState
+from fedtta.messages.flower import GridTransport, allow_messages
+from fedtta.messages.replies import RefinedRates
+from fedtta.messages.requests import Evaluate, Identify, RefineRates, Request, Train
+from fedtta.models import load_arrays, load_model, save_arrays
+from fedtta.server.app import serve
+from fedtta.server.events import NodesMissing
+from fedtta.server.rates import initial_rates, save_rates
+from fedtta.settings import Settings, SettingsError, to_json
+from fedtta.strategies.broadcast import digest
 from tests.flower import LocalGrid
 from tests.server.test_run import assert_same_results, events
 from tests.transports import FakeTransport, devices

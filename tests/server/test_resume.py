@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-import server.app
-import server.checkpoints
-import server.run
-from messages.requests import Adapt, Identify, RefineRates, Request
-from models import load_arrays
-from server.app import serve
-from server.checkpoints import checkpoint_files, read_checkpoint
-from server.environment import describe
-from settings import Settings
+import fedtta.server.app
+import fedtta.server.checkpoints
+import fedtta.server.run
+from fedtta.messages.requests import Adapt, Identify, RefineRates, Request
+from fedtta.models import load_arrays
+from fedtta.server.app import serve
+from fedtta.server.checkpoints import checkpoint_files, read_checkpoint
+from fedtta.server.environment import describe
+from fedtta.settings import Settings
 from tests import transports
 from tests.transports import FakeTransport
 
@@ -93,9 +93,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes longer than these runs: waiting for the disk, pages, looking at all installed packages."""
     known = described()
-    for module in (server.app, server.run):
+    for module in (fedtta.server.app, fedtta.server.run):
         monkeypatch.setattr(module, "describe", lambda settings: {**known, "settings": settings.flat()})
-    monkeypatch.setattr(server.app, "write_report", lambda folder: None)
+    monkeypatch.setattr(fedtta.server.app, "write_report", lambda folder: None)
     monkeypatch.setattr("os.fsync", lambda file: None)
     monkeypatch.setattr(logging.getLogger("flwr"), "disabled", True)
 
@@ -212,14 +212,14 @@ def test_killed_after_every_message_it_ends_with_the_same_bits(name: str, tmp_pa
 def test_killed_at_every_event_and_around_every_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(tmp_path / "whole", SMALL.replace(methods="fedrep,btfl"))
     killer = Killer("event", "before", "after", only=lambda p: isinstance(p[0], str) or p[0]["event"] in RESULTS)
-    write = server.checkpoints.write_checkpoint
+    write = fedtta.server.checkpoints.write_checkpoint
 
     def dangerous(path: Path, checkpoint: Any) -> None:
         killer.reach("before", str(checkpoint.position))
         write(path, checkpoint)
         killer.reach("after", str(checkpoint.position))
 
-    monkeypatch.setattr(server.checkpoints, "write_checkpoint", dangerous)
+    monkeypatch.setattr(fedtta.server.checkpoints, "write_checkpoint", dangerous)
     kills = run_to_the_end(tmp_path / "cut", SMALL.replace(methods="fedrep,btfl"), killer)
     kinds = [key[0] for key in killer.met]
     assert kills == len(kinds)

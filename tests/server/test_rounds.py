@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from messages.arrays import Arrays
-from messages.replies import Adapted, Identity, RefinedRates, Reply, Trained
-from messages.requests import Adapt, AdapterRow, Identify, RefineRates, Request, Train
-from server.adaptation import strategy_message
-from server.aggregation import make_strategy
-from server.events import Event, Events, NoReplies, QuorumMissed
-from server.methods import Training
-from server.nodes import Nodes
-from server.rounds import Federation, Round, train, train_round
-from server.trainings import TrainingStage
-from server.validation import AdaptCheck, RatesCheck
-from settings import Settings, from_json
-from strategies import ATPRates, Broadcast, FedAvgAtTestTime
-from strategies.collaborative import Collaborative
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import Adapted, Identity, RefinedRates, Reply, Trained
+from fedtta.messages.requests import Adapt, AdapterRow, Identify, RefineRates, Request, Train
+from fedtta.server.adaptation import strategy_message
+from fedtta.server.aggregation import make_strategy
+from fedtta.server.events import Event, Events, NoReplies, QuorumMissed
+from fedtta.server.methods import Training
+from fedtta.server.nodes import Nodes
+from fedtta.server.rounds import Federation, Round, train, train_round
+from fedtta.server.trainings import TrainingStage
+from fedtta.server.validation import AdaptCheck, RatesCheck
+from fedtta.settings import Settings, from_json
+from fedtta.strategies import ATPRates, Broadcast, FedAvgAtTestTime
+from fedtta.strategies.collaborative import Collaborative
 from tests.flower import record
 from tests.server.test_nodes import IDENTITY, raises, says, silent
 from tests.transports import Client, Clock, FakeTransport

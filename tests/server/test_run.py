@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.node import federation_of
-from messages.flower import allow_messages
-from messages.requests import Evaluate, Request, Summarize, Train
-from models import load_arrays, load_model
-from server.app import run_folder, serve
-from server.events import NodesMissing, NoReplies
-from server.members import FederationInfo
-from server.report import read_results, table
-from server.run import initial_model, model_spec
-from settings import Settings, SettingsError
+from fedtta.client.node import federation_of
+from fedtta.messages.flower import allow_messages
+from fedtta.messages.requests import Evaluate, Request, Summarize, Train
+from fedtta.models import load_arrays, load_model
+from fedtta.server.app import run_folder, serve
+from fedtta.server.events import NodesMissing, NoReplies
+from fedtta.server.members import FederationInfo
+from fedtta.server.report import read_results, table
+from fedtta.server.run import initial_model, model_spec
+from fedtta.settings import Settings, SettingsError
 from tests.transports import devices
 
 SMALL = Settings(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from messages.flower import allow_messages
-from messages.requests import Evaluate, Request, Summarize, Train
-from models import load_arrays
-from server.report import read_results, table
-from server.trainings import TRAININGS
+from fedtta.messages.flower import allow_messages
+from fedtta.messages.requests import Evaluate, Request, Summarize, Train
+from fedtta.models import load_arrays
+from fedtta.server.report import read_results, table
+from fedtta.server.trainings import TRAININGS
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
 #: One row a training, on a network with BatchNorm; FedICON and TTT with their own adapters.

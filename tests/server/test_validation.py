@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from messages.arrays import Arrays
-from messages.replies import Adapted, Evaluated, EvaluationResult, Identity, RefinedRates, Reply, Summarized, Trained
-from server.validation import AdaptCheck, Check, EvaluateCheck, RatesCheck, SummarizeCheck, TrainCheck, shapes_of
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import (
+    Adapted,
+    Evaluated,
+    EvaluationResult,
+    Identity,
+    RefinedRates,
+    Reply,
+    Summarized,
+    Trained,
+)
+from fedtta.server.validation import AdaptCheck, Check, EvaluateCheck, RatesCheck, SummarizeCheck, TrainCheck, shapes_of
 
 MODEL: Arrays = {"w": np.zeros((2, 3), np.float32), "bn.running_var": np.ones(3, np.float32)}
 COUNTS: dict[str, Any] = {"validation_total": 4, "validation_correct": 1, "seconds": 0.1}

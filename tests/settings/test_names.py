@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.app import serve
-from settings import Settings, SettingsError, add_arguments, class_names, from_arguments, is_number, name_order
+from fedtta.server.app import serve
+from fedtta.settings import Settings, SettingsError, add_arguments, class_names, from_arguments, is_number, name_order
 from tests.transports import FakeTransport
 
 names = st.text("ab01 29.-_", min_size=1, max_size=4)

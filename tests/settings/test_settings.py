@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from settings import (
+from fedtta.settings import (
     Settings,
     SettingsError,
     add_arguments,

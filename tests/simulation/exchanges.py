@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from messages.arrays import Arrays
-from messages.requests import (
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.requests import (
     Adapt,
     AdapterRow,
     Evaluate,
@@ -28,10 +28,10 @@ from messages.requests import (
     Train,
     TrainingTask,
 )
-from messages.transport import Addressed, Answer, Transport
-from models import build
-from settings import Settings, to_json
-from tta.atp import zero_rates
+from fedtta.messages.transport import Addressed, Answer, Transport
+from fedtta.models import build
+from fedtta.settings import Settings, to_json
+from fedtta.tta.atp import zero_rates
 
 CLIENTS = 2
 PATIENCE = 300.0  # seconds for an exchange that has all the time it needs

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from server.events import RunError
-from settings import SettingsError
-from simulation import __main__ as simulation
-from simulation import engine, flower_cli, superlink
-from simulation.superlink import FlowerError
+from fedtta.server.events import RunError
+from fedtta.settings import SettingsError
+from fedtta.simulation import __main__ as simulation
+from fedtta.simulation import engine, flower_cli, superlink
+from fedtta.simulation.superlink import FlowerError
 from tests.report.runs import evaluation, write_events
 
 Command = Callable[[], int]

@@ -18,15 +18,15 @@ from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from client.agent.config import AgentConfig
-from client.relay import RelayTransport
-from messages import agent_pb2, agent_pb2_grpc
-from messages.flower import allow_messages
-from server.app import serve
-from server.report import METRICS_FILE, read_results, render_tables
-from simulation import deploy_local, deployment, superlink
-from simulation.keys import Keys
-from simulation.superlink import PROJECT, FlowerError
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.relay import RelayTransport
+from fedtta.messages import agent_pb2, agent_pb2_grpc
+from fedtta.messages.flower import allow_messages
+from fedtta.server.app import serve
+from fedtta.server.report import METRICS_FILE, read_results, render_tables
+from fedtta.simulation import deploy_local, deployment, superlink
+from fedtta.simulation.keys import Keys
+from fedtta.simulation.superlink import PROJECT, FlowerError
 
 KEYS = Keys(Path("/keys"))
 
@@ -188,7 +188,7 @@ def test_an_agents_file_is_what_agents_read(tmp_path: Path) -> None:
         assert config.relay_address == f"unix:{sockets}/rsite-a"
         assert len(os.fsencode(f"{sockets}/r999")) < 60
     assert not sockets.exists()
-    assert deployment.agent_command(path)[1:] == ["-m", "client.agent", "--config", str(path)]
+    assert deployment.agent_command(path)[1:] == ["-m", "fedtta.client.agent", "--config", str(path)]
 
 
 class Fixed(agent_pb2_grpc.PredictorServicer):

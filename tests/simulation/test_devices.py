@@ -11,21 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.agent.config import AgentConfig
-from client.names import parse_class_map
-from client.node import Node, perform
-from client.own import _of_run
-from client.sites import simulated_nodes
-from client.state import MemoryState
-from messages.arrays import Arrays
-from messages.flower import allow_messages
-from messages.transport import Addressed, Answer, answer_of
-from models import load_arrays
-from server.app import serve
-from server.report import METRICS_FILE, read_results
-from settings import Settings, SettingsError
-from simulation import simulate
-from simulation.engine import with_devices
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.names import parse_class_map
+from fedtta.client.node import Node, perform
+from fedtta.client.own import _of_run
+from fedtta.client.sites import simulated_nodes
+from fedtta.client.state import MemoryState
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.flower import allow_messages
+from fedtta.messages.transport import Addressed, Answer, answer_of
+from fedtta.models import load_arrays
+from fedtta.server.app import serve
+from fedtta.server.report import METRICS_FILE, read_results
+from fedtta.settings import Settings, SettingsError
+from fedtta.simulation import simulate
+from fedtta.simulation.engine import with_devices
 from tests.client.folders import OWN, device_file, folder, sites
 
 RUN = OWN.replace(rounds=1, stacked_clients=1)

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
-from simulation import keys as key_files
-from simulation.keys import AUTHORITY_DAYS, DAYS, Keys, KeysError, hosts_of, main, make_keys, read_certificate
+from fedtta.simulation import keys as key_files
+from fedtta.simulation.keys import AUTHORITY_DAYS, DAYS, Keys, KeysError, hosts_of, main, make_keys, read_certificate
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,15 @@ import pytest
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from client.app import app as client_app
-from client.relay import RelayTransport
-from client.sites import simulated_nodes
-from messages.flower import GridTransport
-from messages.requests import REQUESTS
-from simulation import deployment, flower
-from simulation.superlink import PROJECT
-from simulation.vectorized import VectorizedTransport
-from simulation.workers import ray_transport
+from fedtta.client.app import app as client_app
+from fedtta.client.relay import RelayTransport
+from fedtta.client.sites import simulated_nodes
+from fedtta.messages.flower import GridTransport
+from fedtta.messages.requests import REQUESTS
+from fedtta.simulation import deployment, flower
+from fedtta.simulation.superlink import PROJECT
+from fedtta.simulation.vectorized import VectorizedTransport
+from fedtta.simulation.workers import ray_transport
 from tests.simulation.exchanges import CLIENTS, SETTINGS, UNKNOWN, Heard, Played, load, play, save
 
 DEPLOYED = 900.0  # seconds for the deployed exchanges, on a busy machine
@@ -29,8 +29,8 @@ KINDS = {"identify": "query.identify", "train": "train", "summarize": "train.sta
 APP = """
 from pathlib import Path
 from flwr.serverapp import ServerApp
-from messages.flower import GridTransport
-from server.exchanges import play, save
+from fedtta.messages.flower import GridTransport
+from fedtta.server.exchanges import play, save
 
 app = ServerApp()
 
@@ -80,9 +80,10 @@ def grpc(folder: Path) -> Played:
     project, home = folder / "project", folder / "flower"
     for name in ("server", "client", "strategies", "tta", "models", "data", "messages", "settings"):
         shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PROJECT / "fedtta", project / "fedtta", symlinks=True)
     shutil.copy(Path(__file__).with_name("exchanges.py"), project / "server" / "exchanges.py")
     (project / "server" / "contract.py").write_text(APP)
-    text = (PROJECT / "pyproject.toml").read_text().replace("server.app:app", "server.contract:app")
+    text = (PROJECT / "pyproject.toml").read_text().replace("fedtta.server.app:app", "fedtta.server.contract:app")
     (project / "pyproject.toml").write_text(text)
     shutil.copy(PROJECT / "LICENSE", project)
     shutil.copy(PROJECT / "README.md", project)

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from client import cohort
-from client.sites import simulated_nodes
-from messages.replies import Trained
-from messages.requests import Identify, Train, TrainingTask
-from messages.transport import Addressed
-from models import load_arrays
-from server.events import NoReplies
-from settings import Settings, SettingsError, to_json
-from simulation import engine, simulate, vectorized
-from simulation.vectorized import VectorizedTransport
+from fedtta.client import cohort
+from fedtta.client.sites import simulated_nodes
+from fedtta.messages.replies import Trained
+from fedtta.messages.requests import Identify, Train, TrainingTask
+from fedtta.messages.transport import Addressed
+from fedtta.models import load_arrays
+from fedtta.server.events import NoReplies
+from fedtta.settings import Settings, SettingsError, to_json
+from fedtta.simulation import engine, simulate, vectorized
+from fedtta.simulation.vectorized import VectorizedTransport
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
 ONE = SMALL.replace(engine="vectorised")
@@ -176,7 +176,7 @@ def test_which_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_client_app_and_flowers_own_nodes_are_refused(tmp_path: Path) -> None:
     from flwr.clientapp import ClientApp
 
-    from server.app import main
+    from fedtta.server.app import main
     from tests.flower import LocalGrid
 
     with pytest.raises(SettingsError, match="allowed is engine = 'flower'"):

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 
-from client.sites import simulated_nodes
-from messages.arrays import packed, unpacked
-from messages.replies import Trained
-from messages.requests import Train, TrainingTask
-from messages.transport import Addressed
-from settings import Settings
-from simulation import workers
-from simulation.workers import AHEAD, RayTransport, Sent, Worker
+from fedtta.client.sites import simulated_nodes
+from fedtta.messages.arrays import packed, unpacked
+from fedtta.messages.replies import Trained
+from fedtta.messages.requests import Train, TrainingTask
+from fedtta.messages.transport import Addressed
+from fedtta.settings import Settings
+from fedtta.simulation import workers
+from fedtta.simulation.workers import AHEAD, RayTransport, Sent, Worker
 
 Made = Callable[[int], Sent]
 

@@ -11,9 +11,9 @@ from flwr.serverapp import strategy as flower
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import GMA, QFFL, FedAvgM, weighted_mean
-from strategies.gma import masked_mean
-from strategies.qffl import q_fedavg
+from fedtta.strategies import GMA, QFFL, FedAvgM, weighted_mean
+from fedtta.strategies.gma import masked_mean
+from fedtta.strategies.qffl import q_fedavg
 from tests.flower import LocalGrid, record, reply
 
 seeds = st.integers(0, 10_000)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import arrays as blocked
-from strategies import weighted_mean
-from strategies.arrays import mix
-from strategies.distances import cosines, squared_distances
+from fedtta.strategies import arrays as blocked
+from fedtta.strategies import weighted_mean
+from fedtta.strategies.arrays import mix
+from fedtta.strategies.distances import cosines, squared_distances
 
 seeds = st.integers(0, 10_000)
 sizes = st.integers(1, 7)

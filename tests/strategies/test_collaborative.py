@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
-from strategies import COLLABORATIONS, ATPRates, Broadcast, PFedBBN
-from strategies.broadcast import digest
-from strategies.fedamp import fedamp_weights
-from strategies.pfedbbn import bn_distance, similarity_weights
-from strategies.pfedgraph import pfedgraph_weights
+from fedtta.strategies import COLLABORATIONS, ATPRates, Broadcast, PFedBBN
+from fedtta.strategies.broadcast import digest
+from fedtta.strategies.fedamp import fedamp_weights
+from fedtta.strategies.pfedbbn import bn_distance, similarity_weights
+from fedtta.strategies.pfedgraph import pfedgraph_weights
 from tests.flower import LocalGrid, record
 from tests.strategies.nodes import NETWORK, START, Device, begun, rounds, shared_reply
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
-from settings import Settings
-from strategies import AGGREGATIONS, COLLABORATIONS, Aggregation, Collaborative, aggregation_names, facts
-from strategies.arrays import Named, as_numpy, mix
+from fedtta.settings import Settings
+from fedtta.strategies import AGGREGATIONS, COLLABORATIONS, Aggregation, Collaborative, aggregation_names, facts
+from fedtta.strategies.arrays import Named, as_numpy, mix
 from tests.flower import LocalGrid, record, reply, request
 from tests.strategies.nodes import Device, begun, rounds, shared_reply
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from strategies.fedamp import fedamp_weights
-from strategies.pfedbbn import bn_distance, similarity_weights
-from strategies.pfedgraph import pfedgraph_weights, project_simplex
+from fedtta.strategies.fedamp import fedamp_weights
+from fedtta.strategies.pfedbbn import bn_distance, similarity_weights
+from fedtta.strategies.pfedgraph import pfedgraph_weights, project_simplex
 
 seeds = st.integers(0, 10_000)
 sizes = st.integers(1, 7)

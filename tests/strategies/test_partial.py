@@ -11,8 +11,8 @@ from flwr.serverapp.strategy import FedAvg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import TwoHead
-from strategies.partial import PartialFedAvg, shared_names
+from fedtta.models import TwoHead
+from fedtta.strategies.partial import PartialFedAvg, shared_names
 from tests.client.tiny import network
 from tests.flower import LocalGrid, record, reply, request
 

@@ -12,8 +12,8 @@ from flwr.serverapp import strategy as flower
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strategies import ATPRates, Krum, Median, RobustAggregator, RobustFedAvg, TrimmedMean
-from strategies.robust import krum_scores, middle
+from fedtta.strategies import ATPRates, Krum, Median, RobustAggregator, RobustFedAvg, TrimmedMean
+from fedtta.strategies.robust import krum_scores, middle
 from tests.flower import record, reply
 
 AGGREGATORS: list[RobustAggregator] = [Median(), TrimmedMean(0.2), TrimmedMean(0.34), Krum(1), Krum(2), Krum(1, 3)]

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from strategies import Median, StatisticsFedAvg
+from fedtta.strategies import Median, StatisticsFedAvg
 from tests.flower import LocalGrid, record, reply, request
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from models import TwoHead
-from tta import atp
+from fedtta.models import TwoHead
+from fedtta.tta import atp
 
 KINDS = ("conv", "flat")
 CLASSES = 3

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -11,7 +11,7 @@ from scipy.integrate import quad
 from scipy.special import betaln
 from torch import Tensor
 
-from tta.statistics import Statistics
+from fedtta.tta.statistics import Statistics
 
 
 def entropy(logits: Tensor) -> Tensor:

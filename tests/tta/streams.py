@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.two_head import TwoHead
-from tta.statistics import Statistics
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.statistics import Statistics
 
 D, K, N = 12, 5, 60
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-import tta
-from models.two_head import TwoHead
+from fedtta import tta
+from fedtta.models.two_head import TwoHead
+from fedtta.tta import ADAPTERS, Adapter, Collaborator, Statistics
+from fedtta.tta.base import NEEDS
+from fedtta.tta.collaborator import SHARES
+from fedtta.tta.knn_per import Datastore
+from fedtta.tta.modules import zero_rates
 from tests.tta.networks import CLASSES, images, noise, two_head_network, weights
-from tta import ADAPTERS, Adapter, Collaborator, Statistics
-from tta.base import NEEDS
-from tta.collaborator import SHARES
-from tta.knn_per import Datastore
-from tta.modules import zero_rates
 
 D = 6  # features of the network
 N = 15  # samples of a stream

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, nn
 
-import models
+from fedtta import models
+from fedtta.tta import ATP, atp
 from tests.tta.atp_networks import (
     KINDS,
     batch,
@@ -20,7 +21,6 @@ from tests.tta.atp_networks import (
     reference_directions,
     some_rates,
 )
-from tta import ATP, atp
 
 
 @pytest.mark.parametrize("kind", KINDS)

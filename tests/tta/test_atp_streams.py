@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedtta.tta import ATP, atp
 from tests.tta.atp_networks import (
     CLASSES,
     KINDS,
@@ -14,7 +15,6 @@ from tests.tta.atp_networks import (
     network,
     some_rates,
 )
-from tta import ATP, atp
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tta import ATP, atp
+from fedtta.tta import ATP, atp
 
 GAMMA = math.sqrt(1.64) / 0.64  # the logits ±γz are then the log odds of training, 2x/0.64, halved
 MINOR, MAJOR = 400, 2000  # 1 : 5

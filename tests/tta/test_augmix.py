@@ -7,7 +7,7 @@ from PIL import Image, ImageOps
 from scipy import stats
 from torch import Tensor
 
-from tta.augmix import (
+from fedtta.tta.augmix import (
     DEPTH,
     DRAWS,
     GEOMETRIC,

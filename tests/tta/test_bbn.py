@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
+from fedtta.tta.bbn import BBN
 from tests.tta.networks import CLASSES, conv_network, images, mlp_network, noise, two_head_network, vectors
-from tta.bbn import BBN
 
 H0 = 0.9  # δ between the entropies of the small networks' outputs, so that the mask is mixed
 LR = 0.05  # large: a step must show

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedtta.tta.bn_adapt import BatchStatistics, BNAdapt, with_batch_statistics
+from fedtta.tta.collaborator import batchnorm_layers
 from tests.tta.networks import conv_network, images, mlp_network, two_head_network, vectors
-from tta.bn_adapt import BatchStatistics, BNAdapt, with_batch_statistics
-from tta.collaborator import batchnorm_layers
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
 

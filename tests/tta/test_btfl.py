@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.btfl import BTFL, detect_event, discretise, prior_path, without_own_share
+from fedtta.tta.statistics import Statistics
 from tests.tta import reference
 from tests.tta.streams import make_stream
-from tta.btfl import BTFL, detect_event, discretise, prior_path, without_own_share
-from tta.statistics import Statistics
 
 
 def run(adapter: BTFL, x: Tensor, size: int) -> Tensor:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tta
+from fedtta import tta
+from fedtta.tta.collaborator import SHARES, Collaborator, batchnorm_layers, shared_parameters
 from tests.tta.networks import conv_network, images, mlp_network, noise, two_head_network, vectors
-from tta.collaborator import SHARES, Collaborator, batchnorm_layers, shared_parameters
 
 METHODS: dict[str, dict[str, Any]] = {
     "bn_adapt": {},

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from tta.contrastive import self_contrastive, supervised_contrastive
+from fedtta.tta.contrastive import self_contrastive, supervised_contrastive
 
 Loss = Callable[[Tensor], Tensor]
 

@@ -7,7 +7,7 @@ import torch
 import torchvision.transforms.functional as tv
 from torch import Generator, Tensor
 
-from tta.contrastive import DRAWS, TRIES, ContrastiveViews
+from fedtta.tta.contrastive import DRAWS, TRIES, ContrastiveViews
 
 ONLY_CROP = {"flip": False, "jitter": 0.0, "grayscale": 0.0}
 

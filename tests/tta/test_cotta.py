@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-import tta.cotta
+import fedtta.tta.cotta
+from fedtta.tta.collaborator import shared_parameters
+from fedtta.tta.cotta import CoTTA
 from tests.tta.networks import conv_network, images, mlp_network, noise, two_head_network, vectors
-from tta.collaborator import shared_parameters
-from tta.cotta import CoTTA
 
 LR = 0.02  # large: the steps must show
 OPTIONS: dict[str, Any] = {"lr": LR, "views": 5, "augment": noise, "seed": 7, "momentum_teacher": 0.9, "restore": 0.3}
@@ -126,7 +126,7 @@ def test_several_views_in_one_pass_are_views_one_by_one(together: int, monkeypat
     """Each view keeps its own batch statistics."""
     network, x = conv_network(), images(6)
     want = reference(network, [x]).rows[0]
-    monkeypatch.setattr(tta.cotta, "PASS", together)
+    monkeypatch.setattr(fedtta.tta.cotta, "PASS", together)
     torch.testing.assert_close(CoTTA(network, **OPTIONS).predict(x), want, atol=1e-12, rtol=0)
 
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedtta.tta.eata import EATA, fisher_diagonal, sample_weights
+from fedtta.tta.tent import Tent
 from tests.tta.networks import CLASSES, conv_network, images, mlp_network, two_head_network, vectors, weights
-from tta.eata import EATA, fisher_diagonal, sample_weights
-from tta.tent import Tent
 
 # Rates so large that the steps show, and limits that some samples of the small networks meet and others do not.
 OPTIONS: dict[str, Any] = {"lr": 0.05, "margin": 0.97, "redundancy": 0.93, "num_classes": CLASSES}

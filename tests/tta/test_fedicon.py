@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.fedicon import FedICON
 from tests.tta.networks import CLASSES, images, noise, two_head_network, vectors
-from tta.fedicon import FedICON
 
 LR = 0.2  # large: the steps must show
 OPTIONS: dict[str, Any] = {"lr": LR, "momentum": 0.9, "augment": noise, "seed": 3, "batch_size": 6}

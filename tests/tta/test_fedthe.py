@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fedtta.tta.arrays import softmax_entropy
+from fedtta.tta.fedthe import FedTHE, adam_schedule, running_average, solve_weight, weight_gradient
 from tests.tta import reference
 from tests.tta.streams import make_stream
-from tta.arrays import softmax_entropy
-from tta.fedthe import FedTHE, adam_schedule, running_average, solve_weight, weight_gradient
 
 SHORT = 24  # samples where the length of the stream is not what a test is about: the reference is slow
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
-from tta.augmix import AugMix
-from tta.fedthe import FedTHE
-from tta.fedthe_plus import FedTHEPlus
-from tta.memo import Tuning
-from tta.statistics import Statistics
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.augmix import AugMix
+from fedtta.tta.fedthe import FedTHE
+from fedtta.tta.fedthe_plus import FedTHEPlus
+from fedtta.tta.memo import Tuning
+from fedtta.tta.statistics import Statistics
 
 OPTIONS = {"views": 4, "tune_steps": 3, "tune_lr": 0.3, "seed": 5}
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-import tta
+from fedtta import tta
 from tests.tta.networks import images, two_head_network
 from tests.tta.streams import D, K, make_stream
 

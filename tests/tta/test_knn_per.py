@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
+from fedtta.tta import knn_per
+from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight, knn_probabilities
 from tests.tta.streams import D, K, Stream
-from tta import knn_per
-from tta.knn_per import Datastore, KNNPer, choose_weight, knn_probabilities
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
+from fedtta.tta.base import Adapter
+from fedtta.tta.label_shift import BBSE, EM, bbse_weights, em_prior, em_prior_of_logs, reweighted
+from fedtta.tta.statistics import Statistics
 from tests.tta.networks import images, two_head_network
-from tta.base import Adapter
-from tta.label_shift import BBSE, EM, bbse_weights, em_prior, em_prior_of_logs, reweighted
-from tta.statistics import Statistics
 
 K = 4
 SOURCE = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)

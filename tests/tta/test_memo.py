@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
-from tta.augmix import AugMix
-from tta.memo import (
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.augmix import AugMix
+from fedtta.tta.memo import (
     MEMO,
     Readout,
     Tuning,
@@ -198,7 +198,7 @@ def test_memory_estimate_grows_with_views_and_counts_weights() -> None:
 
 def test_auto_is_the_loop_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr("tta.memo.by_loop", lambda *args: calls.append(len(args[2])) or by_loop(*args))
+    monkeypatch.setattr("fedtta.tta.memo.by_loop", lambda *args: calls.append(len(args[2])) or by_loop(*args))
     x = samples("identity", 3)
     readout = Readout(make_network("identity").eval(), "global")
     tune_and_predict(readout, x, x.new_ones(3), 0, Tuning(views=2, steps=1, lr=LR, augment=noise))

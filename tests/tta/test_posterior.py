@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.special import betaln, hyp2f1
 
+from fedtta.tta.posterior import BetaRule, mixing_weight
 from tests.tta import reference
-from tta.posterior import BetaRule, mixing_weight
 
 SHAPES = st.floats(0.2, 50)
 LOGS = st.floats(-700, 700)

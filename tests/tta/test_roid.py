@@ -11,6 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
+from fedtta.tta.roid import (
+    ROID,
+    prior_corrected,
+    sample_weights,
+    scaled,
+    soft_likelihood_ratio,
+    symmetric_cross_entropy,
+)
 from tests.tta.networks import (
     CLASSES,
     conv_network,
@@ -19,14 +27,6 @@ from tests.tta.networks import (
     noise,
     two_head_network,
     vectors,
-)
-from tta.roid import (
-    ROID,
-    prior_corrected,
-    sample_weights,
-    scaled,
-    soft_likelihood_ratio,
-    symmetric_cross_entropy,
 )
 
 #: With rates at which a few batches show.

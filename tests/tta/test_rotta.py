@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.rotta import Memory, RobustNorm, RoTTA
 from tests.tta import networks
 from tests.tta.networks import CLASSES, images, noise, vectors
-from tta.rotta import Memory, RobustNorm, RoTTA
 
 #: Small enough that a few batches hold many updates, with rates at which they show.
 OPTIONS = {"lr": 0.05, "capacity": 6, "update_every": 5, "alpha": 0.2, "nu": 0.3, "augment": noise, "seed": 3}

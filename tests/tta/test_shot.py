@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.shot import SHOT, centroid_labels, information_maximisation
 from tests.tta.networks import CLASSES, images, two_head_network, weights
-from tta.shot import SHOT, centroid_labels, information_maximisation
 
 LR = 0.5  # large: the steps must show
 
@@ -164,7 +164,7 @@ def test_errors_leave_the_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("out of memory")
         return labels(z, logits)
 
-    monkeypatch.setattr("tta.shot.centroid_labels", fails)
+    monkeypatch.setattr("fedtta.tta.shot.centroid_labels", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         shot.predict(x[6:])
     x[7, 0, 0, 0] = math.nan

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tta.networks import two_head_network
-from tta import ADAPTERS, Statistics
-from tta.statistics import (
+from fedtta.tta import ADAPTERS, Statistics
+from fedtta.tta.statistics import (
     DISTRIBUTIONS,
     ON_REQUEST,
     OWN_NEEDS,
@@ -19,6 +18,7 @@ from tta.statistics import (
     out_of_range,
     statistics_shapes,
 )
+from tests.tta.networks import two_head_network
 
 
 def test_every_field_comes_from_one_statistic_and_every_need_is_asked_for() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import models
+from fedtta import models
+from fedtta.tta.atp import ATP
+from fedtta.tta.modules import modules
+from fedtta.tta.surgical import Surgical, block_scores, blocks
 from tests.tta.networks import CLASSES, conv_network, images, mlp_network, two_head_network, vectors, weights
-from tta.atp import ATP
-from tta.modules import modules
-from tta.surgical import Surgical, block_scores, blocks
 
 LR = 0.4  # large: the step must show
 ENCODER = {

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.t3a import T3A
 from tests.tta.streams import Stream
-from tta.t3a import T3A
 
 OPTIONS = [
     {"support": 3},

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.tsa import TSA, agreement
 from tests.tta.networks import noise
 from tests.tta.streams import Stream
-from tta.tsa import TSA, agreement
 
 
 def generator_of(seed: int, position: int, step: int) -> Generator:

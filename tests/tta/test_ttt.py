@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from models.two_head import TwoHead
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.ttt import TTT, CropAndFlip, rotate, rotation_loss
 from tests.tta.networks import images, noise, two_head_network, weights
-from tta.ttt import TTT, CropAndFlip, rotate, rotation_loss
 
 OPTIONS: dict[str, Any] = {"views": 5, "lr": 0.3, "seed": 3}  # a large rate: the tuning must show
 

@@ -8,7 +8,7 @@ import torchvision.transforms.functional as tv
 from torch import Generator, Tensor
 from torchvision.transforms import InterpolationMode
 
-from tta.views import COLOURS, DRAWS, Views, blur
+from fedtta.tta.views import COLOURS, DRAWS, Views, blur
 
 
 def images(n: int = 6, channels: int = 3, size: tuple[int, int] = (16, 16), seed: int = 0) -> Tensor:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor
 
-from tta.augmix import AugMix
-from tta.contrastive import ContrastiveViews
-from tta.ttt import CropAndFlip
-from tta.views import Augment, RandomViews, Views
+from fedtta.tta.augmix import AugMix
+from fedtta.tta.contrastive import ContrastiveViews
+from fedtta.tta.ttt import CropAndFlip
+from fedtta.tta.views import Augment, RandomViews, Views
 
 VIEWS: dict[str, Callable[[], Augment]] = {
     "border": Views,

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from client.agent.config import AgentConfig
-from client.agent.core import Saved, Status
-from client.agent.lifecycle import Changed
-from client.agent.manifest import Model
-from client.agent.own_data import Scan
-from client.agent.predictions import NoModel, Prediction
-from client.agent.server import Running, serve
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
-from messages.replies import Reply, Trained
-from messages.requests import Request, Train, TrainingTask
-from models.preprocessing import Preprocessing
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.core import Saved, Status
+from fedtta.client.agent.lifecycle import Changed
+from fedtta.client.agent.manifest import Model
+from fedtta.client.agent.own_data import Scan
+from fedtta.client.agent.predictions import NoModel, Prediction
+from fedtta.client.agent.server import Running, serve
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
+from fedtta.messages.replies import Reply, Trained
+from fedtta.messages.requests import Request, Train, TrainingTask
+from fedtta.models.preprocessing import Preprocessing
 
 CLASSES = 3
 TRAIN = Train(

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from client.agent.candidate import LEAST, MOST, Check, Samples, Shadow, check, spaced
-from client.agent.config import Acceptance
-from client.agent.live import Live
-from client.serving import Served
-from models import TwoHead
+from fedtta.client.agent.candidate import LEAST, MOST, Check, Samples, Shadow, check, spaced
+from fedtta.client.agent.config import Acceptance
+from fedtta.client.agent.live import Live
+from fedtta.client.serving import Served
+from fedtta.models import TwoHead
 from tests.client.agent.world import labels, sample_images, served
 
 LIMITS = Acceptance()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from client.agent.config import AgentConfig
-from settings import SettingsError
+from fedtta.client.agent.config import AgentConfig
+from fedtta.settings import SettingsError
 
 LEAST = 'name = "site-a"\nstate-dir = "state"\n'
 TLS = 'certificate = "tls/server.pem"\nkey = "tls/server.key"\nclient-ca = "/etc/ca.pem"\n'

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from client.agent import control
-from client.agent.control import Connection, main
-from simulation.keys import make_keys
+from fedtta.client.agent import control
+from fedtta.client.agent.control import Connection, main
+from fedtta.simulation.keys import make_keys
 from tests.client.agent.fake import folder, running
 from tests.client.agent.test_sockets import over_tls
 
@@ -74,7 +74,7 @@ def test_an_agent_on_tcp_is_reached_with_certificates(tmp_path: Path) -> None:
 
 
 def test_the_command_needs_no_torch() -> None:
-    run = "from client.agent.control import main; main(['--socket', 'x', 'models'])"
+    run = "from fedtta.client.agent.control import main; main(['--socket', 'x', 'models'])"
     with running() as (_, sockets):
         code = run.replace("'x'", repr(sockets.listen)) + "; import sys; print('torch' in sys.modules)"
         done = subprocess.run(

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client.agent import core
-from client.agent.core import Agent
-from client.agent.predictions import NoModel
-from client.agent.store import StateInUse
-from client.node import Node
-from messages.replies import Evaluated, Reply
-from messages.requests import Evaluate, Identify, Request, TrainingTask
+from fedtta.client.agent import core
+from fedtta.client.agent.core import Agent
+from fedtta.client.agent.predictions import NoModel
+from fedtta.client.agent.store import StateInUse
+from fedtta.client.node import Node
+from fedtta.messages.replies import Evaluated, Reply
+from fedtta.messages.requests import Evaluate, Identify, Request, TrainingTask
 from tests.client.agent.world import common, config, evaluation, fork, killed, labels, said, sample_images, train
 
 
@@ -285,7 +285,7 @@ def test_a_full_disk_is_noted_and_predictions_go_on(agents: Any, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("models.arrays.write_atomically", full)
+        patched.setattr("fedtta.models.arrays.write_atomically", full)
         predictions(agent, 0, 20)
         until(lambda: any("not saved: [Errno 28]" in note for note in agent.status().notes))
         assert agent.predict(sample_images(20, 5)).adapted

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from client.agent.core import Agent
-from client.agent.encoded import Encoded
-from client.agent.server import serve
-from client.serving import Served
-from messages import agent_pb2 as pb
-from messages import protobuf
-from models import save_model
-from models.preprocessing import Preprocessing
+from fedtta.client.agent.core import Agent
+from fedtta.client.agent.encoded import Encoded
+from fedtta.client.agent.server import serve
+from fedtta.client.serving import Served
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import protobuf
+from fedtta.models import save_model
+from fedtta.models.preprocessing import Preprocessing
 from tests.client.agent import fake
 from tests.client.agent.world import SETTINGS, config, served
 

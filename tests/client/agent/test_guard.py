@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from client.agent.config import Limits
-from client.agent.guard import COLLAPSES, Guard, LastGood, Verdict, flat_images
-from client.agent.live import Live, images
-from client.serving import Baseline, entropy
+from fedtta.client.agent.config import Limits
+from fedtta.client.agent.guard import COLLAPSES, Guard, LastGood, Verdict, flat_images
+from fedtta.client.agent.live import Live, images
+from fedtta.client.serving import Baseline, entropy
 from tests.client.agent.world import served, unseen
 
 K = 4

@@ -17,13 +17,13 @@ import grpc
 import numpy as np
 import pytest
 
-from client.agent.core import Agent
-from client.agent.lifecycle import REJECTED, ROLLED_BACK
-from client.agent.server import serve
-from messages import agent_pb2 as pb
-from messages import protobuf
-from messages.replies import Evaluated
-from messages.requests import Evaluate
+from fedtta.client.agent.core import Agent
+from fedtta.client.agent.lifecycle import REJECTED, ROLLED_BACK
+from fedtta.client.agent.server import serve
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import protobuf
+from fedtta.messages.replies import Evaluated
+from fedtta.messages.requests import Evaluate
 from tests.client.agent import fake
 from tests.client.agent.world import config, evaluation, fork, killed, said, sample_images, train
 
@@ -320,7 +320,7 @@ def test_a_full_disk_refuses_a_model_and_the_served_one_goes_on(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("client.agent.store.write_atomically", full)
+        patched.setattr("fedtta.client.agent.store.write_atomically", full)
         assert offer(agent, moved(start[1])).startswith("refused: cannot be stored: [Errno 28]")
         assert agent.predict(sample_images(0, 10)).version == before
     assert offer(agent, moved(start[1])).startswith("promoted")
@@ -422,7 +422,7 @@ def test_a_trial_that_cannot_be_stored_as_ended_goes_on_later(
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:
-        patched.setattr("client.agent.store.write_atomically", full)
+        patched.setattr("fedtta.client.agent.store.write_atomically", full)
         predicted(agent, 0, 10)
         until(lambda: any("waits: [Errno 28]" in note for note in agent.status().notes))
         with pytest.raises(OSError, match="No space"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from client.agent.log import EventLog
+from fedtta.client.agent.log import EventLog
 
 
 def lines(path: Path) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""`python -m client.agent` as a process: it starts, says what is wrong with its config, and stops when told to."""
+"""`python -m fedtta.client.agent` as a process: it starts, says what is wrong with its config, stops on a signal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import grpc
 import pytest
 from PIL import Image
 
-from client.agent import control
-from client.agent.__main__ import run
-from client.relay import relay
-from messages import agent_pb2 as pb
-from messages import protobuf
+from fedtta.client.agent import control
+from fedtta.client.agent.__main__ import run
+from fedtta.client.relay import relay
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import protobuf
 from tests.client.agent.fake import (
     TIMEOUT,
     TRAIN,
@@ -46,7 +46,7 @@ START = 300.0  # seconds: torch's import on a busy machine
 
 
 def command(path: Path) -> list[str]:
-    return [sys.executable, "-m", "client.agent", "--config", str(path / "device.toml")]
+    return [sys.executable, "-m", "fedtta.client.agent", "--config", str(path / "device.toml")]
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def test_a_phase_that_does_not_end_does_not_keep_the_process(monkeypatch: pytest
         keys = config(path, deadline=0.1)
         fake = FakeAgent(keys)
         fake.answer = train
-        monkeypatch.setattr("client.agent.core.Agent", lambda _: fake)
+        monkeypatch.setattr("fedtta.client.agent.core.Agent", lambda _: fake)
         main = pool.submit(run, keys, asked)
         reply = pool.submit(relay, TRAIN, {"agent": keys.relay_address}, TIMEOUT)
         assert begun.wait(TIMEOUT)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from client.agent import own_data
-from client.agent.config import AgentConfig
-from client.agent.core import Agent
-from messages.replies import Evaluated, Identity
-from messages.requests import AdapterRow, Evaluate, Identify, Train, TrainingTask
-from models import build, save_model
-from settings import to_json
+from fedtta.client.agent import own_data
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.core import Agent
+from fedtta.messages.replies import Evaluated, Identity
+from fedtta.messages.requests import AdapterRow, Evaluate, Identify, Train, TrainingTask
+from fedtta.models import build, save_model
+from fedtta.settings import to_json
 from tests.client.agent.world import config, served
 from tests.client.folders import CLASSES, OWN, SIZE
 from tests.client.folders import folder as colours

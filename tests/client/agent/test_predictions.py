@@ -13,8 +13,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from client.agent.live import Live, images
-from client.agent.predictions import Busy, Prediction, PredictQueue
+from fedtta.client.agent.live import Live, images
+from fedtta.client.agent.predictions import Busy, Prediction, PredictQueue
 from tests.client.agent.world import sample_images, served
 
 

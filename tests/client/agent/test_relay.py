@@ -17,16 +17,16 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from client.agent import service
-from client.app import app
-from client.relay import RelayTransport, relay, socket_path
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
-from messages.flower import from_content, to_content
-from messages.replies import RefinedRates
-from messages.requests import RefineRates
-from messages.transport import Addressed
-from settings import SettingsError
+from fedtta.client.agent import service
+from fedtta.client.app import app
+from fedtta.client.relay import RelayTransport, relay, socket_path
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
+from fedtta.messages.flower import from_content, to_content
+from fedtta.messages.replies import RefinedRates
+from fedtta.messages.requests import RefineRates
+from fedtta.messages.transport import Addressed
+from fedtta.settings import SettingsError
 from tests.client.agent.fake import TIMEOUT, TRAIN, channel, folder, predictor, request, running, trained
 
 ROOT = Path(__file__).parents[3]
@@ -238,17 +238,18 @@ CODE = """
 import sys
 import numpy as np
 from flwr.app import Context, Message, RecordDict
-from messages.flower import allow_messages, from_content, to_content
-from messages.requests import Train, TrainingTask
+from fedtta.messages.flower import allow_messages, from_content, to_content
+from fedtta.messages.requests import Train, TrainingTask
 allow_messages()
-from client.app import app
+from fedtta.client.app import app
 context = Context(run_id=1, node_id=1, node_config={"agent": sys.argv[1]}, state=RecordDict(), run_config={})
 arrays = {"w": np.ones(3, np.float32)}
 asked = Train(settings="{}", run="r", round=1, task=TrainingTask("ce"), arrays=arrays).to_record()
 message = Message(to_content(asked), dst_node_id=1, message_type="train")
 message.metadata.__dict__["_message_id"] = "1"
 print(from_content("trained", app(message, context).content).arrays["arrays"]["w"].tolist())
-print([name for name in ("torch", "torchvision", "models", "data", "client.device") if name in sys.modules])
+heavy = ("torch", "torchvision", "fedtta.models", "fedtta.data", "fedtta.client.device")
+print([name for name in heavy if name in sys.modules])
 """
 
 
@@ -263,5 +264,6 @@ def printed(code: str, *arguments: str) -> list[str]:
 def test_a_process_that_relays_imports_no_torch_and_the_relay_no_flower() -> None:
     with running() as (_, sockets):
         assert printed(CODE, sockets.relay) == ["[1.0, 1.0, 1.0]", "[]"]
-    imported = "import sys, client.relay; print([n for n in ('torch', 'flwr', 'models', 'data') if n in sys.modules])"
+    heavy = ("torch", "flwr", "fedtta.models", "fedtta.data")
+    imported = f"import sys, fedtta.client.relay; print([n for n in {heavy} if n in sys.modules])"
     assert printed(imported) == ["[]"]

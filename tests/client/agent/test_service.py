@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from client.agent import service
-from messages import agent_pb2 as pb
-from messages import agent_pb2_grpc, protobuf
+from fedtta.client.agent import service
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import agent_pb2_grpc, protobuf
 from tests.client.agent.fake import (
     CLASSES,
     TIMEOUT,

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from client.agent import server
-from messages import agent_pb2 as pb
-from simulation.keys import make_keys
+from fedtta.client.agent import server
+from fedtta.messages import agent_pb2 as pb
+from fedtta.simulation.keys import make_keys
 from tests.client.agent.fake import (
     TIMEOUT,
     FakeAgent,

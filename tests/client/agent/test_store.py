@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from client.agent import store as store_module
-from client.agent.store import SCHEMA, StateInUse, Store
-from client.serving import Baseline, Served
-from messages.arrays import Arrays
-from messages.requests import AdapterRow
-from models import build
+from fedtta.client.agent import store as store_module
+from fedtta.client.agent.store import SCHEMA, StateInUse, Store
+from fedtta.client.serving import Baseline, Served
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.requests import AdapterRow
+from fedtta.models import build
 from tests.client.agent.world import fork, killed, said
 
 CPU = torch.device("cpu")
@@ -175,7 +175,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("fails", ["models.arrays", "client.agent.store"])  # the file; the manifest
+@pytest.mark.parametrize("fails", ["fedtta.models.arrays", "fedtta.client.agent.store"])  # the file; the manifest
 def test_a_full_disk_changes_nothing(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
     store, _ = opened(tmp_path)
@@ -271,8 +271,8 @@ def test_a_process_that_ends_at_any_write_leaves_one_served_model(
         store, _ = opened(folder)
         ended = False
         with monkeypatch.context() as patched:
-            patched.setattr("models.arrays.write_atomically", counted)
-            patched.setattr("client.agent.store.write_atomically", counted)
+            patched.setattr("fedtta.models.arrays.write_atomically", counted)
+            patched.setattr("fedtta.client.agent.store.write_atomically", counted)
             try:
                 change_models(store)
                 ended = True

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from client.agent.config import AgentConfig
-from client.node import Node, make_device, perform
-from client.resources import federation_of
-from client.serving import Served
-from client.state import MemoryState
-from messages.arrays import Arrays
-from messages.replies import Evaluated, Reply
-from messages.requests import AdapterRow, Evaluate, Request, Summarize, Train, TrainingTask
-from models import build
-from settings import Settings, to_json
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.node import Node, make_device, perform
+from fedtta.client.resources import federation_of
+from fedtta.client.serving import Served
+from fedtta.client.state import MemoryState
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import Evaluated, Reply
+from fedtta.messages.requests import AdapterRow, Evaluate, Request, Summarize, Train, TrainingTask
+from fedtta.models import build
+from fedtta.settings import Settings, to_json
 
 Perform = Callable[[Request], Reply]
 SETTINGS = Settings(
