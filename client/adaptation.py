@@ -122,7 +122,7 @@ def streams_of(settings: Settings, federation: Federation) -> CorruptionStream |
 
 
 def divided_streams(settings: Settings, federation: Federation) -> CorruptionStream:
-    """Return the streams of all clients over a divided data set's images; raises as `fedtta.data.corruption_streams`."""
+    """Return the streams of a divided data set for all clients; raises as `fedtta.data.corruption_streams`."""
     return _streams(federation, tuple(settings.select("streams").items()))
 
 
