@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export FLWR_TELEMETRY_ENABLED := 0
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test test-faults lint docs flower keys deploy-local sheet proto requirements clean help
+.PHONY: run demo test test-faults lint docs flower keys deploy-local sheet proto requirements clean help
 
 help:          ## show this
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -22,6 +22,9 @@ DEMO  := $(if $(DATASET)$(findstring --settings,$(ARGS)),,--rounds 5 $(if $(ALL)
 run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS= (or all), ARGS="--rounds 20 ..."
 	$(BIN)/python -m fedtta run $(if $(DATASET),--dataset $(DATASET)) $(if $(METHODS),--methods '$(METHODS)') \
 	  $(FITS) $(DEMO) $(ARGS)
+
+demo: $(VENV)/ready  ## four sites with folders of their own, real processes over TLS, a shift after deployment, a page
+	$(BIN)/python -m fedtta demo $(ARGS)
 
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

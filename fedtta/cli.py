@@ -177,7 +177,7 @@ def program(name: str, module: str, panel: str, about: str) -> None:
     own(command)
 
 
-program("demo", "fedtta.simulation.demo.__main__", TRY, "Three sites with data of their own, a shift, and a page.")
+program("demo", "fedtta.simulation.demo.__main__", TRY, "Four sites with data of their own, a shift, and a page.")
 program("bench", "fedtta.benchmarks.__main__", TRY, "Tables of the papers, and measurements of speed.")
 program("keys", "fedtta.simulation.keys", FEDERATION, "Make the keys and certificates of a federation.")
 program("deploy-local", "fedtta.simulation.deploy_local", FEDERATION, "A federation as processes of this machine.")

@@ -1,0 +1,75 @@
+"""The demo without its processes: what the sites' folders hold, what arrives later, and what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedtta.client.sites import device_files, simulated_nodes
+from fedtta.data import load
+from fedtta.data.sources import own_data
+from fedtta.models.preprocessing import Preprocessing
+from fedtta.settings import Settings
+from fedtta.simulation.demo.__main__ import encoded, main, settings_of
+from fedtta.simulation.demo.page import Outcome, write_page
+from fedtta.simulation.demo.sites import SITES, shifted, source_images, write_device, write_sites
+
+
+def test_sites_have_disjoint_folders_of_which_every_image_is_used(tmp_path: Path) -> None:
+    images = source_images(None)
+    arrivals = write_sites(tmp_path, images)
+    settings = settings_of(images, tmp_path, 5)
+    seen: set[str] = set()
+    for site in SITES:
+        found = own_data(
+            f"folder:{tmp_path}/{site.name}/images",
+            classes=tuple(settings.classes.split(",")),
+            preprocessing=Preprocessing(image_size=32),
+        )
+        assert found.used == found.samples == len(list((tmp_path / site.name / "images").rglob("*.png")))
+        assert found.labelled == (site.layout != "flat")
+        lacking = {site.lacks} - {None}
+        assert set(range(10)) - set(found.images.labels.tolist()) == (lacking if found.labelled else set(range(10)))
+        names = {Path(name).name for name in found.names}
+        assert not names & seen
+        seen |= names
+        write_device(tmp_path, site, {"adapter": "tent"})
+    assert len(arrivals.labels) == len(arrivals.images) == 390
+    assert len(seen) + len(arrivals.labels) <= len(images)
+    pattern = str(tmp_path / "*" / "device.toml")
+    assert len(device_files(pattern)) == len(SITES)
+    nodes = simulated_nodes(Settings(devices=pattern, clients=len(SITES)))
+    assert [node.name for node in nodes] == sorted(site.name for site in SITES)
+
+
+def test_files_that_arrive_are_the_images(tmp_path: Path) -> None:
+    arrivals = write_sites(tmp_path, load("digits", image_size=32))
+    prepared = Preprocessing(image_size=32)
+    for site in SITES:
+        changed = shifted(arrivals, site)
+        assert changed.shape == arrivals.images.shape
+        assert (changed != arrivals.images).mean() > 0.1
+        assert (prepared.apply(prepared.decode(encoded(changed[0]))) == changed[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("adapted", "words"),
+    [(0.9, "Adaptation paid at north (+40.0 points)."), (0.51, "made no clear difference"), (0.2, "It cost at north")],
+)
+def test_the_page_says_where_adaptation_paid_and_where_not(tmp_path: Path, adapted: float, words: str) -> None:
+    images = np.zeros((2, 3, 8, 8), np.uint8)
+    outcome = Outcome(SITES[0], 10, None, 0, None, None, 0.7, 0.5, adapted, 390, images)
+    page = write_page(tmp_path / "index.html", [outcome], ["about <it>"]).read_text()
+    assert words in page
+    assert "no labels" in page
+    assert "about &lt;it&gt;" in page
+    assert "http" not in page
+
+
+def test_a_folder_that_exists_or_too_few_rounds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tmp_path)]) == 2
+    assert main(["--folder", str(tmp_path / "new"), "--rounds", "3"]) == 2
+    assert "allowed is more than 3" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
