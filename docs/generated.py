@@ -88,6 +88,24 @@ def _allowed(field: dataclasses.Field[Any]) -> str:
     return ", ".join(f"{sign} {rule[name]:,}" for sign, name in bounds if rule.get(name) is not None)
 
 
+def commands() -> str:
+    """Return the tables of the words of `fedtta`, a table for each of the groups of its help."""
+    from typer.main import get_command
+
+    from fedtta import cli
+
+    tree: Any = get_command(cli.app)
+    rows: dict[str, list[list[str]]] = {}
+    for name, one in tree.commands.items():
+        below = getattr(one, "commands", {})
+        found = {f"{name} {path}": command for path, command in below.items()} or {name: one}
+        for path, command in found.items():
+            about = command.short_help or (command.help or "").partition("\n")[0]
+            rows.setdefault(one.rich_help_panel, []).append([f"`fedtta {path}`", about])
+    order = [panel for panel in (cli.TRY, cli.FEDERATION, cli.DEVICE, cli.RESULTS) if panel in rows]
+    return "\n\n".join(f"## {panel}\n\n{table(['command', 'what it does'], rows[panel])}" for panel in order)
+
+
 def methods() -> str:
     """Return the table of methods: training, adapter, what adapts at test time, and what each needs."""
     from fedtta.benchmarks.tables.methods import entries
@@ -176,6 +194,7 @@ def _names(names: Iterable[str]) -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "agent": agent,
+    "commands": commands,
     "methods": methods,
     "adapters": adapters,
     "trainings": trainings,

@@ -9,6 +9,8 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,19 +20,26 @@ import pytest
 import torch
 import yaml
 from click import Group, UsageError
+from flwr.common.config import parse_config_args
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from PIL import Image
+from rich.console import Console
 from typer.main import get_command
 
 from docs import figure, generated
 from fedtta import cli
 from fedtta.benchmarks.__main__ import parser as benchmarks_parser
 from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
-from fedtta.models import build, save_model
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.names import check_name, parse_class_map
+from fedtta.data.sources import __main__ as sources
+from fedtta.data.sources.__main__ import parser as sources_parser
+from fedtta.models import build, export, save_model
 from fedtta.server.methods import METHODS, plan
 from fedtta.server.trainings import TRAININGS
-from fedtta.settings import Settings, SettingsError, add_arguments, from_arguments
+from fedtta.settings import Settings, SettingsError, add_arguments, from_arguments, keys_in
 from fedtta.simulation import deploy_local, flower_cli, keys, superlink
+from fedtta.simulation.demo import __main__ as demo
 from fedtta.tta.registry import ADAPTERS
 from tests.client.agent import fake
 
@@ -41,9 +50,10 @@ SHOWN = [ROOT / "README.md", ROOT / "docker" / "README.md", *WRITTEN]
 
 
 def blocks(language: str) -> Iterator[str]:
-    """Every fenced block of a language."""
+    """Every fenced block of a language, those of a list without their indentation."""
     for page in SHOWN:
-        yield from re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        for found in re.finditer(rf"^( *)```{language}\n(.*?)^\1```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            yield textwrap.dedent(found[2])
 
 
 def commands() -> list[str]:
@@ -81,14 +91,12 @@ def simulation_plans(command: str, tmp_path: Path) -> None:
     plan(settings_of(words[words.index("run" if "fedtta" in words else "fedtta.simulation") + 1 :], tmp_path))
 
 
-def simulation_help(command: str, tmp_path: Path) -> None:
-    words = [sys.executable, *shlex.split(command)[1:]]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
-    assert all(f"--{key}" in done.stdout for key in Settings().flat())
-
-
 def deploys(command: str, tmp_path: Path) -> None:
-    deploy_local.parse(of_make(command)[4:])
+    deploy_local_parses(of_make(command)[4:])
+
+
+def deploy_local_parses(words: list[str]) -> None:
+    deploy_local.parse(words)
 
 
 def through_flower(command: str, tmp_path: Path) -> None:
@@ -96,7 +104,11 @@ def through_flower(command: str, tmp_path: Path) -> None:
 
 
 def keys_are_made(command: str, tmp_path: Path) -> None:
-    words = [*of_make(command)[4:], "--folder", str(tmp_path / "keys")]
+    make_the_keys(of_make(command)[4:], tmp_path)
+
+
+def make_the_keys(words: list[str], tmp_path: Path) -> None:
+    words = [*words, "--folder", str(tmp_path / "keys")]
     if "--replace" in words:
         keys.main(["--nodes", "1", "--folder", str(tmp_path / "keys")])
     assert keys.main(words) == 0
@@ -104,13 +116,19 @@ def keys_are_made(command: str, tmp_path: Path) -> None:
 
 
 def supernode_parses(command: str, tmp_path: Path) -> None:
-    _, unknown = _parse_args_run_supernode().parse_known_args(shlex.split(command)[1:])
+    """The options exist; beside an agent, whose file has the other keys, the node config holds the name only."""
+    arguments, unknown = _parse_args_run_supernode().parse_known_args(shlex.split(command)[1:])
     assert unknown == []
+    config = parse_config_args([arguments.node_config])
+    check_name(str(config["name"]))
+    parse_class_map(str(config.get("class-map", "")))
+    own = set() if "agent" in config else {"data", "class-map", "role", *keys_in("node")}
+    assert set(config) - {"name", "agent"} <= own
 
 
-def benchmark_parses(command: str, tmp_path: Path) -> None:
+def benchmark_arguments(words: list[str]) -> None:
     """The verb and its options exist, and so do protocol and cells."""
-    arguments = benchmarks_parser().parse_args(shlex.split(command)[3:])
+    arguments = benchmarks_parser().parse_args(words)
     if name := getattr(arguments, "protocol", None):
         select_cells(read_protocol(name), [cell for cell in (arguments.cells or "").split(",") if cell])
 
@@ -123,15 +141,92 @@ def run_config_parses(command: str, tmp_path: Path) -> None:
     superlink.run_config([f"{key}={value}" for key, value in pairs], {})
 
 
+def settings_are_allowed(words: list[str], tmp_path: Path) -> None:
+    superlink.run_config([word for word in words if "=" in word and not word.startswith("--")], {})
+
+
+def data_are_shown(words: list[str], tmp_path: Path) -> None:
+    """The options exist; a folder that has the classes in its place is shown."""
+    given = sources_parser().parse_args(words)
+    classes = given.classes.split(",")
+    for name in classes:
+        (tmp_path / name).mkdir()
+        Image.new("L", (8, 8), len(name)).save(tmp_path / name / "one.png")
+    assert sources.main([f"folder:{tmp_path}", *words[1:]], Console(quiet=True)) == 0
+
+
+def export_is_written(words: list[str], tmp_path: Path) -> None:
+    """The format exists, and a run's model becomes a file of it."""
+    save_model(tmp_path / "model.safetensors", build("cnn", num_classes=2), {"name": "cnn", "num_classes": 2})
+    out = tmp_path / words[words.index("--out") + 1]
+    assert export.main([str(tmp_path), *words[1 : words.index("--out")], "--out", str(out)]) == 0
+    assert out.exists()
+
+
+#: What reads the words of the commands that hand them on to a program.
+PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
+    "run": lambda words, tmp_path: simulation_plans(shlex.join(["fedtta", "run", *words]), tmp_path),
+    "bench": lambda words, tmp_path: benchmark_arguments(words),
+    "keys": lambda words, tmp_path: make_the_keys(words, tmp_path),
+    "deploy-local": lambda words, tmp_path: deploy_local_parses(words),
+    "submit": settings_are_allowed,
+    "data": data_are_shown,
+    "export": export_is_written,
+}
+
+
 def fedtta_takes(command: str, tmp_path: Path) -> None:
-    """The command exists and takes these words; what it hands to a program of its own is checked where that is."""
+    """The command exists and takes these words, and so does the program that it hands them to."""
     node: Any = get_command(cli.app)
-    words = shlex.split(command)[1:]
-    if words[0] == "run":
-        simulation_plans(f"fedtta {shlex.join(words)}", tmp_path)
+    name, *words = shlex.split(command)[1:]
+    if "--help" in words:
+        return fedtta_helps(command, tmp_path)
+    if name in PROGRAMS:
+        PROGRAMS[name](words, tmp_path)
+    node, words = node.commands[name], list(words)
     while isinstance(node, Group):
         node = node.commands[words.pop(0)]
-    node.make_context(command, words)
+    context = node.make_context(command, words)
+    if name == "settings":
+        context.invoke(node.callback, **context.params)
+
+
+def fedtta_helps(command: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", *shlex.split(command)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    assert shlex.split(command)[1] in done.stdout
+
+
+def alias_works(command: str, tmp_path: Path) -> None:
+    """What the alias stands for shows a setting, in the folder of the checkout."""
+    words = shlex.split(shlex.split(command)[1].partition("=")[2])
+    assert words[0] == ".venv/bin/python"
+    done = subprocess.run(
+        [sys.executable, *words[1:], "settings", "rounds"],
+        cwd=ROOT, capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    assert "rounds" in done.stdout
+
+
+def extras_exist(command: str, tmp_path: Path) -> None:
+    """What pip is asked for is this folder, with extras that there are."""
+    where, _, extras = shlex.split(command)[2].partition("[")
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert where == "."
+    assert set(filter(None, extras.rstrip("]").split(","))) <= set(known)
+
+
+def events_exist(command: str, tmp_path: Path) -> None:
+    """The log has lines of the event that jq selects."""
+    (event,) = re.findall(r'\.event=="(.+?)"', command)
+    code = "".join(path.read_text() for path in (ROOT / "client" / "agent").glob("*.py"))
+    assert f'log.write("{event}"' in code
+
+
+def demo_takes(command: str, tmp_path: Path) -> None:
+    """The demo has these options: with too few rounds it refuses nothing else."""
+    words = of_make(command)[4:]
+    assert demo.main([*words, "--rounds", "1"]) == 2
 
 
 def nothing(command: str, tmp_path: Path) -> None:
@@ -160,14 +255,22 @@ PROOFS = (
     Proof("flwr ls", place="simulation", words='"ls"'),
     Proof("flower-supernode", supernode_parses, "simulation", 'program("flower-supernode")'),
     Proof("docker compose", place="tests/docker", words="compose.yaml"),
-    Proof(".venv/bin/python -m fedtta.simulation --help", simulation_help),
-    Proof(".venv/bin/python -m fedtta.simulation.superlink", place="tests/faults", words="superlink.register"),
-    Proof(".venv/bin/python -m fedtta.simulation ", simulation_plans, "tests/faults", "resume"),
-    Proof(".venv/bin/python -m fedtta.benchmarks", benchmark_parses, "tests/benchmarks", "main("),
-    Proof(".venv/bin/python -m fedtta.server.report", place="tests", words="fedtta.server.report.__main__ import main"),
-    Proof(".venv/bin/python -m fedtta.client.agent", place="tests/client/agent", words='"-m", "fedtta.client.agent"'),
     Proof(".venv/bin/python -m examples.stream_images", place="tests/test_docs.py", words="examples.stream_images"),
+    Proof(".venv/bin/python -m examples.predict_folder", place="tests/examples", words="predict_folder"),
+    Proof("fedtta agent", fedtta_takes, "tests/client/agent", '"-m", "fedtta.client.agent"'),
+    Proof("fedtta report", fedtta_takes, "tests", "fedtta.server.report.__main__ import main"),
+    Proof("fedtta devices enrol", fedtta_takes, "tests/simulation", 'fedtta("enrol"'),
+    Proof("fedtta devices remove", fedtta_takes, "tests/simulation", 'fedtta("remove"'),
+    Proof("fedtta devices list", fedtta_takes, "tests/simulation", 'fedtta("list"'),
+    Proof("fedtta submit", fedtta_takes, "tests/simulation", "superlink.main("),
+    Proof("fedtta serve", fedtta_takes, "tests/client/agent", "def test_a_model_file_is_served_by_a_process_of_its_own"),
+    Proof("fedtta rescan", fedtta_takes, "tests/client/agent", "rescan"),
+    Proof("fedtta rollback", fedtta_takes, "tests/faults", "rollback("),
     Proof("fedtta ", fedtta_takes, "tests/test_cli.py", "invoke("),
+    Proof("make demo", demo_takes, ".ci/run", "make demo"),
+    Proof("alias ", alias_works),
+    Proof("pip install", extras_exist, "tests/test_package.py", "test_the_command_runs_where_only_the_wheel_is"),
+    Proof("jq ", events_exist, "tests/client/agent", "agent.log"),
     Proof(".venv/bin/python -m docs.figure", place="tests/test_docs.py", words="figure.drawn"),
 )
 
@@ -191,7 +294,16 @@ def test_a_command_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown method"):
         simulation_plans("make run METHODS=fedavgg", tmp_path)
     with pytest.raises(ValueError, match="cell"):
-        benchmark_parses(".venv/bin/python -m fedtta.benchmarks run brfl --cells nowhere", tmp_path)
+        benchmark_arguments(["run", "brfl", "--cells", "nowhere"])
+    with pytest.raises(AssertionError):
+        supernode_parses("flower-supernode --insecure --node-config 'name=\"a\" partition-id=1'", tmp_path)
+
+
+@pytest.mark.parametrize("text", dict.fromkeys(blocks("toml")))
+def test_every_device_file_is_read(text: str, tmp_path: Path) -> None:
+    (tmp_path / "device.toml").write_text(text)
+    config = AgentConfig.from_toml(tmp_path / "device.toml")
+    assert config.name == "site-a"
 
 
 @pytest.mark.parametrize("code", dict.fromkeys(blocks("python")))
@@ -271,9 +383,17 @@ def kept_row(method: str) -> list[str]:
 # What is generated
 
 
+def paths_of(group: Any) -> list[str]:
+    """The words of every command that has none below it."""
+    below = {name: one for name, one in group.commands.items() if isinstance(one, Group)}
+    own = [name for name in group.commands if name not in below]
+    return [*own, *(f"{name} {path}" for name, one in below.items() for path in paths_of(one))]
+
+
 def test_the_references_are_complete() -> None:
     for name, table in (
         ("settings", Settings().flat()), ("methods", METHODS), ("adapters", ADAPTERS), ("trainings", TRAININGS),
+        ("commands", [f"fedtta {name}" for name in paths_of(get_command(cli.app))]),
     ):  # fmt: skip
         lines = [line.split(" | ")[0] for line in generated.section(name).splitlines() if line.startswith("| `")]
         assert sorted(lines) == sorted(f"| `{key}`" for key in table), name
