@@ -29,6 +29,7 @@ from typer.main import get_command
 from docs import figure, generated
 from fedtta import cli
 from fedtta.benchmarks.__main__ import parser as benchmarks_parser
+from fedtta.benchmarks.speed.command import PARTS
 from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.names import check_name, parse_class_map
@@ -92,11 +93,7 @@ def simulation_plans(command: str, tmp_path: Path) -> None:
 
 
 def deploys(command: str, tmp_path: Path) -> None:
-    deploy_local_parses(of_make(command)[4:])
-
-
-def deploy_local_parses(words: list[str]) -> None:
-    deploy_local.parse(words)
+    deploy_local.parse(of_make(command)[4:])
 
 
 def through_flower(command: str, tmp_path: Path) -> None:
@@ -122,13 +119,14 @@ def supernode_parses(command: str, tmp_path: Path) -> None:
     config = parse_config_args([arguments.node_config])
     check_name(str(config["name"]))
     parse_class_map(str(config.get("class-map", "")))
-    own = set() if "agent" in config else {"data", "class-map", "role", *keys_in("node")}
+    own: set[str] = set() if "agent" in config else {"data", "class-map", "role", *keys_in("node")}
     assert set(config) - {"name", "agent"} <= own
 
 
 def benchmark_arguments(words: list[str]) -> None:
-    """The verb and its options exist, and so do protocol and cells."""
+    """The verb and its options exist, and so do protocol and cells, or the parts of speed."""
     arguments = benchmarks_parser().parse_args(words)
+    assert set(filter(None, getattr(arguments, "parts", "").split(","))) <= set(PARTS)
     if name := getattr(arguments, "protocol", None):
         select_cells(read_protocol(name), [cell for cell in (arguments.cells or "").split(",") if cell])
 
@@ -167,8 +165,7 @@ def export_is_written(words: list[str], tmp_path: Path) -> None:
 PROGRAMS: dict[str, Callable[[list[str], Path], None]] = {
     "run": lambda words, tmp_path: simulation_plans(shlex.join(["fedtta", "run", *words]), tmp_path),
     "bench": lambda words, tmp_path: benchmark_arguments(words),
-    "keys": lambda words, tmp_path: make_the_keys(words, tmp_path),
-    "deploy-local": lambda words, tmp_path: deploy_local_parses(words),
+    "keys": make_the_keys,
     "submit": settings_are_allowed,
     "data": data_are_shown,
     "export": export_is_written,
@@ -180,7 +177,8 @@ def fedtta_takes(command: str, tmp_path: Path) -> None:
     node: Any = get_command(cli.app)
     name, *words = shlex.split(command)[1:]
     if "--help" in words:
-        return fedtta_helps(command, tmp_path)
+        fedtta_helps(command)
+        return
     if name in PROGRAMS:
         PROGRAMS[name](words, tmp_path)
     node, words = node.commands[name], list(words)
@@ -191,7 +189,7 @@ def fedtta_takes(command: str, tmp_path: Path) -> None:
         context.invoke(node.callback, **context.params)
 
 
-def fedtta_helps(command: str, tmp_path: Path) -> None:
+def fedtta_helps(command: str) -> None:
     words = [sys.executable, "-m", *shlex.split(command)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     assert shlex.split(command)[1] in done.stdout
@@ -263,7 +261,7 @@ PROOFS = (
     Proof("fedtta devices remove", fedtta_takes, "tests/simulation", 'fedtta("remove"'),
     Proof("fedtta devices list", fedtta_takes, "tests/simulation", 'fedtta("list"'),
     Proof("fedtta submit", fedtta_takes, "tests/simulation", "superlink.main("),
-    Proof("fedtta serve", fedtta_takes, "tests/client/agent", "def test_a_model_file_is_served_by_a_process_of_its_own"),
+    Proof("fedtta serve", fedtta_takes, "tests/client/agent", "test_a_model_file_is_served_by_a_process_of_its_own"),
     Proof("fedtta rescan", fedtta_takes, "tests/client/agent", "rescan"),
     Proof("fedtta rollback", fedtta_takes, "tests/faults", "rollback("),
     Proof("fedtta ", fedtta_takes, "tests/test_cli.py", "invoke("),
@@ -405,6 +403,11 @@ def test_a_command_that_fedtta_does_not_take_is_seen(tmp_path: Path) -> None:
     for wrong in ("fedtta devices list --every", "fedtta device list", "fedtta run --rounds few"):
         with pytest.raises((UsageError, KeyError, SettingsError)):
             fedtta_takes(wrong, tmp_path)
+    handed_on = ("submit round=3", "bench speed --parts none", "keys --boxes 3", "data folder:/d --labels a",
+                 "export run --format pickle --out x")  # fmt: skip
+    for wrong in handed_on:
+        with pytest.raises((ValueError, AssertionError, SystemExit)):
+            fedtta_takes(f"fedtta {wrong}", tmp_path)
 
 
 def test_every_marker_has_a_generator_and_others_are_refused() -> None:
