@@ -177,6 +177,14 @@ class Refinement:
     total: int
 
 
+def rates_of(arrays: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+    """Return adaptation rates by module; ValueError names those that are not finite."""
+    numbers = {name: float(value) for name, value in arrays.items()}
+    if bad := [name for name, value in numbers.items() if not math.isfinite(value)]:
+        raise ValueError(f"rates of {', '.join(bad)} are not finite")
+    return numbers
+
+
 def refine_rates(
     model: TwoHead,
     x: Rows,

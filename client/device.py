@@ -6,7 +6,6 @@ Each kind of request is one method of `Device`; `fedtta.client.node.perform` mak
 from __future__ import annotations
 
 import copy
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedtta.client.adaptation import adapt, batch_of, refine_rates, score, streams_of
+from fedtta.client.adaptation import adapt, batch_of, rates_of, refine_rates, score, streams_of
 from fedtta.client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
 from fedtta.client.algorithms.training import (
     TrainingSet,
@@ -27,7 +26,7 @@ from fedtta.client.algorithms.training import (
     train_personal_head,
     validate,
 )
-from fedtta.client.evaluation import Neighbours, evaluate_row, make_adapter, memorize
+from fedtta.client.evaluation import Neighbours, evaluate_row, make_adapter, memorize, memorizes
 from fedtta.client.network import (
     carried_entries,
     head_entries,
@@ -60,7 +59,6 @@ from fedtta.settings import Settings
 from fedtta.tta import Statistics
 from fedtta.tta.atp import zero_rates
 from fedtta.tta.collaborator import Collaborator
-from fedtta.tta.registry import info
 
 Rates = Mapping[str, Mapping[str, float]]
 
@@ -215,10 +213,8 @@ class Device:
 
     def begin(self, request: Train) -> Turn:
         """Load the network for a round; raises as `train`."""
-        (
-            find_objective(request.task.objective),
-            find_algorithm(request.task.algorithm),
-        )  # refused before anything is done
+        find_objective(request.task.objective)  # refused before anything is done
+        find_algorithm(request.task.algorithm)
         self._require_source()
         private = self._receive(request.arrays, request.task, request.round - 1, request.aggregated)
         federation = self.federation.in_round(request.round)
@@ -366,6 +362,8 @@ class Device:
         ValueError
             As `evaluate`, or the training does not make what the adapter needs.
         """
+        if row.base == "personalised" and self.role == "target":
+            raise ValueError(f"base = personalised trains on labels, and {self.name} is a target; use base = global")
         private, statistics = self._trained(request)
         algorithm = request.task.algorithm
         if missing := missing_heads(row.adapter, self._algorithm(request.task)):
@@ -432,7 +430,7 @@ class Device:
 
     def _neighbours(self, rows: Sequence[AdapterRow], round: int) -> Neighbours | None:
         """Return the client's memorized samples under the network as it is, if a row needs them."""
-        if not any(_memorizes(row) for row in rows):
+        if not any(memorizes(row) for row in rows):
             return None
         self._require_source()
         return memorize(self.model, self.federation.in_round(round), self.partition, self.settings, self.device)
@@ -440,7 +438,7 @@ class Device:
     def _trained_on(self, rows: Sequence[AdapterRow], private: Arrays, round: int) -> NDArray[np.int64]:
         """Return the samples that any client trained on, and those that this one uses beside them."""
         used = [self.federation.trained_on(round - 1), trained_indices(private)]
-        if any(row.base == "personalised" or _memorizes(row) for row in rows):
+        if any(row.base == "personalised" or memorizes(row) for row in rows):
             used.append(self.federation.in_round(round).splits[self.partition].train)
         return np.unique(np.concatenate(used))
 
@@ -448,15 +446,3 @@ class Device:
         """Return a test stream of this client."""
         conditions: dict[str, Any] = {"seed": self.settings.seed, "severity": self.settings.severity}
         return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **conditions)
-
-
-def rates_of(arrays: Mapping[str, NDArray[Any]]) -> dict[str, float]:
-    """Return adaptation rates by module; ValueError names those that are not finite."""
-    numbers = {name: float(value) for name, value in arrays.items()}
-    if bad := [name for name, value in numbers.items() if not math.isfinite(value)]:
-        raise ValueError(f"rates of {', '.join(bad)} are not finite")
-    return numbers
-
-
-def _memorizes(row: AdapterRow) -> bool:
-    return "datastore" in info(row.adapter).needs

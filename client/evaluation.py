@@ -54,6 +54,11 @@ class Neighbours:
 
 
 @torch.no_grad()
+def memorizes(row: AdapterRow) -> bool:
+    """Return whether a row's adapter needs the client's memorized samples."""
+    return "datastore" in info(row.adapter).needs
+
+
 def memorize(
     model: TwoHead, federation: Federation, partition: int, settings: Settings, device: torch.device
 ) -> Neighbours:

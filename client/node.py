@@ -48,6 +48,8 @@ class Node:
         is asked for anything else.
     class_map : mapping
         Class name in the node's own data → what the run calls it.
+    index : Path, optional
+        File that remembers the scans of its own data; default: `fedtta.client.own.index_path` in `state-dir`.
 
     Raises
     ------
@@ -63,6 +65,7 @@ class Node:
     memory: PrivateState | None = None
     lends: bool = False
     class_map: Mapping[str, str] = field(default_factory=dict)
+    index: Path | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -111,7 +114,8 @@ def make_device(request: Request, node: Node) -> Device:
     given, own, natural = settings, None, None
     if node.source:
         settings = settings_alone(settings)
-        own = own_of_run(node.source, node.name, node.role, node.class_map, settings, request.run, memory)
+        about = (node.source, node.name, node.role, node.class_map)
+        own = own_of_run(*about, settings, request.run, memory, node.index)
         federation, partition = own.federation, 0
         own = replace(own, notes=tuple(filter(None, (ignored(given), *own.notes))))
     else:

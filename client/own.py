@@ -6,10 +6,13 @@ files have come since.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ PINNED = "own-data"
 PARTS = ("train", "validation", "test")
 #: What `fedtta.data.DATASETS` calls a user's own images: flips are allowed, mean and standard deviation are 0.5.
 OWN_IMAGES = "folder"
+_LOCKS: dict[Path, threading.Lock] = {}  # by index file
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,33 @@ def ignored(settings: Settings) -> str:
     return f"data of its own: {', '.join(words)} of the run plays no part" if words else ""
 
 
-def scan(source: str, name: str, role: str | None, class_map: Mapping[str, str], settings: Settings) -> OwnData:
+def index_path(folder: Path, name: str) -> Path:
+    """Return the file in a device's state folder that remembers the scans of its data, in a run and outside."""
+    return folder / "data" / f"{name}.json"
+
+
+@contextlib.contextmanager
+def scanning(index: Path) -> Iterator[Path]:
+    """Make the folder of an index file; scans with the same file run one after the other, as each adds to it."""
+    index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _LOCKS.setdefault(index, threading.Lock()):
+        yield index
+
+
+def scan(
+    source: str,
+    name: str,
+    role: str | None,
+    class_map: Mapping[str, str],
+    settings: Settings,
+    index: Path | None = None,
+) -> OwnData:
     """Scan a device's own data as they are now.
+
+    Parameters
+    ----------
+    index : Path, optional
+        The index file; default: `index_path` in the private folder.
 
     Raises
     ------
@@ -92,19 +121,18 @@ def scan(source: str, name: str, role: str | None, class_map: Mapping[str, str],
     ValueError
         As `fedtta.data.sources.own_data`.
     """
-    index = private_folder(settings) / "data" / f"{name}.json"
-    index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return own_data(
-        source,
-        classes=tuple(one.strip() for one in settings.classes.split(",")),
-        class_map=class_map,
-        preprocessing=preprocessing_of(settings),
-        max_skipped=settings.max_skipped,
-        max_megapixels=settings.max_megapixels,
-        cache_mb=settings.image_cache_mb,
-        role=_role(role),
-        index_file=index,
-    )
+    with scanning(index or index_path(private_folder(settings), name)) as file:
+        return own_data(
+            source,
+            classes=tuple(one.strip() for one in settings.classes.split(",")),
+            class_map=class_map,
+            preprocessing=preprocessing_of(settings),
+            max_skipped=settings.max_skipped,
+            max_megapixels=settings.max_megapixels,
+            cache_mb=settings.image_cache_mb,
+            role=role_of(role),
+            index_file=file,
+        )
 
 
 def own_of_run(
@@ -115,6 +143,7 @@ def own_of_run(
     settings: Settings,
     run: str,
     state: PrivateState,
+    index: Path | None = None,
 ) -> Own:
     """Return a device's own data in a run; they are scanned once for each run and process.
 
@@ -126,7 +155,7 @@ def own_of_run(
     key = (source, name, role, tuple(sorted(class_map.items())), tuple(settings.flat().items()))
     kept = _of_run(run)
     if key not in kept:
-        kept[key] = _pinned(scan(source, name, role, class_map, settings), name, settings, state)
+        kept[key] = _pinned(scan(source, name, role, class_map, settings, index), name, settings, state)
     return kept[key]
 
 
@@ -183,7 +212,8 @@ def _chosen(images: Images, chosen: np.ndarray) -> Images:
     return replace(images, pixels=_Chosen(images, chosen), labels=images.labels[chosen])
 
 
-def _role(role: str | None) -> Role | None:
+def role_of(role: str | None) -> Role | None:
+    """Return a role that is given, None for none; SettingsError if there is no such role."""
     roles: tuple[Role, ...] = ("both", "source", "target")
     for allowed in roles:
         if role == allowed:

@@ -55,7 +55,7 @@ def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
         LOG.warning("%d calls were not answered within %g s", left, config.deadline)
     agent.close()
     LOG.info("stopped; the adapter's state is saved")
-    if left:  # a training may still run: its thread must neither keep the process alive nor end inside torch
+    if left or agent.scanning:  # the thread of a training or a scan must neither keep the process nor end inside torch
         logging.shutdown()
         os._exit(0)
     return 0

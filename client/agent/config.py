@@ -99,7 +99,11 @@ class AgentConfig:
     training: str = setting("", "training whose model is served; empty: the first one of a run that fits the adapter")
 
     model: str = setting("", "model file to serve without a federation; empty: trainings bring the model")
-    max_megapixels: float = setting(100.0, "larger images in files that are sent for prediction are refused", above=0)
+    max_megapixels: float = setting(100.0, "larger images are skipped in its data and refused in requests", above=0)
+    max_skipped: float = setting(
+        -1.0, "share of its data that may be unusable in a run; -1: what the run says", low=-1, high=1
+    )
+    image_cache_mb: int = setting(0, "memory for images of its data, MiB; 0: what the run says", low=0)
 
     # A new model; see `fedtta.client.agent.candidate`
     accept_margin: float = setting(0.05, "by how much its accuracy may be below the served model's", low=0, high=1)
@@ -144,6 +148,8 @@ class AgentConfig:
         hints = get_type_hints(type(self))
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, check(field, hints[field.name], getattr(self, field.name)))
+        if -1 < self.max_skipped < 0:
+            raise SettingsError(f"max-skipped = {self.max_skipped}: allowed are -1 and 0 to 1")
         check_name(self.name)
         parse_class_map(self.class_map)
         if self.class_map and not self.data:
@@ -207,6 +213,23 @@ class AgentConfig:
     def state_folder(self) -> Path:
         """Return `state-dir`."""
         return Path(self.state_dir).expanduser()
+
+    @property
+    def index(self) -> Path:
+        """Return the file that remembers the scans of its data, the same as without an agent."""
+        from fedtta.client.own import index_path
+
+        return index_path(self.state_folder, self.name)
+
+    @property
+    def limits_of_data(self) -> dict[str, Scalar]:
+        """Return what it sets of a run's settings of its own data, by key."""
+        given: dict[str, Scalar] = {"max-megapixels": self.max_megapixels}
+        if self.max_skipped >= 0:
+            given["max-skipped"] = self.max_skipped
+        if self.image_cache_mb:
+            given["image-cache-mb"] = self.image_cache_mb
+        return given
 
     @property
     def listen_address(self) -> str:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,6 +23,7 @@ from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
 from fedtta.client.agent.own_data import Scan, samples_of, scan
 from fedtta.client.agent.predictions import NoModel, Prediction
+from fedtta.client.agent.status import Saved, Status
 from fedtta.client.agent.store import Store
 from fedtta.client.names import parse_class_map
 from fedtta.client.node import Node, make_device, perform
@@ -35,87 +36,15 @@ from fedtta.messages.requests import AdapterRow, Base, Evaluate, Request
 NOTES = 100  # notes kept, the newest ones
 PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
 LOG_FILE = "agent.log"
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A saved snapshot of the adapter's state.
-
-    Parameters
-    ----------
-    snapshot : str
-        Its name.
-    version : str
-        Version of its model.
-    samples : int
-        Samples predicted before it.
-    """
-
-    snapshot: str
-    version: str
-    samples: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """State of an agent; the fields are those of `StatusReply` in agent.proto, except for the queue's.
-
-    Parameters
-    ----------
-    version, adapter : str
-        Model version (empty: no model yet) and adapter with its options.
-    classes : tuple of str
-        Class names in the order of the probabilities' columns; empty without a model.
-    samples, unsaved_samples : int
-        Predicted since the model was installed or the adapter was reset; and those of them not covered by a snapshot.
-    holding : bool
-        Whether predictions are those of the unadapted model.
-    guard_events : dict
-        Kind of collapse or degenerate input → number of times that the guard has acted on it.
-    snapshots : list of str
-        Names, oldest first.
-    notes : list of str
-        Events that the owner should know of, oldest first: history reset, files refused, failed saves.
-    uptime : float
-        Seconds.
-    training : str
-        The federated request that is being processed; empty: none.
-    shape : tuple of int
-        C, H, W of the images that the model takes; empty without a model.
-    candidate : str
-        "shadow <version>" or "waiting for approval <version>"; empty: none.
-    refused : str
-        "<version>: <reason>" of the last refused model; empty: none.
-    data_samples, data_skipped : int
-        Files of the device's own data, when they were last looked at, and those that cannot be used.
-    data_notes : list of str
-        Skipped files by reason.
-    """
-
-    version: str = ""
-    adapter: str = ""
-    classes: tuple[str, ...] = ()
-    samples: int = 0
-    unsaved_samples: int = 0
-    holding: bool = False
-    guard_events: dict[str, int] = field(default_factory=dict)
-    snapshots: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    uptime: float = 0.0
-    training: str = ""
-    shape: tuple[int, ...] = ()
-    candidate: str = ""
-    refused: str = ""
-    data_samples: int = 0
-    data_skipped: int = 0
-    data_notes: list[str] = field(default_factory=list)
+SCANNING = "its data are being scanned"
 
 
 class Agent:
     """A device's models, adapter and private state.
 
     Predictions run one after the other in order of arrival, federated requests run one at a time, and both run
-    concurrently. A background thread saves the adapter's state and ends the trials of new models.
+    concurrently. A background thread saves the adapter's state and ends the trials of new models; another scans the
+    device's own data when the agent starts, for which the first request of a run waits, but no prediction.
 
     Parameters
     ----------
@@ -147,7 +76,7 @@ class Agent:
         self._private = config.state_folder / PRIVATE
         self._node = self._own_node()
         self._current, self._data = "", Scan()
-        self._working = threading.Lock()
+        self._working, self._scanning = threading.Lock(), threading.Lock()
         self._store = Store(config.state_folder, config.snapshots_kept, self._note, config.models_kept)
         self.log = EventLog(config.state_folder / LOG_FILE, config.log_mb << 20)
         self._models = Lifecycle(config, self._row, self._device, self._store, self._note, self.log, self._save)
@@ -163,6 +92,8 @@ class Agent:
         self._due, self._closed = threading.Event(), False
         self._saver = threading.Thread(target=self._save_when_due, name="save", daemon=True)
         self._saver.start()
+        if config.data:
+            threading.Thread(target=self._scan_first, name="scan", daemon=True).start()
 
     @property
     def per(self) -> Literal["sample", "batch"]:
@@ -230,7 +161,7 @@ class Agent:
                 refused=self._models.refused,
                 data_samples=self._data.samples,
                 data_skipped=self._data.skipped,
-                data_notes=list(self._data.notes),
+                data_notes=[*([SCANNING] if self.scanning else []), *self._data.notes],
             )
 
     def snapshot(self) -> Saved:
@@ -317,9 +248,29 @@ class Agent:
         ValueError
             The device has no data of its own, or they cannot be read.
         """
-        self._data = scan(self.config, self._live.served if self._live else None)
-        self.log.write("rescan", samples=self._data.samples, used=self._data.used, skipped=self._data.skipped)
-        return self._data
+        return self._scan("rescan")
+
+    @property
+    def scanning(self) -> bool:
+        """Return whether the device's own data are being scanned outside a run."""
+        return self._scanning.locked()
+
+    def _scan(self, event: str) -> Scan:
+        with self._scanning:
+            start = self._clock()
+            found = scan(self.config, self._live.served if self._live else None)
+            counts = {"samples": found.samples, "used": found.used, "skipped": found.skipped}
+            self.log.write(event, **counts, seconds=round(self._clock() - start, 3))
+            self._data = found
+        return found
+
+    def _scan_first(self) -> None:
+        """Scan the data when the agent starts: the first scan of many files takes longer than a run waits for it."""
+        try:
+            self._scan("scan")
+        except Exception as error:  # a run says it, too
+            self._note(f"its data cannot be used: {error}")
+            self.log.write("scan", error=str(error))
 
     def perform(self, request: Request) -> Reply:
         """Answer a federated request; after an evaluation of the served training, offer its model.
@@ -375,11 +326,11 @@ class Agent:
 
     def _own_node(self) -> Node:
         config = self.config
-        settings = {"device": config.device, "state-dir": str(self._private)}
+        settings = {"device": config.device, "state-dir": str(self._private), **config.limits_of_data}
         if config.data_dir:
             settings["data-dir"] = config.data_dir
-        class_map = parse_class_map(config.class_map)
-        return Node(config.name, MemoryState(), config.data, config.role or None, settings, class_map=class_map)
+        facts = (config.name, MemoryState(), config.data, config.role or None, settings)
+        return Node(*facts, class_map=parse_class_map(config.class_map), index=config.index)
 
     @property
     def _live(self) -> Live | None:

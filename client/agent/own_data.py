@@ -1,22 +1,20 @@
-"""The device's own data as the agent sees them outside a run: counted on request, and read to check a model file."""
+"""The device's own data outside a run: counted at the agent's start and on request, read to check a model file."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedtta.client.agent.candidate import Samples, spaced
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.names import parse_class_map
+from fedtta.client.own import role_of, scanning
 from fedtta.client.serving import Served
-
-if TYPE_CHECKING:
-    from fedtta.data.sources import OwnData
+from fedtta.data.sources import OwnData, open_source, own_data
+from fedtta.models.preprocessing import Preprocessing
 
 NAMED = 50  # skipped files that are named
-INDEX = "scan.json"  # in `state-dir`: what the last scan has read
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,16 @@ class Scan:
 
 
 def scan(config: AgentConfig, served: Served | None) -> Scan:
-    """Scan the device's own data, with the classes and the preprocessing of the served model, if there is one.
+    """Scan the device's own data and fill the index that runs use, with or without a model.
 
     Raises
     ------
     ValueError
         There are no data of its own, or they cannot be used; the message says why.
     """
-    found = _own(config, served)
+    if not config.data:
+        raise ValueError("this device has no data of its own: its file says no data = ...")
+    found = _own(config, _classes(config, served), served.preprocessing if served else Preprocessing())
     named = [f"{name!r}: {reason}" for name, reason in found.skipped.items()]
     more = [f"and {len(named) - NAMED} more"] if len(named) > NAMED else []
     notes = (*found.notes, *named[:NAMED], *more)
@@ -56,7 +56,7 @@ def samples_of(config: AgentConfig, served: Served) -> Samples:
     """Return the samples that a model without a run is checked on; none without data of the device's own."""
     if not config.data:
         return Samples.none(served.shape)
-    found = _own(config, served)
+    found = _own(config, served.classes, served.preprocessing)
     choices = ((found.split.validation, found.labelled), (found.split.train, found.labelled), (found.split.test, False))
     for index, known in choices:
         if len(index):
@@ -66,25 +66,23 @@ def samples_of(config: AgentConfig, served: Served) -> Samples:
     return Samples.none(served.shape)
 
 
-def _own(config: AgentConfig, served: Served | None) -> OwnData:
-    if not config.data:
-        raise ValueError("this device has no data of its own: its file says no data = ...")
-    from fedtta.data.sources import open_source, own_data
-    from fedtta.models.preprocessing import Preprocessing
+def _classes(config: AgentConfig, served: Served | None) -> tuple[str, ...]:
+    """Return the served model's classes and those of the data, for a scan must not fail where a run would."""
+    renamed = parse_class_map(config.class_map)
+    own = (renamed.get(name, name) for name in open_source(config.data).classes)
+    found = dict.fromkeys((*(served.classes if served else ()), *renamed.values(), *own))
+    return tuple(found) or ("unlabelled",)
 
-    class_map = parse_class_map(config.class_map)
-    if served is None:
-        known = dict.fromkeys(class_map.get(name, name) for name in open_source(config.data).classes)
-        classes = tuple(known) or ("unlabelled",)  # only counted
-    else:
-        classes = served.classes
-    return own_data(
-        config.data,
-        classes=classes,
-        class_map=class_map,
-        preprocessing=Preprocessing() if served is None else served.preprocessing,
-        max_skipped=1.0,  # told, not refused: that is the run's decision
-        max_megapixels=config.max_megapixels,
-        role="target" if config.role == "target" else None,
-        index_file=config.state_folder / INDEX,
-    )
+
+def _own(config: AgentConfig, classes: tuple[str, ...], preprocessing: Preprocessing) -> OwnData:
+    with scanning(config.index) as index:
+        return own_data(
+            config.data,
+            classes=classes,
+            class_map=parse_class_map(config.class_map),
+            preprocessing=preprocessing,
+            max_skipped=1.0,  # told, not refused: that is the run's decision
+            max_megapixels=config.max_megapixels,
+            role=role_of(config.role),
+            index_file=index,
+        )

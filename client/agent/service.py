@@ -22,12 +22,13 @@ import grpc
 import numpy as np
 
 from fedtta.client.agent.config import AgentConfig
-from fedtta.client.agent.core import Agent, Saved
+from fedtta.client.agent.core import Agent
 from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.lifecycle import Changed
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
 from fedtta.client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
+from fedtta.client.agent.status import Saved
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 from fedtta.messages.requests import REQUESTS

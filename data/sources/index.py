@@ -21,7 +21,8 @@ class Index:
     path : Path or None
         The file, written atomically; None remembers nothing.
     key : dict
-        Source, preprocessing and limits as JSON values. Entries of another key are forgotten, `tested` is not.
+        Source, limits and whether there is a window, as JSON values. Entries of another key are forgotten, apart from
+        those without a window, which hold with one, too. `tested` is never forgotten.
     entries : dict
         Name → (stamp, identity) of every usable sample.
     tested : set of str
@@ -76,4 +77,4 @@ def _parse(content: Any, key: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]
     if not isinstance(tested, list) or not all(isinstance(one, str) for one in tested):
         raise TypeError("tested")
     entries = {name: (stamp, str(identity)) for name, (stamp, identity) in content["entries"].items()}
-    return entries if content["key"] == key else {}, set(tested)
+    return entries if content["key"] in (key, {**key, "window": False}) else {}, set(tested)

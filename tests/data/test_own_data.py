@@ -203,9 +203,20 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
     read.clear()
     data_of(text, index_file=index)
     assert read == ["b/1.png"]  # whatever could not be used may be better now
-    read.clear()
-    data_of(text, index_file=index, preprocessing=Preprocessing(image_size=8))
-    assert len(read) == 31
+    for prepared, count in (
+        (Preprocessing(image_size=8, channels=1), 1),
+        (Preprocessing(window=(0, 9)), 1),  # what can be used without a window can be used with one
+        (Preprocessing(), 1),
+    ):
+        read.clear()
+        data_of(text, index_file=index, preprocessing=prepared)
+        assert len(read) == count
+    index.unlink()
+    data_of(text, index_file=index, preprocessing=Preprocessing(window=(0, 9)))
+    for prepared, count in ((Preprocessing(window=(1, 5)), 1), (Preprocessing(), 31)):
+        read.clear()
+        data_of(text, index_file=index, preprocessing=prepared)
+        assert len(read) == count
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema": 2}', b'{"schema": 1, "tested": [1]}', b"\xff"])

@@ -58,6 +58,7 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ("guard-window = 2", "guard-window = 2: allowed is 8 or more"),
         ("deadline = 0", "deadline = 0.0: allowed is more than 0"),
         ("deadline = nan", "deadline = nan"),
+        ("max-skipped = -0.5", "max-skipped = -0.5: allowed are -1 and 0 to 1"),
         ('role = "teacher"', "role = 'teacher': allowed are , both, source, target"),
         ('base = "own"', "base = 'own': allowed are global, personalised"),
         ('device = "gpu"', "device = 'gpu': allowed are auto"),
@@ -126,3 +127,9 @@ def test_a_new_models_check_gets_its_limits(tmp_path: Path) -> None:
     assert (config.acceptance.margin, config.acceptance.one_class, config.acceptance.agreement) == (0.1, 0.8, 0.3)
     assert config.model == str(tmp_path / "m.safetensors")
     assert (config.shadow_samples, config.approval, config.models_kept) == (0, False, 3)
+
+
+def test_what_is_not_said_about_data_is_left_to_the_run(tmp_path: Path) -> None:
+    assert read(tmp_path).limits_of_data == {"max-megapixels": 100.0}
+    given = read(tmp_path, "max-megapixels = 2\nmax-skipped = 0\nimage-cache-mb = 7\n").limits_of_data
+    assert given == {"max-megapixels": 2.0, "max-skipped": 0.0, "image-cache-mb": 7}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +19,11 @@ from PIL import Image
 
 from fedtta.client.agent import own_data
 from fedtta.client.agent.config import AgentConfig
-from fedtta.client.agent.core import Agent
+from fedtta.client.agent.core import SCANNING, Agent
+from fedtta.client.node import Node, make_device, perform
+from fedtta.client.own import _of_run, index_path
+from fedtta.client.state import MemoryState
+from fedtta.data.sources.scan import Reader
 from fedtta.messages.replies import Evaluated, Identity
 from fedtta.messages.requests import AdapterRow, Evaluate, Identify, Train, TrainingTask
 from fedtta.models import build, save_model
@@ -50,6 +58,26 @@ def own(tmp_path: Path) -> Any:
     return make
 
 
+@pytest.fixture(autouse=True)
+def _new_process() -> Iterator[None]:
+    """No run of another test counts."""
+    _of_run.cache_clear()
+    yield
+    _of_run.cache_clear()
+
+
+def logged(agent: Agent, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in agent.log.path.read_text().splitlines()]
+    return [line for line in lines if line["event"] == event]
+
+
+def until(reached: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.01)
+
+
 def test_a_device_without_data_of_its_own_says_so(tmp_path: Path) -> None:
     agent = Agent(config(tmp_path))
     with pytest.raises(ValueError, match=r"this device has no data of its own"):
@@ -71,8 +99,7 @@ def test_a_scan_counts_and_names_what_cannot_be_used_and_sees_new_files(
     extra = next(source.rglob("cat1.png"))
     Image.open(extra).rotate(90).save(extra.with_name("new.png"))
     assert agent.rescan().used == 61
-    lines = [json.loads(line) for line in agent.log.path.read_text().splitlines()]
-    assert [line["used"] for line in lines if line["event"] == "rescan"] == [60, 61]
+    assert [line["used"] for line in logged(agent, "rescan")] == [60, 61]
     agent.close()
 
 
@@ -170,3 +197,130 @@ def of_colours(path: Path, labelled: bool) -> Path:
         for name in CLASSES:
             (path / name).rmdir()
     return path
+
+
+# The scan at the start, and one index ------------------------------------------------------------------------------
+
+
+class Reads:
+    """Counts the samples that are read; they wait for `go`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, wait: bool) -> None:
+        self.count, self.begun, self.go = 0, threading.Event(), threading.Event()
+        real = Reader.read
+
+        def read(reader: Reader, i: int) -> Any:
+            self.count += 1
+            self.begun.set()
+            assert not wait or self.go.wait(60)
+            return real(reader, i)
+
+        monkeypatch.setattr(Reader, "read", read)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_first_scan_fills_the_index_while_predictions_go_on_and_a_run_waits_for_it(
+    tmp_path: Path, own: Any, labelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tmp_path / "m.safetensors", network(0.0), SPEC)  # type: ignore[arg-type]
+    first = Agent(config(tmp_path, adapter="none", model=str(tmp_path / "m.safetensors")))  # it has no data yet
+    first.close()
+    source = of_colours(tmp_path / "data", labelled)  # of other classes and another size than the model's
+    reads = Reads(monkeypatch, wait=True)
+    agent = Agent(own(source, name="site-a"))
+    with ThreadPoolExecutor(1) as pool:
+        assert reads.begun.wait(60)
+        assert SCANNING in agent.status().data_notes
+        assert len(agent.predict(np.zeros((1, 3, 16, 16), np.uint8)).probabilities) == 1
+        settings = to_json(RUN.replace(image_size=24, window="0,4095"))
+        identified = pool.submit(agent.perform, Identify(settings=settings, run="run1"))
+        until(lambda: agent.status().training == "identify")
+        assert not identified.done()
+        assert reads.count == 1  # by the scan; the run does not read beside it
+        reads.go.set()
+        assert identified.result(60).samples == 90
+    until(lambda: not agent.scanning)
+    assert SCANNING not in agent.status().data_notes
+    (line,) = logged(agent, "scan")
+    assert (line["samples"], line["used"], line["skipped"]) == (90, 90, 0)
+    assert line["seconds"] >= 0
+    assert reads.count == 90  # the run reads no file again
+    agent.close()
+
+
+def test_without_data_of_its_own_nothing_is_scanned_and_a_scan_that_fails_is_noted(tmp_path: Path, own: Any) -> None:
+    agent = Agent(config(tmp_path / "none"))
+    assert (agent.scanning, logged(agent, "scan")) == (False, [])
+    agent.close()
+    agent = Agent(own(tmp_path / "nowhere"))
+    until(lambda: logged(agent, "scan"))
+    assert "nowhere" in logged(agent, "scan")[0]["error"]
+    assert any("nowhere" in note for note in agent.status().notes)
+    agent.close()
+
+
+def test_what_was_ever_tested_is_remembered_in_one_file_by_scans_and_runs_with_and_without_agent(
+    tmp_path: Path, own: Any
+) -> None:
+    source = of_colours(tmp_path / "data", True)
+    keys = own(source, name="site-a", runs_kept=1, class_map="rouge=red")
+    agent = Agent(keys)
+    until(lambda: logged(agent, "scan"))
+    index = index_path(tmp_path / "state", "site-a")
+    tested = json.loads(index.read_text())["tested"]
+    assert 0 < len(tested) < 90
+    names = [f"{path.parent.name}/{path.name}" for path in source.rglob("*.png")]
+    rows = "".join(f"{name},{name.split('/')[0]},train\n" for name in sorted(names))
+    (source / "labels.csv").write_text(f"path,label,split\n{rows}")  # all of them are to be trained on now
+    for run in ("run1", "run2", "run3"):  # none but the last one is kept
+        identity = agent.perform(Identify(settings=to_json(RUN), run=run))
+        assert isinstance(identity, Identity)
+        assert identity.sizes == [90 - len(tested), 0, 0]
+        assert any("was in the test split before" in note for note in identity.notes)
+    assert [path.name for path in (tmp_path / "state" / "private").glob("run*")] == ["run3"]
+    assert agent.rescan().used == 90 - len(tested)
+    agent.close()
+    assert [path for path in (tmp_path / "state").rglob("*.json") if "tested" in path.read_text()] == [index]
+    alone = Node("site-a", MemoryState(), f"folder:{source}", settings={"state-dir": str(tmp_path / "state")})
+    found = perform(Identify(settings=to_json(RUN), run="run4"), alone)
+    assert isinstance(found, Identity)
+    assert found.sizes == identity.sizes
+
+
+def test_a_device_that_only_trains_tests_nothing_in_a_scan(tmp_path: Path, own: Any) -> None:
+    agent = Agent(own(of_colours(tmp_path / "data", True), name="site-a", role="source"))
+    until(lambda: logged(agent, "scan"))
+    assert json.loads(index_path(tmp_path / "state", "site-a").read_text())["tested"] == []
+    agent.close()
+
+
+def test_a_run_gets_the_devices_limits(tmp_path: Path, own: Any) -> None:
+    source = folder(tmp_path / "data")  # 1 of 61 is damaged
+    run = to_json(RUN.replace(classes="cat,dog"))
+    strict = Agent(own(source, max_skipped=0.0))
+    with pytest.raises(ValueError, match="max-skipped = 0 allows 0"):
+        strict.perform(Identify(settings=run, run="run1"))
+    strict.close()
+    small = own(source, max_megapixels=0.0001, image_cache_mb=7)  # 100 pixels
+    agent = Agent(small)
+    with pytest.raises(ValueError, match="61 of 61 samples cannot be used"):
+        agent.perform(Identify(settings=run, run="run1"))
+    agent.close()
+    agent = Agent(own(source, image_cache_mb=7))
+    settings = make_device(Identify(settings=run, run="run1"), agent._node).settings
+    assert (settings.image_cache_mb, settings.max_megapixels, settings.max_skipped) == (7, 100.0, 0.1)
+    agent.close()
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_target_cannot_personalise_and_a_note_says_so(tmp_path: Path, own: Any, labelled: bool) -> None:
+    role = "target" if labelled else ""
+    agent = Agent(own(of_colours(tmp_path / "b", labelled), name="site-b", base="personalised", role=role))
+    rows = [AdapterRow("fedavg", "none")]
+    reply = agent.perform(Evaluate(task=TASK, arrays=initial(), rows=rows, shifts=[], round=1, **about()))
+    told = "base = personalised trains on labels, and site-b is a target; use base = global"
+    assert isinstance(reply, Evaluated)
+    assert reply.served == f"refused: {told}"
+    assert any(told in note for note in agent.status().notes)
+    assert agent.status().version == ""
+    agent.close()

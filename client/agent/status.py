@@ -1,0 +1,79 @@
+"""What an agent tells its owner: its state, and a snapshot that was saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved snapshot of the adapter's state.
+
+    Parameters
+    ----------
+    snapshot : str
+        Its name.
+    version : str
+        Version of its model.
+    samples : int
+        Samples predicted before it.
+    """
+
+    snapshot: str
+    version: str
+    samples: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """State of an agent; the fields are those of `StatusReply` in agent.proto, except for the queue's.
+
+    Parameters
+    ----------
+    version, adapter : str
+        Model version (empty: no model yet) and adapter with its options.
+    classes : tuple of str
+        Class names in the order of the probabilities' columns; empty without a model.
+    samples, unsaved_samples : int
+        Predicted since the model was installed or the adapter was reset; and those of them not covered by a snapshot.
+    holding : bool
+        Whether predictions are those of the unadapted model.
+    guard_events : dict
+        Kind of collapse or degenerate input → number of times that the guard has acted on it.
+    snapshots : list of str
+        Names, oldest first.
+    notes : list of str
+        Events that the owner should know of, oldest first: history reset, files refused, failed saves.
+    uptime : float
+        Seconds.
+    training : str
+        The federated request that is being processed; empty: none.
+    shape : tuple of int
+        C, H, W of the images that the model takes; empty without a model.
+    candidate : str
+        "shadow <version>" or "waiting for approval <version>"; empty: none.
+    refused : str
+        "<version>: <reason>" of the last refused model; empty: none.
+    data_samples, data_skipped : int
+        Files of the device's own data, when they were last looked at, and those that cannot be used.
+    data_notes : list of str
+        Skipped files by reason.
+    """
+
+    version: str = ""
+    adapter: str = ""
+    classes: tuple[str, ...] = ()
+    samples: int = 0
+    unsaved_samples: int = 0
+    holding: bool = False
+    guard_events: dict[str, int] = field(default_factory=dict)
+    snapshots: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    uptime: float = 0.0
+    training: str = ""
+    shape: tuple[int, ...] = ()
+    candidate: str = ""
+    refused: str = ""
+    data_samples: int = 0
+    data_skipped: int = 0
+    data_notes: list[str] = field(default_factory=list)
