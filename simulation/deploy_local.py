@@ -183,8 +183,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     # imports torch and Flower, which refusing a setting does not need
     from fedtta.server.report import METRICS_FILE, read_results, render_tables
+    from fedtta.simulation.certificates import KeysError
     from fedtta.simulation.flower_cli import unwind
-    from fedtta.simulation.keys import KeysError
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, unwind)

@@ -39,8 +39,8 @@ PACKAGES = {
     "client": {"settings", "messages", "data", "models", "tta", "client"},
     "edge": {"settings", "messages", "data", "models", "tta", "client"},
 }
-#: Imported where it is asked for only: by a download, and by an image for developers.
-AT_WILL = {"flwr_datasets": "data/datasets/cifar.py"}
+#: Imported where it is asked for only, by a download and by a device's own `hf:` data; flwr-datasets brings both.
+AT_WILL = {"flwr_datasets": "data/datasets/cifar.py", "datasets": "data/sources/huggingface.py"}
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "sklearn": "scikit-learn",
