@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
+from fedtta.simulation import certificates
 from fedtta.simulation.certificates import KeysError, hosts_of, read_certificate, write
 from fedtta.simulation.keys import AUTHORITY_DAYS, DAYS, Keys, main, make_keys
 
@@ -206,7 +207,7 @@ def test_a_private_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
 def test_a_certificate_that_has_run_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_keys(tmp_path, 1, days=1)
 
-    monkeypatch.setattr(key_files, "_now", lambda: datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=2))
+    monkeypatch.setattr(certificates, "_now", lambda: datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=2))
     with pytest.raises(KeysError, match=r"server\.crt has expired on .*--replace server"):
         make_keys(tmp_path, 1)
 
