@@ -206,8 +206,11 @@ def _ask_all(plan: Plan, sockets: Path) -> Table:
 
     rows = Table("agent", "model", "adapter", "samples", "guard", f"first {SHOWN} test images", title="Agents")
     for name, images, labels in _first_test_images(plan):
-        status, reply = ask(f"unix:{sockets}/a{name}", images)
-        result = "no test images"
+        address = f"unix:{sockets}/a{name}"
+        status, reply = ask(address, images[:0])
+        result = "no test images" if status.model_version else "no model: see its log"  # it refuses one that is no good
+        if status.model_version and len(images):
+            status, reply = ask(address, images)
         if reply is not None:
             right = int((predicted(reply) == labels).sum())
             result = f"{right} of {len(images)} right" if (labels >= 0).all() else f"{len(images)} without labels"
