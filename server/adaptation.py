@@ -90,16 +90,33 @@ def check_collaborations(settings: Settings, trainings: Sequence[Training]) -> l
     """
     if not settings.collaborations:
         return []
-    if settings.rounds:
-        raise SettingsError(
-            f"rounds = {settings.rounds}: allowed with collaborations is 0, since streams are drawn from all images of "
-            "the data set; init names a network that was trained on others"
-        )
+    if settings.rounds and not (settings.devices or settings.classes):
+        raise SettingsError(_trained_on(settings))
     alone = [row.label for training in trainings for row in training.rows if not row.collaborates]
     if alone:
         fitting = ", ".join(name for name, info in ADAPTERS.items() if info.collaborates)
         raise SettingsError(f"methods: {', '.join(alone)} cannot take part in collaborations; fitting: {fitting}")
     return parse_collaborations(settings.collaborations, settings.share)
+
+
+def check_streams(settings: Settings, collaborations: Sequence[Collaboration], info: FederationInfo) -> None:
+    """Refuse to train on images of the streams: only devices with data of their own keep their test images apart.
+
+    Raises
+    ------
+    SettingsError
+        The run trains, and a client has part of a divided data set.
+    """
+    divided = [name for name, data in zip(info.names, info.data, strict=True) if not data.get("own_data")]
+    if collaborations and settings.rounds and divided:
+        raise SettingsError(f"{_trained_on(settings)}; no data of their own have {', '.join(divided[:10])}")
+
+
+def _trained_on(settings: Settings) -> str:
+    return (
+        f"rounds = {settings.rounds}: allowed with collaborations is 0, since streams are drawn from all images of the "
+        "data set; init names a network that was trained on others"
+    )
 
 
 def rounds_of(settings: Settings, available: int) -> int:

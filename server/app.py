@@ -134,7 +134,7 @@ def _resume(settings: Settings, events: Events, progress: Listener) -> Checkpoin
 
 
 def run_folder(settings: Settings) -> Path:
-    """Return the run's folder: `results/<run-name>`, or data set, seed and time where no name is set.
+    """Return the run's folder: `results/<run-name>`, or data set (or "devices"), seed and time where no name is set.
 
     A resumed run continues in its own folder.
 
@@ -147,7 +147,8 @@ def run_folder(settings: Settings) -> Path:
     """
     if settings.resume:
         return run_folder_of(settings.resume)
-    name = settings.run_name or f"{settings.dataset}-{settings.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    data = "devices" if settings.devices or settings.classes else settings.dataset
+    name = settings.run_name or f"{data}-{settings.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(settings.results).expanduser() / name
     if (folder / METRICS_FILE).exists():
         raise FileExistsError(f"{folder} already holds a run; choose another run-name")

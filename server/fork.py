@@ -15,7 +15,7 @@ from fedtta.server.members import FederationInfo
 from fedtta.server.methods import Training, plan
 from fedtta.server.report import METRICS_FILE
 from fedtta.server.resume import FREE, earlier_events
-from fedtta.server.run import count_steps, notes
+from fedtta.server.run import count_steps, initial_model, model_spec, notes
 from fedtta.settings import Settings, SettingsError, keys_in, to_toml
 
 #: Settings that have no effect before the last training round is complete.
@@ -85,7 +85,9 @@ def _require_same_training(before: Mapping[str, Any], settings: Settings, traini
 
 def _events(earlier: list[Event], settings: Settings, trainings: list[Training], info: FederationInfo) -> list[Event]:
     """Return the events of a training as a run of `settings` would have written them."""
-    noted = [{"event": "note", "text": text} for text in notes(settings, trainings, [], info, info.labelled_roles)]
+    model = initial_model(settings, model_spec(settings, info))
+    texts = notes(settings, trainings, [], info, info.labelled_roles, model)
+    noted = [{"event": "note", "text": text} for text in texts]
     steps = count_steps(settings, trainings, [], info)
     events: list[Event] = []
     for event in earlier:

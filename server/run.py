@@ -14,7 +14,14 @@ from fedtta.messages.flower import held_record
 from fedtta.messages.requests import Identify
 from fedtta.messages.transport import Transport
 from fedtta.models import Preprocessing, TwoHead, build, load_model, save_arrays, save_model
-from fedtta.server.adaptation import Collaboration, adaptation_rounds, cells, check_collaborations, rounds_of
+from fedtta.server.adaptation import (
+    Collaboration,
+    adaptation_rounds,
+    cells,
+    check_collaborations,
+    check_streams,
+    rounds_of,
+)
 from fedtta.server.aggregation import make_strategy
 from fedtta.server.checkpoints import Checkpoints, Position
 from fedtta.server.environment import describe
@@ -62,15 +69,17 @@ def run(
     if checkpoints.resumed is None:
         events("run", **describe(settings))
     federation, info = connect(transport, settings, events, checkpoints)
-    roles = [] if collaborations else info.labelled_roles  # collaborations neither train nor hold out test splits
+    check_streams(settings, collaborations, info)
+    roles = [] if collaborations and not settings.rounds else info.labelled_roles  # without rounds roles do not matter
     trainings = plan(settings, roles)
+    model = initial_model(settings, model_spec(settings, info))
     if checkpoints.resumed is None:
-        for note in notes(settings, trainings, collaborations, info, roles):
+        for note in notes(settings, trainings, collaborations, info, roles, model):
             events("note", text=note)
         events("plan", steps=count_steps(settings, trainings, collaborations, info))
         about = {"names": info.names, "sizes": info.sizes, "roles": info.roles, "data": info.data}
         events("clients", class_counts=_counts_of(class_counts, info.names), classes=info.classes, **about)
-    modules = list(initial_model(settings, model_spec(settings, info)).global_state())
+    modules = list(model.global_state())
     for variant in (variant for training in trainings for variant in training.variants):
         initial_rates(settings.rates_init, modules, variant)  # refused before training, not after
     checkpoints.begin(info)
@@ -205,10 +214,13 @@ def notes(
     collaborations: Sequence[Collaboration],
     info: FederationInfo,
     roles: Sequence[str],
+    model: TwoHead,
 ) -> list[str]:
-    """Return what a reader of the results has to know before them."""
-    random = "no init: the network that is adapted is random" if collaborations and not settings.init else ""
-    texts = (info.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), random)
+    """Return what a reader of the results has to know before them; `model` is the network the run starts from."""
+    pretrained = () if settings.init else model.notes
+    untrained = collaborations and not (settings.init or settings.rounds or pretrained)
+    random = "no init: the network that is adapted is random" if untrained else ""
+    texts = (info.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), *pretrained, random)
     return [text for text in texts if text]
 
 

@@ -144,7 +144,8 @@ class Settings:
     )
     classes: str = setting(
         "",
-        "class names of devices with data of their own: 'covid,normal,...', or a text file, a name a line",
+        "class names of devices with data of their own: 'covid,normal,...', or a text file, a name a line, on the "
+        "machine that submits the run (plain `flwr run`: on the SuperLink's machine)",
         group="data",
     )
     devices: str = setting(

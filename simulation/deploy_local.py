@@ -1,7 +1,8 @@
 """`python -m fedtta.simulation.deploy_local`: a deployment on this machine, one run, predictions by its agents.
 
 TLS and node authentication work as in a real deployment. Data, models and adapters belong to the agents, which the
-SuperNodes reach over sockets. At the end every agent reports its status and some predictions.
+SuperNodes reach over sockets. The nodes divide the run's data set, or have data of their own (`--devices`, the agents'
+files). At the end every agent reports its status and predictions of some test images.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fedtta.settings import Settings, SettingsError, from_config, keys_in
+from fedtta.settings import Settings, SettingsError, from_config, from_toml, keys_in
 from fedtta.simulation.superlink import FlowerError, Scalar, run_config
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 DEFAULTS: dict[str, Any] = {"rounds": 3, "local-epochs": 2}  # other than a simulation's; --set overrides them
 SHOWN = 8  # predictions of each agent at the end
@@ -29,8 +34,10 @@ OURS = {
     "clients": "--nodes",
     "workers": "nothing: every client has its own process",
     "state-dir": "--folder",
-    "devices": "nothing: it is for simulations, and the nodes here divide the run's data set",
+    "devices": "--devices",
 }
+#: Keys of a device's file that say where its agent runs and listens, which the deployment decides.
+PLACE = ("name", "state-dir", "listen", "relay", "certificate", "key", "client-ca")
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,9 @@ class Plan:
     settings : Settings
         Settings of the run.
     agents : dict
-        Keys in every agent's config, beside its identity and addresses.
+        Name of each agent → keys of its config, beside its identity and addresses.
+    devices : str
+        Path or glob pattern of the files of devices with data of their own; empty: the nodes divide the data set.
     folder : Path or None
         Folder for keys, logs and state; None: a temporary one.
     keys : Path or None
@@ -54,7 +63,8 @@ class Plan:
     """
 
     settings: Settings
-    agents: dict[str, Any]
+    agents: dict[str, dict[str, Any]]
+    devices: str
     folder: Path | None
     keys: Path | None
     insecure: bool
@@ -75,7 +85,14 @@ def parse(words: Sequence[str] | None = None) -> Plan:
         A setting or an agent's key is unknown, has the wrong type or a value that is not allowed.
     """
     parser = argparse.ArgumentParser(prog="fedtta deploy-local", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--nodes", type=int, default=3, help="SuperNodes, each with an agent (default: 3)")
+    nodes = parser.add_mutually_exclusive_group()
+    nodes.add_argument("--nodes", type=int, default=3, help="SuperNodes, each with an agent (default: 3)")
+    nodes.add_argument(
+        "--devices",
+        default="",
+        metavar="FILES",
+        help="agents' files with data of their own, e.g. 'sites/*.toml': a node each",
+    )
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings of the run"
     )
@@ -91,23 +108,51 @@ def parse(words: Sequence[str] | None = None) -> Plan:
     for key, instead in OURS.items():
         if any(word.split("=")[0] == key for word in arguments.set):
             raise SettingsError(f"--set {key}: allowed is {instead}")
+    common = {"adapter": arguments.adapter, "base": arguments.base, "training": arguments.training}
     config = Settings().flat() | config | {"clients": arguments.nodes}
     # absolute, because Flower chooses the working directory of the apps
     config |= {key: str(Path(config[key]).expanduser().resolve()) for key in keys_in("paths") if config[key]}
     settings = from_config(config)
-    agents = {"adapter": arguments.adapter, "base": arguments.base, "training": arguments.training}
-    agents |= {"device": settings.device} | ({"data-dir": settings.data_dir} if settings.data_dir else {})
-    _check_agent(agents)
+    common |= {"device": settings.device} | ({"data-dir": settings.data_dir} if settings.data_dir else {})
+    if arguments.devices:
+        agents = _agents_of(arguments.devices, settings, common)
+        settings = settings.replace(clients=len(agents))
+    else:
+        agents = {str(i): common for i in range(settings.clients)}
+    _check_agents(agents)
     folder = arguments.folder and arguments.folder.expanduser().resolve()
     keys = arguments.keys and arguments.keys.expanduser().resolve()
-    return Plan(settings, agents, folder, keys, arguments.insecure, arguments.timeout)
+    return Plan(settings, agents, arguments.devices, folder, keys, arguments.insecure, arguments.timeout)
 
 
-def _check_agent(keys: dict[str, Any]) -> None:
-    """Check the agents' keys as an agent does."""
+def _agents_of(files: str, settings: Settings, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the agents of device files in the order of their names; a file's own keys win over common ones.
+
+    Paths become absolute, because the deployment writes the files of its agents elsewhere.
+    """
+    from fedtta.client.agent.config import AgentConfig
+    from fedtta.client.own import settings_alone
+    from fedtta.client.sites import device_files, simulated_nodes
+
+    settings_alone(settings)  # refuses a run without class names
+    found: dict[str, dict[str, Any]] = {}
+    for path in device_files(files):
+        try:
+            content = from_toml(path)
+            config = AgentConfig.from_mapping({"state-dir": ".", **content}, path.parent)
+        except SettingsError as error:
+            raise SettingsError(f"{path}: {error}") from error
+        own = {key: getattr(config, key.replace("-", "_")) for key in content if key not in PLACE}
+        found[config.name] = {**common, **own}
+    return {node.name: found[node.name] for node in simulated_nodes(settings.replace(devices=files))}
+
+
+def _check_agents(agents: dict[str, dict[str, Any]]) -> None:
+    """Check the agents' keys as agents do."""
     from fedtta.client.agent.config import AgentConfig
 
-    AgentConfig.from_mapping({"name": "0", "state-dir": "/", **keys})
+    for name, keys in agents.items():
+        AgentConfig.from_mapping({"name": name, "state-dir": "/", **keys})
 
 
 def deploy(plan: Plan) -> Table:
@@ -125,7 +170,6 @@ def deploy(plan: Plan) -> Table:
     """
     from fedtta.simulation import deployment
 
-    nodes = range(plan.settings.clients)
     with ExitStack() as stack:
         folder = plan.folder
         if folder is None:
@@ -134,16 +178,17 @@ def deploy(plan: Plan) -> Table:
         home = folder / "flower"
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         sockets = stack.enter_context(deployment.sockets_folder())
-        devices = [deployment.agent_config(folder, sockets, str(i), plan.agents) for i in nodes]
-        config: list[dict[str, Scalar]] = [{"name": str(i), "agent": f"unix:{sockets}/r{i}"} for i in nodes]
+        files = {name: deployment.agent_config(folder, sockets, name, keys) for name, keys in plan.agents.items()}
+        config: list[dict[str, Scalar]] = [{"name": name, "agent": f"unix:{sockets}/r{name}"} for name in files]
         say(f"starting a SuperLink in {folder}{', without TLS' if plan.insecure else ''}")
         try:
             with deployment.deployment(home, config, plan.insecure, plan.keys):
                 started = {
-                    f"unix:{sockets}/a{i}": deployment.start_agent(home / f"agent-{i}", devices[i]) for i in nodes
+                    f"unix:{sockets}/a{name}": deployment.start_agent(home / f"agent-{name}", file)
+                    for name, file in files.items()
                 }
                 deployment.wait_for_agents(started)
-                say(f"{len(nodes)} SuperNodes and agents are up; the run starts")
+                say(f"{len(files)} SuperNodes and agents are up; the run starts")
                 deployment.run(home, plan.settings.flat(), plan.timeout, show=True)
                 return _ask_all(plan, sockets)
         except FlowerError as error:
@@ -157,21 +202,43 @@ def say(text: str) -> None:
 
 def _ask_all(plan: Plan, sockets: Path) -> Table:
     """Query every agent for predictions of some of its test images, and for its status."""
-    from fedtta.client.resources import federation_of
     from fedtta.simulation.deployment import ask, predicted
 
-    federation = federation_of(plan.settings)
     rows = Table("agent", "model", "adapter", "samples", "guard", f"first {SHOWN} test images", title="Agents")
-    for i, split in enumerate(federation.splits):
-        chosen = split.test[:SHOWN]
-        status, reply = ask(f"unix:{sockets}/a{i}", federation.images.pixels[chosen])
-        result = "no test images"
+    for name, images, labels in _first_test_images(plan):
+        address = f"unix:{sockets}/a{name}"
+        status, reply = ask(address, images[:0])
+        result = "no test images" if status.model_version else "no model: see its log"  # it refuses one that is no good
+        if status.model_version and len(images):
+            status, reply = ask(address, images)
         if reply is not None:
-            right = int((predicted(reply) == federation.images.labels[chosen]).sum())
-            result = f"{right} of {len(chosen)} right"
-        guard = ", ".join(f"{name} {count}" for name, count in sorted(status.guard_events.items()) if count) or "quiet"
-        rows.add_row(str(i), status.model_version, status.adapter, str(status.samples), guard, result)
+            right = int((predicted(reply) == labels).sum())
+            result = f"{right} of {len(images)} right" if (labels >= 0).all() else f"{len(images)} without labels"
+        guard = ", ".join(f"{kind} {count}" for kind, count in sorted(status.guard_events.items()) if count) or "quiet"
+        rows.add_row(name, status.model_version, status.adapter, str(status.samples), guard, result)
     return rows
+
+
+def _first_test_images(plan: Plan) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int64]]]:
+    """Yield each agent's name and its first test images with their labels, -1 without any.
+
+    Data of a device's own are scanned here once more, as any program on that device could.
+    """
+    from fedtta.client.resources import federation_of
+    from fedtta.client.sites import simulated_nodes
+    from fedtta.simulation.engine import scanned
+
+    if not plan.devices:
+        federation = federation_of(plan.settings)
+        for name, split in zip(plan.agents, federation.splits, strict=True):
+            chosen = split.test[:SHOWN]
+            yield name, federation.images.pixels[chosen], federation.images.labels[chosen]
+        return
+    with tempfile.TemporaryDirectory(prefix="fedtta-") as folder:
+        for node in simulated_nodes(plan.settings.replace(devices=plan.devices)):
+            data = scanned(node, plan.settings.replace(state_dir=folder))
+            chosen = data.split.test[:SHOWN]
+            yield node.name, data.images.pixels[chosen], data.images.labels[chosen]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -183,8 +250,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     # imports torch and Flower, which refusing a setting does not need
     from fedtta.server.report import METRICS_FILE, read_results, render_tables
+    from fedtta.simulation.certificates import KeysError
     from fedtta.simulation.flower_cli import unwind
-    from fedtta.simulation.keys import KeysError
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, unwind)

@@ -12,10 +12,12 @@ import numpy as np
 from flwr.clientapp import ClientApp
 
 from fedtta.client.app import app as default_client_app
+from fedtta.client.node import Node
 from fedtta.client.own import scan, settings_alone
 from fedtta.client.resources import federation_of, network_spec, resolve_device
 from fedtta.client.sites import device_files, simulated_nodes
 from fedtta.data import resolve
+from fedtta.data.sources import OwnData
 from fedtta.messages.flower import allow_messages
 from fedtta.models import build
 from fedtta.models.vectorized import is_stackable
@@ -145,14 +147,25 @@ def _class_counts(settings: Settings) -> list[list[int]]:
     """Return the training samples per class of each device with data of its own, after a scan of all of them."""
     counts = []
     for node in simulated_nodes(settings):
-        own = settings_alone(from_config({**settings.flat(), **node.settings}))
-        try:
-            data = scan(node.source, node.name, node.role, node.class_map, own)
-        except (ValueError, OSError) as error:
-            raise SettingsError(f"device {node.name}: {error}") from error
+        data = scanned(node, settings)
         labels = data.images.labels[data.split.train]
         counts.append(np.bincount(labels, minlength=data.images.num_classes).tolist())
     return counts
+
+
+def scanned(node: Node, settings: Settings) -> OwnData:
+    """Scan the data of a device's own; `state-dir` gets an index of them.
+
+    Raises
+    ------
+    SettingsError
+        The run has no class names, or the data do not fit; the message names the device.
+    """
+    own = settings_alone(from_config({**settings.flat(), **node.settings}))
+    try:
+        return scan(node.source, node.name, node.role, node.class_map, own)
+    except (ValueError, OSError) as error:
+        raise SettingsError(f"device {node.name}: {error}") from error
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from fedtta.server.report import METRICS_FILE, read_results, render_tables
-from fedtta.settings import Settings, SettingsError, keys_in
+from fedtta.settings import Settings, SettingsError, from_config, keys_in
 from fedtta.simulation.superlink import FlowerError, run_config, superlink
 from fedtta.simulation.superlink import run as run_app
 
@@ -64,11 +64,13 @@ def parse(words: Sequence[str] | None = None) -> Submission:
     Raises
     ------
     SettingsError
-        A setting is unknown, has the wrong type or is not of the form key=value.
+        A setting is unknown, has the wrong type or is not of the form key=value; or as `engine.with_devices`.
     """
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m fedtta.simulation.flower_cli", description=__doc__)
-    parser.add_argument("--clients", type=int, default=defaults.clients, help="simulated nodes")
+    parser.add_argument(
+        "--clients", type=int, default=defaults.clients, help="simulated nodes, unless there are `devices`"
+    )
     parser.add_argument("--cpus", type=int, default=defaults.workers, help="nodes that run at the same time")
     parser.add_argument("--timeout", type=float, default=86400.0, help="seconds after which the run is stopped")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings")
@@ -81,7 +83,12 @@ def parse(words: Sequence[str] | None = None) -> Submission:
     # absolute, because Flower chooses the working directory of the apps
     config |= {key: str(Path(config[key]).expanduser().resolve()) for key in keys_in("paths") if config.get(key)}
     config |= {"clients": arguments.clients, "workers": arguments.cpus}
-    return Submission(config, arguments.clients, arguments.cpus, arguments.timeout)
+    if config.get("devices"):
+        from fedtta.simulation.engine import with_devices  # imports torch
+
+        found = with_devices(from_config(config))
+        config |= {"clients": found.clients, "devices": found.devices}
+    return Submission(config, config["clients"], arguments.cpus, arguments.timeout)
 
 
 def run(submission: Submission) -> None:

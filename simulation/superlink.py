@@ -32,7 +32,7 @@ from typing import Any
 import tomli_w
 
 from fedtta.server.events import RunError
-from fedtta.settings import SettingsError
+from fedtta.settings import SettingsError, class_names
 from fedtta.settings.parse import convert
 from fedtta.simulation.keys import Keys
 
@@ -262,12 +262,13 @@ def flwr(home: Path, *words: str) -> dict[str, Any]:
 def run_config(words: Sequence[str], defaults: Mapping[str, Scalar] | None = None) -> dict[str, Any]:
     """Return the settings in `key=value` words, typed, over defaults.
 
-    Keys and types are checked here because Flower does not name an unknown key; the app checks the values.
+    Keys and types are checked here because Flower does not name an unknown key; the app checks the values. A file of
+    class names is read here, since the other machines do not have it.
 
     Raises
     ------
     SettingsError
-        A word is not of the form key=value, or the setting is unknown or has another type.
+        A word is not of the form key=value, the setting is unknown or has another type, or as `class_names`.
     """
     config: dict[str, Any] = dict(defaults or {})
     for word in words:
@@ -275,6 +276,8 @@ def run_config(words: Sequence[str], defaults: Mapping[str, Scalar] | None = Non
         if not equals:
             raise SettingsError(f"--set {word!r}: allowed is key=value")
         config[key] = convert(key, value)
+    if config.get("classes"):
+        config["classes"] = class_names(config["classes"])
     return config
 
 

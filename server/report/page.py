@@ -110,7 +110,8 @@ def _header(results: Results, name: str) -> str:
     number = len(results.members) if results.clients else results.setting("clients")
     rounds = len({entry.round for entry in results.rounds})
     parts = [
-        *(text(results.setting(key)) for key in ("dataset", "model") if results.setting(key)),
+        "devices' own data" if _own_data(results) else escape(str(results.setting("dataset") or "")),
+        escape(str(results.setting("model") or "")),
         counted(number, "client") if isinstance(number, int) else "",
         counted(rounds, "round") if rounds else "",
         f"seed {text(results.setting('seed'))}" if results.setting("seed") is not None else "",
@@ -125,6 +126,13 @@ def _header(results: Results, name: str) -> str:
         f'<header><p class="kicker">FedTTA run</p><h1>{escape(name)}</h1><p class="lead">{lead}</p>'
         f"{state}{_best_method(table(results))}{_facts(results)}</header>"
     )
+
+
+def _own_data(results: Results) -> bool:
+    """Return whether clients have data of their own: as they say, or as the settings say before any of them does."""
+    if results.members:
+        return any(member.data.get("own_data") for member in results.members.values())
+    return bool(results.setting("devices") or results.setting("classes"))
 
 
 def _best_method(rows: list[Row]) -> str:

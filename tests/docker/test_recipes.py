@@ -39,8 +39,17 @@ PACKAGES = {
     "client": {"settings", "messages", "data", "models", "tta", "client"},
     "edge": {"settings", "messages", "data", "models", "tta", "client"},
 }
-#: Imported where it is asked for only: by a download, and by an image for developers.
-AT_WILL = {"flwr_datasets": "data/datasets/cifar.py"}
+#: Not needed to run: a download, a device's `hf:` data (flwr-datasets brings both), a module for exported models.
+AT_WILL = {
+    "flwr_datasets": "data/datasets/cifar.py",
+    "datasets": "data/sources/huggingface.py",
+    "transformers": "models/modeling_fedtta.py",
+}
+EXTRAS: dict[str, list[str]] = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+    "optional-dependencies"
+]
+#: Distributions of the extras for users, which a function may import and say what is missing.
+OPTIONAL = {re.split(r"[^\w-]", one)[0] for extra in EXTRAS.keys() - {"dev", "docs"} for one in EXTRAS[extra]}
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "sklearn": "scikit-learn",
@@ -254,7 +263,7 @@ def test_an_image_copies_the_packages_that_its_programs_import(name: str) -> Non
     }
     assert copied == PACKAGES[name.removeprefix("Dockerfile.")]
     for package in sorted(copied):
-        missing = {other for _, other in imports(package) if other in known()} - copied
+        missing = {other for _, other, _ in imports(package) if other in known()} - copied
         assert not missing, package
 
 
@@ -276,16 +285,20 @@ def known() -> set[str]:
 
 
 @lru_cache(None)
-def imports(ours: str) -> set[tuple[str, str]]:
-    """Return (file, package) of all absolute imports of one of ours."""
+def imports(ours: str) -> set[tuple[str, str, bool]]:
+    """Return (file, package, whether it is imported inside a function) of all absolute imports of one of ours."""
     found = set()
     for path in (PROJECT / ours).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        inside = {id(node) for function in functions for node in ast.walk(function)}
+        for node in ast.walk(tree):
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 names = [f"fedtta.{each.name}" for each in node.names] if node.module == "fedtta" else [node.module]
             names = [name.removeprefix("fedtta.") for name in names]
-            found |= {(str(path.relative_to(PROJECT)), name.split(".")[0]) for name in names}
+            file = str(path.relative_to(PROJECT))
+            found |= {(file, name.split(".")[0], id(node) in inside) for name in names}
     return found
 
 
@@ -312,9 +325,16 @@ def test_what_an_image_imports_is_required(name: str) -> None:
         asked |= set((DOCKER / f"{part}.in").read_text(encoding="utf-8").split())
     ours = known() | set(sys.stdlib_module_names) | {"__future__"}
     for copied in PACKAGES[name] - {"simulation"}:  # of which only what needs no Ray is used
-        for path, package in imports(copied):
-            if package not in ours and AT_WILL.get(package) != path:
-                assert DISTRIBUTIONS.get(package, package.replace("_", "-")) in asked, path
+        for path, package, inside in imports(copied):
+            distribution = DISTRIBUTIONS.get(package, package.replace("_", "-"))
+            optional = AT_WILL.get(package) == path or (inside and distribution in OPTIONAL)
+            assert package in ours or distribution in asked or optional, (path, package)
+
+
+def test_a_device_reads_dicom_without_an_extra() -> None:
+    assert {re.split(r"[^\w-]", one)[0] for one in EXTRAS["dicom"]} <= {
+        pin.split("==")[0] for pin in pins("requirements-edge.txt")
+    }
 
 
 def test_the_installer_refuses_to_guess_an_index(tmp_path: Path) -> None:

@@ -231,6 +231,22 @@ def test_names_may_break_at_punctuation_and_before_brackets() -> None:
     assert breakable("a_b;c,d[e](f<g") == "a_<wbr>b;<wbr>c,<wbr>d<wbr>[e]<wbr>(f&lt;g"
 
 
+@pytest.mark.parametrize("told", ["clients", "settings"])
+def test_devices_with_data_of_their_own_are_no_named_data_set(told: str, tmp_path: Path) -> None:
+    run, clients, *_ = whole_run(2)
+    lead = re.search(r'<p class="lead">(.*?)</p>', page_of(tmp_path, [run, clients]))
+    assert lead
+    assert lead[1].startswith("digits · cnn · 2 clients")
+    if told == "clients":  # in a deployment: of a run that names classes, too
+        events = [run, {**clients, "data": [{"own_data": True}, {}]}]
+    else:
+        events = [{**run, "settings": {**run["settings"], "classes": "a,b"}}]
+    lead = re.search(r'<p class="lead">(.*?)</p>', page_of(tmp_path, events, "own"))
+    assert lead
+    assert lead[1].startswith("devices' own data · cnn")
+    assert "digits" not in lead[1]
+
+
 def test_the_table_of_clients_has_one_column_for_each(tmp_path: Path) -> None:
     """Client 1 has no test samples of this distribution."""
     section = accuracy.client_section(

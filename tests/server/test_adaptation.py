@@ -412,3 +412,6 @@ def test_bbn_on_a_wide_resnet_by_its_shapes() -> None:
 def test_a_run_that_would_train_on_its_streams_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="rounds = 1: allowed with collaborations is 0"):
         Watched(tmp_path, SMALL.replace(rounds=1))
+    # class names promise data of their own, which these clients do not have
+    with pytest.raises(SettingsError, match="no data of their own have 0, 1"):
+        Watched(tmp_path / "own", SMALL.replace(rounds=1, classes=",".join("0123456789")))

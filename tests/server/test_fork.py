@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from fedtta.models import build
 from fedtta.server.app import serve
 from fedtta.server.fork import fork
 from fedtta.settings import Settings
+from tests.models import nets
 from tests.server.test_resume import BATCHNORM, SMALL, assert_same, devices, events, quicken, run
 
 #: What is trained, and what of it is tested later.
@@ -55,6 +58,20 @@ def test_later_tests_are_those_of_a_run_of_their_own(name: str, tmp_path: Path) 
     alone = run(tmp_path / "alone", settings.replace(**tests))
     for again in ("one", "two"):  # a training can be tested any number of times
         assert_same(evaluate_again(source, tmp_path / again, settings.replace(**tests)), alone)
+
+
+def test_what_was_loaded_of_pretrained_weights_is_noted_in_the_run_and_its_forks(tmp_path: Path) -> None:
+    name, path = "tests.models.nets:tied", tmp_path / "w.pth"
+    weights = nets.tied(3).state_dict()
+    weights["extra"] = weights.pop("stem.bias")
+    torch.save(weights, path)
+    source, settings = trained(tmp_path, model=name, model_options=f"pretrained={path}", rounds=1)
+    expected = list(build(name, 10, image_size=16, pretrained=str(path)).notes)
+    assert "not loaded, not in the file: ['stem.bias']" in expected[0]
+    again = evaluate_again(source, tmp_path / "again", settings)
+    for folder in (source, again):
+        noted = [event["text"] for event in events(folder, "note")]
+        assert [noted.count(note) for note in expected] == [1] * len(expected)
 
 
 def test_a_shorter_training_is_the_beginning_of_a_longer_one(tmp_path: Path) -> None:

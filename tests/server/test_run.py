@@ -246,6 +246,13 @@ def test_bad_model_options_and_init_files_are_settings_errors(tmp_path: Path) ->
         initial_model(Settings(init=str(path)), model_spec(Settings(), INFO))
 
 
+@pytest.mark.parametrize(
+    ("own", "name"), [({}, "digits"), ({"classes": "a,b"}, "devices"), ({"devices": "*"}, "devices")]
+)
+def test_a_run_folder_is_called_by_the_data(own: dict[str, str], name: str, tmp_path: Path) -> None:
+    assert run_folder(Settings(results=str(tmp_path), seed=4, **own)).name.startswith(f"{name}-4-")  # type: ignore[arg-type]
+
+
 def test_a_run_folder_is_not_used_twice(tmp_path: Path) -> None:
     settings = Settings(results=str(tmp_path), run_name="one")
     folder = run_folder(settings)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,11 @@ from fedtta.messages import agent_pb2, agent_pb2_grpc
 from fedtta.messages.flower import allow_messages
 from fedtta.server.app import serve
 from fedtta.server.report import METRICS_FILE, read_results, render_tables
-from fedtta.simulation import deploy_local, deployment, superlink
+from fedtta.settings import SettingsError
+from fedtta.simulation import deploy_local, deployment, flower_cli, superlink
 from fedtta.simulation.keys import Keys
 from fedtta.simulation.superlink import PROJECT, FlowerError
+from tests.client.folders import OWN, device_file, sites
 
 KEYS = Keys(Path("/keys"))
 
@@ -152,9 +156,85 @@ def test_the_local_deployment_is_planned_before_anything_starts(tmp_path: Path) 
     assert (plan.settings.clients, plan.settings.rounds, plan.settings.seed) == (2, 1, 7)
     assert plan.settings.local_epochs == deploy_local.DEFAULTS["local-epochs"]
     assert plan.results == tmp_path / "r" / "n"
-    assert plan.agents["adapter"] == "btfl"
+    assert [keys["adapter"] for keys in plan.agents.values()] == ["btfl", "btfl"]
+    assert list(plan.agents) == ["0", "1"]
     assert not plan.insecure
     assert not plan.results.exists()
+
+
+def test_every_file_of_devices_is_an_agent_and_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own keys hold, relative paths are those of the file, and what the deployment decides is its own."""
+    files = sites(tmp_path / "sites")
+    tcp = {"listen": "0.0.0.0:1", "certificate": "c", "key": "k", "client_ca": "a"}
+    device_file(tmp_path / "sites", "site-d", "c", adapter="tent", role="target", **tcp)
+    monkeypatch.chdir(tmp_path)
+    words = ["--devices", "sites/*.toml", "--set", "rounds=1", f"classes={OWN.classes}", "image-size=16"]
+    plan = deploy_local.parse(words)
+    assert plan.settings.clients == len(files) + 1
+    assert plan.settings.devices == ""  # for simulations only
+    assert list(plan.agents) == ["site-a", "site-b", "site-c", "site-d"]
+    started: list[Any] = []
+
+    @contextlib.contextmanager
+    def nodes(home: Path, config: list[dict], *_: Any) -> Iterator[None]:
+        started.extend(config)
+        yield
+
+    asked: dict[str, np.ndarray] = {}
+
+    def ask(address: str, images: np.ndarray) -> tuple[agent_pb2.StatusReply, agent_pb2.PredictReply]:
+        name = address.rpartition("/a")[2]
+        if name == "site-a" and len(images):
+            raise FlowerError("FAILED_PRECONDITION: no model")
+        asked.setdefault(name, images)
+        if len(images):
+            asked[name] = images
+        table = np.tile(np.array([0.2, 0.5, 0.3], "<f4"), (len(images), 1))
+        reply = agent_pb2.PredictReply(samples=len(images), classes=3, probabilities=table.tobytes())
+        status = agent_pb2.StatusReply(model_version="" if name == "site-a" else "v", adapter="a")
+        return status, reply if len(images) else None
+
+    configs: dict[str, AgentConfig] = {}
+
+    def start(home: Path, path: Path) -> None:
+        configs[path.stem] = AgentConfig.from_toml(path)
+
+    monkeypatch.setattr(deployment, "deployment", nodes)
+    monkeypatch.setattr(deployment, "start_agent", start)
+    monkeypatch.setattr(deployment, "wait_for_agents", lambda agents: None)
+    monkeypatch.setattr(deployment, "run", lambda *_, **__: None)
+    monkeypatch.setattr(deployment, "ask", ask)
+    table = deploy_local.deploy(plan)
+    assert [node["name"] for node in started] == list(plan.agents)
+    for node in started:
+        config = configs[f"device-{node['name']}"]
+        assert node["agent"] == config.relay_address
+        assert config.listen_address.endswith(f"/a{node['name']}")
+        assert config.data == f"folder:{tmp_path / 'sites' / config.name[-1].replace('d', 'c')}"
+        assert Path(config.state_dir).name == f"agent-{config.name}"
+        assert not config.state_dir.startswith(str(tmp_path))
+    assert configs["device-site-b"].class_map == "rouge=red"
+    assert [configs[f"device-{name}"].adapter for name in plan.agents] == ["fedthe", "fedthe", "fedthe", "tent"]
+    assert configs["device-site-d"].role == "target"
+    # every agent is asked for images of its own test data
+    assert asked.keys() == plan.agents.keys()
+    assert all(images.shape[1:] == (3, 16, 16) and len(images) <= deploy_local.SHOWN for images in asked.values())
+    assert [len(images) > 0 for images in asked.values()] == [False, True, True, True]
+    assert not np.array_equal(asked["site-b"], asked["site-c"][: len(asked["site-b"])])
+    results = list(map(str, table.columns[-1].cells))
+    assert results[0].startswith("no model")  # refused by its agent, which is no failure of the deployment
+    assert results[1].endswith(f"of {len(asked['site-b'])} right")
+    assert results[2:] == [f"{len(asked['site-c'])} without labels"] * 2
+
+
+def test_class_names_of_a_file_are_read_where_the_run_is_submitted(tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_text("covid\nnormal\n")
+    word = f"classes={tmp_path / 'classes.txt'}"
+    assert superlink.run_config([word])["classes"] == "covid,normal"
+    assert flower_cli.parse(["--set", word]).config["classes"] == "covid,normal"
+    assert deploy_local.parse(["--set", word]).settings.classes == "covid,normal"
+    with pytest.raises(SettingsError, match="no such file"):
+        superlink.run_config([f"classes={tmp_path / 'classes'}"])
 
 
 @pytest.mark.parametrize(
@@ -165,6 +245,9 @@ def test_the_local_deployment_is_planned_before_anything_starts(tmp_path: Path) 
         (["--set", "rounds=-1"], "rounds = -1"),
         (["--set", "clients=3"], "--set clients: allowed is --nodes"),
         (["--set", "state-dir=/x"], "--set state-dir: allowed is --folder"),
+        (["--set", "devices=*.toml"], "--set devices: allowed is --devices"),
+        (["--set", "classes=a,b", "--devices", "/nowhere/*.toml"], "no such file"),
+        (["--devices", "/nowhere/*.toml"], "classes = ''"),
         (["--nodes", "0"], "clients = 0"),
         (["--adapter", "fedthee"], "fedthee"),
         (["--base", "own"], "base = 'own'"),
@@ -258,7 +341,8 @@ def test_real_agents_take_part_in_a_run_and_answer(tmp_path: Path, monkeypatch: 
         running = {}
         try:
             for i in range(2):
-                config = deployment.agent_config(tmp_path, sockets, str(i), plan.agents)
+                lenient = {"accept-one-class": 1.0}  # after one round the network hardly predicts a second class
+                config = deployment.agent_config(tmp_path, sockets, str(i), plan.agents[str(i)] | lenient)
                 running[f"unix:{sockets}/a{i}"] = deployment.start_agent(tmp_path / f"home-{i}", config)
             deployment.wait_for_agents(running)
             with pytest.raises(FlowerError, match="FAILED_PRECONDITION"):

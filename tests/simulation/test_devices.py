@@ -22,9 +22,12 @@ from fedtta.messages.flower import allow_messages
 from fedtta.messages.transport import Addressed, Answer, answer_of
 from fedtta.models import load_arrays
 from fedtta.server.app import serve
+from fedtta.server.events import RunError
 from fedtta.server.report import METRICS_FILE, read_results
+from fedtta.server.report.page import REPORT_FILE
 from fedtta.settings import Settings, SettingsError
-from fedtta.simulation import simulate
+from fedtta.simulation import engine, flower_cli, simulate
+from fedtta.simulation.__main__ import main as command
 from fedtta.simulation.engine import with_devices
 from tests.client.folders import OWN, device_file, folder, sites
 
@@ -81,10 +84,10 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, path / "deployed"
 
 
-@pytest.mark.parametrize("engine", ["vectorised", "ray", "flower"])
-def test_every_engine_has_the_bits_of_the_boxes(boxes: tuple[Path, Path], tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize("name", ["vectorised", "ray", "flower"])
+def test_every_engine_has_the_bits_of_the_boxes(boxes: tuple[Path, Path], tmp_path: Path, name: str) -> None:
     path, deployed = boxes
-    settings = RUN.replace(devices=str(path / "*.toml"), engine=engine, results=str(tmp_path), clients=1)
+    settings = RUN.replace(devices=str(path / "*.toml"), engine=name, results=str(tmp_path), clients=1)
     results = simulate(settings)
     assert_same(results, deployed)
     lines = map(json.loads, (results / METRICS_FILE).read_text(encoding="utf-8").splitlines())
@@ -146,6 +149,47 @@ def test_devices_that_do_not_exist_or_whose_data_do_not_fit_are_refused_before_t
     with pytest.raises(SettingsError, match=r"device site-a: .*purple"):
         simulate(settings)
     assert not (tmp_path / "results").exists()
+
+
+def test_devices_train_and_then_adapt_to_streams_of_their_own_test_images(
+    boxes: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A divided data set refuses this, since its streams are drawn from all images."""
+    settings = RUN.replace(
+        devices=str(boxes[0] / "*.toml"), engine="vectorised", results=str(tmp_path), methods="tent",
+        collaborations="fedavg", stream_batch=4, model="resnet20-bn", model_options="depth=8;width=4",
+    )  # fmt: skip
+    results = simulate(settings)
+    assert results.name.startswith("devices-1-")
+    found = read_results(results / METRICS_FILE)
+    assert len(found.rounds) == RUN.rounds
+    assert found.adapt_rounds
+    tests = [sizes[2] for sizes in found.clients.sizes]
+    adapted = {
+        partition: sum(sum(one.total) for one in found.adapted if one.partition == partition) for partition in (0, 1)
+    }
+    assert all(0 < adapted[partition] <= tests[partition] for partition in adapted)
+    assert not any("random" in note for note in found.notes)
+    assert "devices' own data · resnet20-bn" in (results / REPORT_FILE).read_text(encoding="utf-8")
+
+
+def test_commands_count_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sites(tmp_path / "sites")
+    served: list[Settings] = []
+
+    def stop(transport: object, settings: Settings, *_: object) -> None:
+        served.append(settings)
+        raise RunError("far enough")
+
+    monkeypatch.setattr(engine, "serve", stop)
+    monkeypatch.chdir(tmp_path)
+    words = ["--classes", OWN.classes, "--engine", "vectorised", "--clients", "7", "--image-size", "16"]
+    assert command(["--devices", "sites/*.toml", *words]) == 1
+    submission = flower_cli.parse(["--set", "devices=sites/*.toml", f"classes={OWN.classes}"])
+    assert [settings.clients for settings in served] == [3]
+    assert "num-supernodes=3 " in submission.federation()
+    assert submission.config["clients"] == 3
+    assert submission.config["devices"] == str(tmp_path / "sites" / "*.toml")
 
 
 def test_a_divided_data_set_is_left_as_it_is() -> None:
