@@ -27,6 +27,7 @@ WORDS = {
     "entropy": "mean entropies of both heads",
     "gradients": "many gradients for each sample",
     "batchnorm": "BatchNorm",
+    "nonnegative": "features that are not negative",
     "rates": "learned adaptation rates",
     "datastore": "the client's memorised training samples",
     "label_prior": "pooled label frequencies",

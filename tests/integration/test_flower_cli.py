@@ -87,7 +87,14 @@ def test_the_bundle_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
     (bundle,) = tmp_path.glob("*.fab")
     modules = {str(path.relative_to(copy)) for package in PACKAGES for path in (copy / package).rglob("*.py")}
     with zipfile.ZipFile(bundle) as file:
-        assert set(file.namelist()) == modules | {"fedtta/__init__.py", "LICENSE", "pyproject.toml", ".info/CONTENT"}
+        assert set(file.namelist()) == modules | {
+            "client_app.py",
+            "server_app.py",
+            "fedtta/__init__.py",
+            "LICENSE",
+            "pyproject.toml",
+            ".info/CONTENT",
+        }
     assert {"server/app.py", "client/app.py", "tta/btfl.py"} <= modules
     assert bundle.stat().st_size < 2_000_000  # sources alone; data or weights would not fit
 

@@ -139,9 +139,9 @@ def _heard(answer: Answer, partition: int) -> Heard:
 
 
 def _timeless(value: Any) -> Any:
-    """Return values without times."""
+    """Return values without times, and without what an agent did with the model, which only the relay reports."""
     if isinstance(value, dict):
-        return {key: _timeless(one) for key, one in value.items() if key not in TIMES}
+        return {key: _timeless(one) for key, one in value.items() if key not in (*TIMES, "served")}
     return [_timeless(one) for one in value] if isinstance(value, list) else value
 
 

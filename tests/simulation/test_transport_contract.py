@@ -83,10 +83,9 @@ def grpc(folder: Path) -> Played:
     shutil.copytree(PROJECT / "fedtta", project / "fedtta", symlinks=True)
     shutil.copy(Path(__file__).with_name("exchanges.py"), project / "server" / "exchanges.py")
     (project / "server" / "contract.py").write_text(APP)
-    text = (PROJECT / "pyproject.toml").read_text().replace("fedtta.server.app:app", "fedtta.server.contract:app")
-    (project / "pyproject.toml").write_text(text)
-    shutil.copy(PROJECT / "LICENSE", project)
-    shutil.copy(PROJECT / "README.md", project)
+    for name in ("pyproject.toml", "LICENSE", "README.md", "client_app.py"):
+        shutil.copy(PROJECT / name, project)
+    (project / "server_app.py").write_text("import fedtta\nfrom fedtta.server.contract import app\n")
     home.mkdir()
     nodes = [{"name": str(i), "state-dir": str(folder / f"state {i}")} for i in range(CLIENTS)]
     with deployment.deployment(home, nodes):
