@@ -175,6 +175,8 @@ class Device:
             corruptions=list(self._corruptions) if collaborates else [],
             stream_rounds=streams_of(settings, federation).rounds if collaborates else 0,
             saved={key: sorted(tags[key]) for key in sorted(tags) if key != PINNED},
+            images=len(images) if federation.divided else 0,
+            pixel_mean=images.pixel_mean if federation.divided else 0.0,
             **(self.own.facts if self.own else {}),
         )
 

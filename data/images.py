@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -174,6 +175,11 @@ class Images:
 
         index = np.asarray(indices, dtype=np.int64)
         return read(index) if self.in_memory else LazyRows(index, read)
+
+    @cached_property
+    def pixel_mean(self) -> float:
+        """Mean of all pixels, 0 to 255; 0 without images. Reads all of them."""
+        return float(self.pixels[:].mean(dtype=np.float64)) if len(self) else 0.0
 
     def subset(self, indices: np.ndarray | Sequence[int]) -> Images:
         """Return the images at `indices` [n], in this order, as a copy."""

@@ -64,6 +64,10 @@ class Identity(Reply):
         Key → tags (rounds) of the private state that the client still has of this run.
     own_data : bool
         Whether the device has data of its own; otherwise it holds a part of the run's data set.
+    images : int
+        Images of the data set that the run divides, which is the same on every machine; 0 with own data.
+    pixel_mean : float
+        Mean of all their pixels, from 0 to 255; machines may decode and round differently.
     labelled : bool
         Whether its samples have labels. A client without them is a target that is never asked for what needs labels.
     samples, skipped : int
@@ -89,6 +93,8 @@ class Identity(Reply):
     stream_rounds: Count = 0
     saved: dict[str, list[int]] = field(default_factory=dict)
     own_data: bool = False
+    images: Count = 0
+    pixel_mean: Finite = 0.0
     labelled: bool = True
     samples: Count = 0
     skipped: Count = 0

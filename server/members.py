@@ -16,6 +16,9 @@ OWN = ("role", "labelled", "own_data")
 #: What the files of a run say of each client's data.
 DATA = ("own_data", "labelled", "samples", "skipped", "classes_present", "notes")
 
+#: Grey levels by which the mean of one data set may differ between machines that decode and round differently.
+SAME_MEAN = 0.25
+
 
 @dataclass(frozen=True)
 class FederationInfo:
@@ -39,6 +42,8 @@ class FederationInfo:
         Of the test-time streams; empty without collaborations.
     stream_rounds : int
         Length of the shortest of these streams; 0 without collaborations.
+    images, pixel_mean : int, float
+        Of the data set that the run divides; 0 if every device has its own data.
     names : list of str
         By partition; without any (runs of earlier versions) the partitions themselves.
     data : list of dict
@@ -55,6 +60,8 @@ class FederationInfo:
     roles: list[str] = field(default_factory=list)
     corruptions: list[str] = field(default_factory=list)
     stream_rounds: int = 0
+    images: int = 0
+    pixel_mean: float = 0.0
     names: list[str] = field(default_factory=list)
     data: list[dict[str, Any]] = field(default_factory=list)
 
@@ -67,6 +74,7 @@ class FederationInfo:
     def of(cls, identities: Sequence[Identity]) -> Self:
         """Return what clients that fit each other report, in the order given."""
         first = next((one for one in identities if one.labelled), identities[0])
+        divided = next((one for one in identities if one.images), first)
         return cls(
             **{name: getattr(first, name) for name in COMMON},
             shifts=first.shifts if first.labelled else [],
@@ -74,6 +82,8 @@ class FederationInfo:
             sizes=[list(one.sizes) for one in identities],
             roles=[one.role for one in identities],
             stream_rounds=min(one.stream_rounds for one in identities),
+            images=divided.images,
+            pixel_mean=divided.pixel_mean,
             names=[one.name for one in identities],
             data=[data_of(one) for one in identities],
         )
@@ -82,7 +92,11 @@ class FederationInfo:
     def agreed(cls, identities: Sequence[Identity]) -> Self:
         """Return what most of the clients report; the first in the order given decides a tie."""
         voters = [one for one in identities if one.labelled] or list(identities)
-        kinds = [repr([_plain(one, name) for name in (*COMMON, "shifts", *_streams(one))]) for one in voters]
+        names = [(*COMMON, "shifts", *_streams(one)) for one in voters]
+        kinds = [
+            repr([one.images, round(one.pixel_mean), *(_plain(one, name) for name in common)])
+            for one, common in zip(voters, names, strict=True)
+        ]
         decisive = voters[kinds.index(Counter(kinds).most_common(1)[0][0])]
         info = cls.of([decisive])
         return cls.of([decisive, *(one for one in identities if one is not decisive and not _other(info, one))])
@@ -150,10 +164,20 @@ def member_names(world: Mapping[str, Any]) -> list[str]:
 
 def _other(info: FederationInfo, identity: Identity) -> str:
     """Return in what a client's data are of another kind than the run's; streams of a device's own may be longer."""
+    same = identity.images == info.images and abs(identity.pixel_mean - info.pixel_mean) <= SAME_MEAN
+    if identity.images and info.images and not same:
+        return (
+            f"the run divides one data set among the clients, and this one has another: {_mean_of(identity)}, the "
+            f"run's: {_mean_of(info)}; a device with data of its own names them in its config (data = 'folder:...')"
+        )
     for name in (*COMMON, *(["shifts"] if identity.labelled else []), *_streams(identity)):
         if _plain(identity, name) != _plain(info, name):
             return f"{_key(name)} = {getattr(identity, name)!r}, the run has {getattr(info, name)!r}"
     return ""
+
+
+def _mean_of(one: Identity | FederationInfo) -> str:
+    return f"{one.images} images of mean {one.pixel_mean:.1f}"
 
 
 def _streams(identity: Identity) -> tuple[str, ...]:

@@ -95,6 +95,8 @@ def test_describe_is_sizes_and_kinds() -> None:
         "corruptions": [],
         "stream-rounds": 0,
         "own-data": False,
+        "images": len(client.federation.images),
+        "pixel-mean": pytest.approx(client.federation.images.pixels.mean()),
         "labelled": True,
         "samples": 0,
         "skipped": 0,

@@ -121,7 +121,7 @@ class Client:
         return {
             key: value
             for key, value in values.items()
-            if key not in ("num-examples", "saved", "partition-id", "num-partitions")
+            if key not in ("num-examples", "saved")
         }
 
     def request(

@@ -82,3 +82,13 @@ def test_members_of_a_checkpoint_are_known_also_when_they_are_not_there() -> Non
     earlier = {"sizes": [[1, 1, 1], [2, 2, 2]], "roles": ["both", "source"], "shifts": ["original"]}
     known = known_members(earlier, {"0": named("0")})
     assert [(one.name, one.role, one.sizes) for one in known.values()][1] == ("1", "source", [2, 2, 2])
+
+
+def test_a_client_that_divides_another_data_set_is_told_how_to_name_its_own() -> None:
+    a, b = named("a", images=9, pixel_mean=100.0), named("b", images=9, pixel_mean=100.2)
+    info = FederationInfo.agreed([a, b])
+    assert info.misfit(b) == ""
+    assert info.misfit(named("c", own_data=True)) == ""
+    for other in (named("c", images=8, pixel_mean=100.0), named("c", images=9, pixel_mean=101.0)):
+        assert "data = 'folder:...'" in info.misfit(other)
+        assert "data = 'folder:...'" in FederationInfo.agreed([other, a, b]).misfit(other)
