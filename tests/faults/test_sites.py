@@ -85,7 +85,7 @@ def served_in_turn(made: Stage, arrivals: Arrivals, root: Path) -> None:
         assert status is not None
         assert any("refused" in note for note in status.notes)
 
-        made.run(SETTINGS.replace(rounds=3, seed=2), **{"run-name": "better"}).result(PATIENCE)
+        made.run(SETTINGS.replace(rounds=4), **{"run-name": "better"}).result(PATIENCE)
         assert verdicts(made, "better")["north"].startswith("promoted")
         assert version(made, north) != first
         rollback(Connection(f"unix:{made.sockets}/anorth"))
@@ -136,7 +136,7 @@ def under_load(made: Stage, name: str, arrivals: Arrivals) -> Iterator[list[Any]
 
 def test_a_fourth_box_joins_midway_and_one_that_is_killed_is_named(tmp_path: Path) -> None:
     with boxes(tmp_path) as (made, _):
-        run = made.run(SETTINGS.replace(rounds=10, node_timeout=30.0), **{"run-name": "long"})
+        run = made.run(SETTINGS.replace(rounds=14, node_timeout=30.0), **{"run-name": "long"})
         wait_until(lambda: made.rounds("long") >= 2, "two rounds")
         late = len(made.names) - 1
         made.start_agent(late)
@@ -151,7 +151,7 @@ def test_a_fourth_box_joins_midway_and_one_that_is_killed_is_named(tmp_path: Pat
         assert joined["name"] == LATE[0]
         assert sum(joined["sizes"]) == images_in(tmp_path, LATE[0])
         rounds = told(made, "long", "round")
-        assert len(rounds) == 10
+        assert len(rounds) == 14
         names = [*told(made, "long", "clients")[0]["names"], LATE[0]]
         replied = [{names[partition] for partition in one["replied"]} for one in rounds]
         assert {"north", "south"} == replied[0]
