@@ -118,11 +118,7 @@ class Client:
 
     def describe(self) -> dict[str, Any]:
         values = self.inner.identify(Identify(**self.about)).to_record().values
-        return {
-            key: value
-            for key, value in values.items()
-            if key not in ("num-examples", "saved")
-        }
+        return {key: value for key, value in values.items() if key not in ("num-examples", "saved")}
 
     def request(
         self, round: int, task: Task, arrays: Arrays, proximal_mu: float = 0.0, client_metrics: Sequence[str] = ()
