@@ -85,7 +85,8 @@ def grpc(folder: Path) -> Played:
     (project / "server" / "contract.py").write_text(APP)
     for name in ("pyproject.toml", "LICENSE", "README.md", "client_app.py"):
         shutil.copy(PROJECT / name, project)
-    (project / "server_app.py").write_text("import fedtta\nfrom fedtta.server.contract import app\n")
+    text = (PROJECT / "server_app.py").read_text().replace("fedtta.server.app", "fedtta.server.contract")
+    (project / "server_app.py").write_text(text)
     home.mkdir()
     nodes = [{"name": str(i), "state-dir": str(folder / f"state {i}")} for i in range(CLIENTS)]
     with deployment.deployment(home, nodes):
