@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from fedtta.messages.replies import NAME
 from fedtta.settings import SettingsError
 
-#: A client's name: file names, node configs and reports hold it as it is.
-NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 #: Kinds of sources whose text is a path.
 PATH_KINDS = ("folder", "npz", "hf")
 
@@ -21,7 +20,7 @@ def check_name(name: str) -> str:
     SettingsError
         It is empty, too long, or has characters that a file name should not have.
     """
-    if not NAME.fullmatch(name) or set(name) == {"."}:
+    if not re.fullmatch(NAME, name) or set(name) == {"."}:
         raise SettingsError(f"name = {name!r}: allowed are 1 to 64 letters, digits, '.', '_' and '-'")
     return name
 

@@ -14,6 +14,8 @@ from fedtta.settings import Settings, SettingsError, from_toml, keys_in, name_or
 
 #: Keys of a device's file that say where it runs, which the simulation decides.
 ELSEWHERE = ("state-dir", "device")
+#: Values by which an agent's file leaves a setting to the run.
+LEFT = {"max-skipped": -1, "image-cache-mb": 0}
 
 
 def simulated_nodes(settings: Settings) -> list[Node]:
@@ -74,6 +76,10 @@ def _from_file(path: Path) -> Node:
         MemoryState(),
         absolute_source(str(content["data"]), path.parent),
         str(content.get("role", "")) or None,
-        {key: content[key] for key in keys_in("node") if key in content and key not in ELSEWHERE},
+        {
+            key: content[key]
+            for key in keys_in("node")
+            if key in content and key not in ELSEWHERE and content[key] != LEFT.get(key)
+        },
         class_map=parse_class_map(str(content.get("class-map", ""))),
     )

@@ -214,8 +214,8 @@ def from_agent(address: str) -> Known:
             status = agent_pb2_grpc.PredictorStub(channel).Status(pb.StatusRequest(), timeout=PATIENCE)
         except grpc.RpcError as error:
             raise FlowerError(f"no agent answers at {address}: {error.details()}") from error
-    samples, skipped = getattr(status, "data_samples", 0), getattr(status, "data_skipped", 0)
-    data = f"{samples} samples" + (f", {skipped} skipped" if skipped else "") if samples else "-"
+    skipped = f", {status.data_skipped} skipped" if status.data_skipped else ""
+    data = f"{status.data_samples} samples{skipped}" if status.data_samples else "-"
     return Known(data, status.model_version or "none yet")
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from fedtta.client.agent.config import Acceptance
 from fedtta.client.agent.live import Live, as_floats
 from fedtta.client.serving import Served
+from fedtta.data import Images, Split
 from fedtta.models.arrays import all_finite, array_finite
 
 if TYPE_CHECKING:
@@ -57,13 +58,16 @@ class Samples:
     def of_device(cls, device: Device, round: int) -> Samples:
         """Return validation samples, or training samples where there are none; test samples without their labels."""
         federation = device.federation.in_round(round)
-        split, images = federation.splits[device.partition], federation.images
-        labelled = device.role != "target"
+        return cls.of_split(federation.images, federation.splits[device.partition], device.role != "target")
+
+    @classmethod
+    def of_split(cls, images: Images, split: Split, labelled: bool) -> Samples:
+        """Return samples of a split, chosen as in `of_device`."""
         for index, known in ((split.validation, labelled), (split.train, labelled), (split.test, False)):
             if len(index):
                 chosen = spaced(index)
                 return cls(np.asarray(images.pixels[chosen]), np.asarray(images.labels[chosen]) if known else None)
-        return cls(np.asarray(images.pixels[:0]))
+        return cls.none(images.shape)
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,14 @@ def check(candidate: Served, served: Served | None, samples: Samples, limits: Ac
         return Check(f"{name}: not finite")
     pixels = samples.pixels if len(samples.pixels) else _noise(candidate.shape)
     new = probabilities(candidate, pixels)
-    if not (np.isfinite(new).all() and np.isfinite(_adapted(candidate, pixels)).all()):
+    if not np.isfinite(new).all():
         return Check("its output is not finite")
+    try:
+        adapted = _adapted(candidate, pixels)
+    except (ValueError, FloatingPointError) as error:
+        return Check(f"its adapter does not predict: {error}")
+    if not np.isfinite(adapted).all():
+        return Check("its adapter's output is not finite")
     count, labels = len(samples.pixels), samples.labels
     if not count:
         return Check(figures={"samples": 0})
@@ -157,13 +167,10 @@ def probabilities(served: Served, pixels: NDArray[Any]) -> NDArray[np.float32]:
 
 @torch.no_grad()
 def _adapted(served: Served, pixels: NDArray[Any]) -> NDArray[np.float32]:
-    """Return what a new adapter predicts for the first images; NaN if it fails."""
+    """Return what a new adapter predicts for the first images."""
     device = next(served.network.parameters()).device
     x = torch.from_numpy(as_floats(pixels[:BATCH])).to(device).contiguous(memory_format=torch.channels_last)
-    try:
-        return served.build().predict(x).cpu().numpy()
-    except (ValueError, FloatingPointError):
-        return np.full((1, 1), np.nan, np.float32)
+    return served.build().predict(x).cpu().numpy()
 
 
 def _shares(predicted: NDArray[Any], classes: int) -> NDArray[np.float64]:

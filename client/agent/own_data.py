@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from fedtta.client.agent.candidate import Samples, spaced
+from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.names import parse_class_map
 from fedtta.client.own import role_of, scanning
@@ -57,13 +55,7 @@ def samples_of(config: AgentConfig, served: Served) -> Samples:
     if not config.data:
         return Samples.none(served.shape)
     found = _own(config, served.classes, served.preprocessing)
-    choices = ((found.split.validation, found.labelled), (found.split.train, found.labelled), (found.split.test, False))
-    for index, known in choices:
-        if len(index):
-            chosen = spaced(index)
-            labels = np.asarray(found.images.labels[chosen]) if known else None
-            return Samples(np.asarray(found.images.pixels[chosen]), labels)
-    return Samples.none(served.shape)
+    return Samples.of_split(found.images, found.split, found.labelled)
 
 
 def _classes(config: AgentConfig, served: Served | None) -> tuple[str, ...]:

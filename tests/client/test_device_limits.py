@@ -173,7 +173,7 @@ def test_partition_round_and_seed_each_make_a_difference() -> None:
 
 
 @pytest.mark.parametrize("backend", ["directory", "context"])
-def test_a_device_made_anew_for_every_message_computes_the_same(backend: str, tmp_path: Path) -> None:
+def test_a_new_device_for_every_message_computes_the_same(backend: str, tmp_path: Path) -> None:
     from flwr.app import RecordDict
 
     records = RecordDict()

@@ -188,9 +188,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> di
         (Row("fedavg", "none"), True, 0),
     ],
 )
-def test_leave_one_out_reaches_btfl_and_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, row: Row, on: bool, expected: int
-) -> None:
+def test_leave_one_out_reaches_btfl_alone(monkeypatch: pytest.MonkeyPatch, row: Row, on: bool, expected: int) -> None:
     options = options_of(monkeypatch, row, settings(leave_one_out=on))
     assert options.pop("leave_one_out", 0) == expected
     assert options == {name: value for name, value in row.options.items() if name != "leave_one_out"}

@@ -122,6 +122,16 @@ def test_clients_are_the_files_in_the_order_of_their_names(tmp_path: Path) -> No
     assert len({id(node.state) for node in nodes}) == 4
 
 
+def test_a_file_that_leaves_limits_to_the_run_is_a_device(tmp_path: Path) -> None:
+    text = 'name = "a"\ndata = "folder:x"\nmax-skipped = {}\nimage-cache-mb = {}\n'
+    (tmp_path / "a.toml").write_text(text.format("-1.0", 0))
+    (one,) = simulated_nodes(OWN.replace(devices=str(tmp_path / "a.toml"), image_cache_mb=100))
+    assert one.settings == {"image-cache-mb": 100}
+    (tmp_path / "b.toml").write_text(text.format(0.5, 7))
+    (one,) = simulated_nodes(OWN.replace(devices=str(tmp_path / "b.toml"), image_cache_mb=100))
+    assert one.settings == {"image-cache-mb": 7, "max-skipped": 0.5}
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

@@ -82,7 +82,7 @@ def test_it_starts_on_what_a_killed_one_has_left_and_stops_with_success() -> Non
             second = subprocess.run(command(path), cwd=ROOT, capture_output=True, text=True, timeout=START, check=False)
             assert second.returncode == 1
             assert re.search(rf"{path}/state.*\b{agent.pid}\b", second.stderr)
-        assert (path / "state" / "agent.sock").exists()  # killed: nobody has removed it
+        assert (path / "state" / "agent.sock").exists()  # a killed process removes nothing
         with process(path) as agent:
             wait_for(path)
             with channel(f"unix:{path}/state/agent.sock") as line:

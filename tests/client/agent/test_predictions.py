@@ -96,7 +96,7 @@ def test_too_many_are_told_busy(fake: Fake) -> None:
     second = queue.submit(request(2))
     with pytest.raises(Busy, match="busy: 2 requests wait"):
         queue.submit(request(3))
-    assert second.cancel()  # nobody waits for it: there is room again
+    assert second.cancel()  # its place in the queue is free
     third = queue.submit(request(4))
     fake.may.set()
     assert third.result(60).probabilities[0, 0] == 4

@@ -118,7 +118,7 @@ def said(pipe: Connection, most: int) -> Any:
 
 
 def killed(process: BaseProcess, pipe: Connection) -> Any:
-    """Kill -9 a process; return the last thing it had said and nobody had heard, or None."""
+    """Kill -9 a process; return its last output that was not read, or None."""
     process.kill()
     process.join(30)
     assert process.exitcode == -9
