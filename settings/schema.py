@@ -413,8 +413,9 @@ class Settings:
             if allowed is not None and value not in allowed:
                 words = " or ".join(repr(one) for one in allowed)
                 raise SettingsError(f"{key_of(field.name)} = {value!r}: allowed with split = 'published' is {words}")
-        if self.min_replies > self.clients:
-            raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most clients = {self.clients}")
+        if self.min_replies > max(self.clients, self.max_clients):
+            limit = f"max-clients = {self.max_clients}" if self.max_clients else f"clients = {self.clients}"
+            raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most {limit}")
         if self.min_clients > self.clients:
             raise SettingsError(f"min-clients = {self.min_clients}: allowed is at most clients = {self.clients}")
         if self.max_clients and self.max_clients < self.clients:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ TAIL = 30  # last lines of each log that an error shows
 #: Seconds between a SuperNode's polls; Flower's default of 1 s is a large part of a short round.
 WORK_POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
 AGENT_LOG = "agent.log"
+RESTART = 10.0  # seconds until an ended SuperNode is started again, as in docker/systemd
 PATIENCE = 120.0  # seconds for an agent to start, and to answer
 
 
@@ -108,6 +109,40 @@ def supernode(
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             cwd=home, env=environment(home) | WORK_POLL, start_new_session=True,
         )  # fmt: skip
+
+
+class Supervised:
+    """A SuperNode that is started again when it ends, as a service manager would.
+
+    Flower refuses a killed node's successor until the heartbeat of the old one has lapsed, a minute later: it ends, and
+    is started once more.
+
+    Parameters
+    ----------
+    start : callable
+        Starts the process.
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._start = start
+        self._ended: float | None = None
+        self.process = start()
+
+    def tend(self) -> int | None:
+        """Start the SuperNode again if it ended `RESTART` seconds ago; return the status of one that has just ended."""
+        status = self.process.poll()
+        if status is None:
+            return None
+        if self._ended is None:
+            self._ended = time.monotonic()
+            return status
+        if time.monotonic() - self._ended >= RESTART:
+            self._ended, self.process = None, self._start()
+        return None
+
+    def replace(self) -> None:
+        """Kill the SuperNode: `tend` starts it again."""
+        self.process.kill()
 
 
 def supernode_command(fleet: str, port: int, config: Mapping[str, Scalar], keys: tuple[Path, Path] | None) -> list[str]:

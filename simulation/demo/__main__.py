@@ -11,11 +11,13 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,9 @@ ADAPTER = "tent"  # needs no labels, so that all sites can have the same one
 def settings_of(images: Images, folder: Path, rounds: int) -> Settings:
     """Return the run's settings; nothing in them is chosen for any site."""
     return Settings(
-        classes=",".join(images.classes), clients=len(SITES) - 1, rounds=rounds, local_epochs=2, model="cnn",
-        model_options="norm=batch", methods=f"fedavg,{ADAPTER}", shifts="original", results=str(folder), run_name="run",
+        classes=",".join(images.classes), clients=len(SITES) - 1, max_clients=len(SITES),
+        min_replies=len(SITES), rounds=rounds, local_epochs=2, model="cnn", model_options="norm=batch",
+        methods=f"fedavg,{ADAPTER}", shifts="original", results=str(folder), run_name="run",
     )  # fmt: skip
 
 
@@ -62,6 +65,8 @@ class Demo:
     settings: Settings
     sockets: Path
     home: Path
+    nodes: dict[str, deployment.Supervised] = field(default_factory=dict)
+    replaced: int = 0  # SuperNodes that were silent
 
     def run(self, changed: dict[str, NDArray[np.uint8]], arrivals: Arrivals) -> dict[str, float]:
         """Deploy, train, let the last site join, and ask the agents; return site → accuracy on `changed` images.
@@ -81,22 +86,25 @@ class Demo:
                 for site in SITES
             }
 
-            def start(number: int) -> None:
+            def start(number: int) -> subprocess.Popen[bytes]:
                 config = {"name": SITES[number].name, "agent": self.address(SITES[number], "r")}
-                stack.enter_context(deployment.supernode(self.home / f"node-{number}", fleet, config, own[number]))
+                node = deployment.supernode(self.home / f"node-{number}", fleet, config, own[number])
+                return stack.enter_context(node)
 
             for number, site in enumerate(SITES):
                 if not site.joins_late:
-                    start(number)
+                    self.nodes[site.name] = deployment.Supervised(partial(start, number))
             deployment.wait_for_agents(agents)
             say("three sites are up; training begins")
             with ThreadPoolExecutor(1) as executor:
                 run = executor.submit(deployment.run, self.home, self.settings.flat(), PATIENCE, show=True)
-                self.wait_for_rounds(run)
-                for number, site in enumerate(SITES):
-                    if site.joins_late:
-                        say(f"{site.name} starts")
-                        start(number)
+                while not run.done():
+                    for number, site in enumerate(SITES):
+                        if site.name not in self.nodes and self.rounds() >= LATE:
+                            say(f"{site.name} starts")
+                            self.nodes[site.name] = deployment.Supervised(partial(start, number))
+                    self.tend()
+                    time.sleep(POLL)
                 run.result()
             say("the shift: new images arrive at every site")
             found = {site.name: self.predict(site, changed[site.name]) for site in SITES}
@@ -111,10 +119,21 @@ class Demo:
         """Return the address of an agent's predictor ("a") or relay ("r")."""
         return f"unix:{self.sockets}/{kind}-{site.name}"
 
-    def wait_for_rounds(self, run: Future[None]) -> None:
-        """Wait until `LATE` training rounds have ended, or the run."""
-        while not run.done() and sum(one["event"] == "round" for one in self.events()) < LATE:
-            time.sleep(POLL)
+    def rounds(self) -> int:
+        """Return how many training rounds have ended."""
+        return sum(one["event"] == "round" for one in self.events())
+
+    def tend(self) -> None:
+        """Start SuperNodes again that have ended, or that the run has reported as gone."""
+        for name, node in self.nodes.items():
+            if (status := node.tend()) is not None:
+                say(f"the SuperNode of {name} ended with status {status}; it is started again")
+        gone = [one["name"] for one in self.events() if one["event"] == "left"]
+        for name in gone[self.replaced :]:
+            self.replaced += 1
+            if self.nodes[name].process.poll() is None:
+                say(f"the SuperNode of {name} is silent; it is replaced")
+                self.nodes[name].replace()
 
     def events(self) -> list[dict[str, Any]]:
         """Return what the run has written so far."""
@@ -123,14 +142,24 @@ class Demo:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def predict(self, site: Site, images: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Let a site's agent predict images [N, C, H, W] in order, as PNG files; return classes [N]."""
+        """Let a site's agent predict images [N, C, H, W] in order, as PNG files; return classes [N].
+
+        Raises
+        ------
+        FlowerError
+            The agent does not predict; the message has its reason and the nodes' logs.
+        """
         found = []
         with grpc.insecure_channel(self.address(site, "a")) as channel:
             stub = agent_pb2_grpc.PredictorStub(channel)
             for start in range(0, len(images), BATCH):
                 files = [encoded(one) for one in images[start : start + BATCH]]
                 request = pb.PredictRequest(images=pb.Images(kind=pb.Images.ENCODED, files=files))
-                found.append(deployment.predicted(stub.Predict(request, timeout=PATIENCE)))
+                try:
+                    found.append(deployment.predicted(stub.Predict(request, timeout=PATIENCE)))
+                except grpc.RpcError as error:
+                    logs = deployment.logs(self.home, "*/*.log")
+                    raise FlowerError(f"the agent of {site.name}: {error.details()}\n{logs}") from error
         return np.concatenate(found)
 
 
@@ -186,8 +215,9 @@ def alone(demo: Demo, site: Site, arrivals: Arrivals) -> float:
     say(f"{site.name} trains alone, for comparison")
     name = f"alone-{site.name}"
     own = demo.settings.replace(
-        devices=str(demo.folder / site.name / "device.toml"), clients=1, run_name=name, methods="fedavg", workers=1
-    )
+        devices=str(demo.folder / site.name / "device.toml"), clients=1, max_clients=0, min_replies=1, run_name=name,
+        methods="fedavg", workers=1,
+    )  # fmt: skip
     simulate(own)
     return accuracy(demo.folder / name / "model.safetensors", arrivals.images, arrivals.labels)
 
@@ -222,7 +252,7 @@ def main(words: list[str] | None = None) -> int:
         with deployment.sockets_folder() as sockets:
             demo = Demo(folder, settings_of(images, folder, arguments.rounds), sockets, home)
             right = demo.run(changed, arrivals)
-    except (FlowerError, KeysError, grpc.RpcError) as error:
+    except (FlowerError, KeysError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
     outcomes = measure(demo, arrivals, changed, right)

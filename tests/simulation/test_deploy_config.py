@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -84,6 +85,33 @@ def test_a_deployment_is_secure_unless_told_otherwise(tmp_path: Path, monkeypatc
         "node-1",
         "node-1.pub",
     ]
+
+
+def test_a_supervised_supernode_is_started_again_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def start() -> subprocess.Popen[bytes]:
+            return stack.enter_context(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+
+        node = deployment.Supervised(start)
+        first = node.process
+        assert node.tend() is None
+        first.kill()
+        first.wait()
+        assert node.tend() == -signal.SIGKILL
+        assert node.tend() is None  # told once, and not started before RESTART seconds have passed
+        assert node.process is first
+        monkeypatch.setattr(deployment, "RESTART", 0.0)
+        assert node.tend() is None
+        second = node.process
+        assert second is not first
+        assert second.poll() is None
+        node.replace()
+        second.wait()
+        assert node.tend() == -signal.SIGKILL
+        node.tend()
+        assert node.process is not second
+        node.process.kill()
 
 
 def test_flwr_is_told_whom_to_trust(tmp_path: Path) -> None:

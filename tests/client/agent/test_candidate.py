@@ -96,6 +96,11 @@ def test_private_values_are_finite_too() -> None:
     assert "not finite" in verdict(replace(good, statistics=bad), None, samples()).reason
 
 
+def test_an_adapter_that_lacks_what_it_needs_says_so() -> None:
+    lacking = replace(served("fedthe"), statistics=None)
+    assert verdict(lacking, None, samples()).reason.startswith("its adapter does not predict: ")
+
+
 def test_a_less_accurate_model_is_refused_where_labels_are_known() -> None:
     found = verdict(changed(rolled), served("none"), samples())
     assert found.reason.startswith("accuracy 0.0")
