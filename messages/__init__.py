@@ -5,5 +5,5 @@
 - `record`: the plain form (values and named arrays) that every transport carries, and the codec of the dataclasses.
 - `arrays`: numpy arrays as bytes and in the memory layout of networks.
 - `transport`: the interface of everything that runs clients.
-- `flower`: Flower's messages and grids, and every trick that Flower's internals require.
+- `flower`, `grid`, `inbox`: Flower's messages and grids, and every trick that Flower's internals require.
 """

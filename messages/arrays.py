@@ -2,6 +2,9 @@
 
 Bytes are read in place and written with one copy; `numpy.load` and `numpy.save` copy them two or three times.
 
+Headers are read by a strict grammar. `numpy.load` evaluates them as Python expressions: bytes of a hostile sender make
+it raise almost anything, allocate terabytes, or open a zip archive.
+
 Layout: convolution weights [O, I, H, W] lie channels-last (O, H, W, I) in a client's network. Loading an array of
 another layout needs a transposition, which takes three times as long as a copy. Values and shapes are the same.
 """
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,16 +29,33 @@ FIRST = (0, 3, 1, 2)
 Contiguous = tuple[NDArray[Any], bool]
 
 
+#: Element types of arrays that travel.
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+)  # fmt: skip
+DIMENSIONS = 32  # of an array, at most
+MAGIC = b"\x93NUMPY"
+HEADER_BYTES = 1024  # of an array with as many dimensions, at most
+#: Version of the format → how many bytes hold the length of the header.
+LENGTHS = {b"\x01\x00": 2, b"\x02\x00": 4}
+HEADER = re.compile(
+    rb"\{'descr': '(?P<descr>[<|][biuf][1248])', 'fortran_order': (?P<fortran>True|False), "
+    rb"'shape': \((?P<shape>|\d{1,18},|\d{1,18}(?:, \d{1,18})+)\), \} *\n"
+)
+#: numpy's descriptor, little-endian → type.
+DESCRIPTORS = {np.dtype(name).newbyteorder("<").str: np.dtype(name).newbyteorder("<") for name in DTYPES}
+
+
 def to_bytes(value: NDArray[Any]) -> bytes:
     """Return what `numpy.save` writes.
 
     Raises
     ------
     ValueError
-        The array holds Python objects.
+        The array's type is not one of `DTYPES`, little-endian.
     """
-    if value.dtype.hasobject:
-        raise ValueError("an array of Python objects cannot be sent")
+    if value.dtype.str not in DESCRIPTORS:
+        raise ValueError(f"an array of {value.dtype} cannot be sent; allowed are {', '.join(DTYPES)}, little-endian")
     header = io.BytesIO()
     described = npy.header_data_from_array_1_0(value)
     npy.write_array_header_1_0(header, described)
@@ -43,29 +64,43 @@ def to_bytes(value: NDArray[Any]) -> bytes:
 
 
 def from_bytes(data: bytes) -> NDArray[Any]:
-    """Return the array that bytes hold, read-only and in their memory.
+    """Return the array that bytes hold, read-only and in their memory; nothing is allocated.
 
     Raises
     ------
     ValueError
-        The bytes are no array, too few or too many, or hold Python objects.
+        The bytes are not what `to_bytes` returns: another format or type, or too few or too many of them.
     """
-    stream = io.BytesIO(data)
-    version = npy.read_magic(stream)
-    if version == (1, 0):
-        shape, fortran, dtype = npy.read_array_header_1_0(stream)
-    elif version == (2, 0):
-        shape, fortran, dtype = npy.read_array_header_2_0(stream)
-    else:
-        raise ValueError(f"version {version} of numpy's format; allowed are 1.0 and 2.0")
-    if dtype.hasobject:
-        raise ValueError("an array of Python objects is not read")
-    count, left = math.prod(shape), len(data) - stream.tell()
+    header, start = _header(data)
+    found = HEADER.fullmatch(header)
+    if found is None:
+        raise ValueError("no array: its header is not one that numpy writes")
+    dtype = DESCRIPTORS.get(found["descr"].decode())
+    if dtype is None:
+        raise ValueError(f"an array of type {found['descr'].decode()!r}; allowed are {', '.join(DTYPES)}")
+    shape = tuple(int(size) for size in re.findall(rb"\d+", found["shape"]))
+    if len(shape) > DIMENSIONS:
+        raise ValueError(f"an array of {len(shape)} dimensions; allowed are at most {DIMENSIONS}")
+    count, left = math.prod(shape), len(data) - start
     if left != count * dtype.itemsize:
         raise ValueError(f"{left} bytes for {count} numbers of {dtype}")
-    if not count:
-        return np.empty(shape, dtype)
-    return np.frombuffer(data, dtype, count, stream.tell()).reshape(shape, order="F" if fortran else "C")
+    if dtype == np.bool_ and data[start:].strip(b"\0\1"):
+        raise ValueError("truth values other than 0 and 1")
+    value = np.frombuffer(data, dtype, count, start) if count else np.empty(0, dtype)
+    value.flags.writeable = False
+    return value.reshape(shape, order="F" if found["fortran"] == b"True" else "C")
+
+
+def _header(data: bytes) -> tuple[bytes, int]:
+    """Return the header of bytes in numpy's format, and where the numbers start."""
+    size = LENGTHS.get(data[6:8], 0)
+    if not data.startswith(MAGIC) or not size:
+        raise ValueError("no array: it does not begin as versions 1.0 and 2.0 of numpy's format do")
+    start = 8 + size
+    length = int.from_bytes(data[8:start], "little")
+    if length > HEADER_BYTES or len(data) < start + length:
+        raise ValueError(f"no array: a header of {length} bytes; allowed are at most {HEADER_BYTES}, and all are there")
+    return data[start : start + length], start + length
 
 
 def channels_last(value: NDArray[Any]) -> NDArray[Any]:

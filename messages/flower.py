@@ -1,13 +1,11 @@
-"""Flower's messages and grids: the only module that leans on Flower's internals.
+"""Flower's messages; with `fedtta.messages.grid` the only module that leans on Flower's internals.
 
 What it relies on, and why:
 - `Array.__qualname__`: Flower writes a class's name into a message; a subclass of `Array` must be called "Array".
 - `HeldArray` keeps the numpy array and makes bytes only where they travel; Ray, which runs Flower's simulation, ships
   it through shared memory (`__reduce__`).
 - `TaskIdentity`: `Message(...)` outside a Flower process needs an identity (`allow_messages`).
-- An error that the SuperLink makes carries the SuperLink's id: the node is found by `reply_to_message_id`.
 - Strategies sample from the grid by the global random generator; `NodesView` shows them exactly the sampled nodes.
-- Codes of errors: 3 and 4 for a message or reply that has expired (its time to live is the deadline).
 """
 
 from __future__ import annotations
@@ -15,9 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,17 +23,14 @@ from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
 from fedtta.messages.arrays import Arrays, contiguous, from_bytes, restored, to_bytes
-from fedtta.messages.record import Record
+from fedtta.messages.record import Record, read_values
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import REQUESTS, Request
-from fedtta.messages.transport import Addressed, Answer, answer_of, late, unknown_node
+from fedtta.messages.transport import Addressed
 
 NUMPY = "numpy.ndarray"  # Flower's name of arrays that numpy wrote
 CONTENT = "message"  # the key of a message's values in its config record
-EXPIRED = (3, 4)
-POLL = 0.05  # seconds between two looks for replies, at least
-IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the clients
-REST = 1.0  # seconds at most: a look may be slow because the machine is busy, or because it brings large models
+SECRET = "secret"  # the key of a message's secret in its config record; a reply has the same
 #: What strategies write into a message's config, and the value of the request that it sets.
 STRATEGY_KEYS = {
     "server-round": "round",
@@ -122,15 +115,29 @@ def _read(name: str, array: Array) -> NDArray[Any]:
         raise ValueError(f"array {name} cannot be read: made by {array.stype!r}; allowed is {NUMPY}")
     try:
         return from_bytes(array.data)
-    except Exception as error:  # numpy's parser of headers raises many kinds for bytes that are none of its own
+    except ValueError as error:
         raise ValueError(f"array {name} cannot be read: {error}") from error
 
 
-def to_content(record: Record) -> RecordDict:
-    """Return a plain message as Flower's records; arrays go by reference."""
+def to_content(record: Record, secret: str | None = None) -> RecordDict:
+    """Return a plain message as Flower's records; arrays go by reference.
+
+    Parameters
+    ----------
+    record : Record
+    secret : str, optional
+        The secret of the request that a reply answers.
+    """
     content = RecordDict({name: held_record(arrays) for name, arrays in record.arrays.items()})
-    content["config"] = ConfigRecord({CONTENT: json.dumps(record.values)})
+    content["config"] = ConfigRecord({CONTENT: json.dumps(record.values)} | ({SECRET: secret} if secret else {}))
     return content
+
+
+def secret_of(content: RecordDict) -> str | None:
+    """Return the secret of a message; None if it has none."""
+    config = content.config_records.get("config")
+    secret = None if config is None else config.get(SECRET)
+    return secret if isinstance(secret, str) else None
 
 
 def from_content(kind: str, content: RecordDict, arrays_by_id: dict[int, Arrays] | None = None) -> Record:
@@ -149,12 +156,9 @@ def from_content(kind: str, content: RecordDict, arrays_by_id: dict[int, Arrays]
     config, arrays_by_id = content.config_records.get("config"), {} if arrays_by_id is None else arrays_by_id
     if config is None or not isinstance(config.get(CONTENT), str):
         raise ValueError(f"no {kind}: its config record lacks {CONTENT!r}")
-    try:
-        values = json.loads(str(config[CONTENT]))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no {kind}: not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"no {kind}: its values are a {type(values).__name__}")
+    if len(content) > 1 + len(content.array_records):
+        raise ValueError(f"no {kind}: it has records beside its config and its arrays")
+    values = read_values(f"no {kind}", str(config[CONTENT]))
     for record in content.array_records.values():
         if id(record) not in arrays_by_id:
             arrays_by_id[id(record)] = read_arrays(record)
@@ -268,98 +272,9 @@ class NodesView(Grid):
         raise RuntimeError("strategies configure and aggregate; the round loop sends")
 
 
-class GridTransport:
-    """A transport over a Flower grid: Flower's simulation, or SuperNodes over gRPC.
-
-    Parameters
-    ----------
-    grid : Grid
-    window : int or None
-        Messages under way at once. Flower's simulation looks at every message under way once per node, ten times a
-        second, in the server's process: with 240 messages to 300 nodes that takes a core from the clients.
-    clock, sleep : callable
-    """
-
-    def __init__(
-        self,
-        grid: Grid,
-        window: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        if window is not None and window < 1:
-            raise ValueError(f"window = {window}: allowed is 1 or more")
-        self.grid, self.window, self._clock, self._sleep = grid, window, clock, sleep
-
-    def nodes(self) -> list[int]:
-        """Return the nodes that the grid has."""
-        return list(self.grid.get_node_ids())
-
-    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
-        """See `Transport.exchange`.
-
-        A message lives no longer than the timeout, so that a node that returns later does not work on it; clocks must
-        agree to well within it. A message to a node that the grid does not have is not sent.
-        """
-        end, waiting = self._clock() + timeout, dict[str, Addressed]()
-        connected, queued = set(self.grid.get_node_ids()), list(requests)[::-1]
-        records: dict[int, ArrayRecord] = {}
-        while queued or waiting:
-            while queued and (self.window is None or len(waiting) < self.window):
-                one = queued.pop()
-                if one.node not in connected:
-                    yield unknown_node(one)
-                    continue
-                message = self._message(one, records)
-                message.metadata.ttl = timeout
-                ticket = next((sent for sent in self.grid.push_messages([message]) if sent), None)
-                if ticket is None:
-                    yield Answer(one.node, None, "failed", "the message was not accepted for sending")
-                else:
-                    waiting[ticket] = one
-            began = time.perf_counter()
-            for reply in self.grid.pull_messages(list(waiting)) if waiting else ():
-                yield _answer(waiting.pop(reply.metadata.reply_to_message_id), reply)
-            if self._clock() >= end:
-                break
-            if waiting:
-                took = time.perf_counter() - began
-                self._sleep(min(max(POLL, min(REST, IDLE * took)), max(0.0, end - self._clock())))
-        for one in (*waiting.values(), *queued):
-            yield late(one, timeout)
-
-    def _message(self, one: Addressed, records: dict[int, ArrayRecord]) -> Message:
-        """Return a request as a message; arrays that requests have in common become one record."""
-        plain = one.request.to_record()
-        content = RecordDict()
-        for name, arrays in plain.arrays.items():
-            if id(arrays) not in records:
-                records[id(arrays)] = held_record(arrays)
-            content[name] = records[id(arrays)]
-        content["config"] = ConfigRecord({CONTENT: json.dumps(plain.values)})
-        return Message(content, dst_node_id=one.node, message_type=plain.kind)
-
-
-def _answer(one: Addressed, reply: Message) -> Answer:
-    """Return what a message brought."""
-    if reply.has_error():
-        reason = f"error {reply.error.code}: {_last_line(reply.error.reason)}"
-        return Answer(one.node, None, "late" if reply.error.code in EXPIRED else "failed", reason)
-    try:
-        return answer_of(one, from_content(type(one.request).reply.kind, reply.content))
-    except ValueError as error:
-        return Answer(one.node, None, "refused", str(error))
-
-
-def _last_line(reason: str | None) -> str:
-    """Return the last line of an error's text, which Ray fills with a coloured traceback."""
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", reason or "").splitlines() if line.strip()]
-    return lines[-1].removesuffix("'>") if lines else "no reason given"
-
-
 def reply_message(reply: Reply, message: Message) -> Message:
-    """Return a client's reply to a message."""
-    return Message(to_content(reply.to_record()), reply_to=message)
+    """Return a client's reply to a message, with the message's secret."""
+    return Message(to_content(reply.to_record(), secret_of(message.content)), reply_to=message)
 
 
 def allow_messages() -> None:

@@ -8,24 +8,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.messages import agent_pb2 as pb
-from fedtta.messages.arrays import Arrays
-from fedtta.messages.record import Record
+from fedtta.messages.arrays import DIMENSIONS, DTYPES, Arrays
+from fedtta.messages.record import Record, read_values
 
 #: Package of the protocol, with its version.
 PROTOCOL = pb.DESCRIPTOR.package
-#: Element types of arrays.
-DTYPES = (
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-)  # fmt: skip
 PIXELS = {pb.Images.UINT8: "uint8", pb.Images.FLOAT32: "float32"}
 FILES = 1024  # encoded files of a request, at most
-DIMENSIONS = 32  # of an array, at most
 
 
 def to_work(record: Record, name: str | None = None) -> pb.Work:
@@ -50,7 +45,7 @@ def to_work(record: Record, name: str | None = None) -> pb.Work:
 
 def from_work(message: pb.Work) -> Record:
     """Return a message as a request's plain form; ValueError names what does not fit."""
-    return Record(message.phase, _from_json(message.phase, message.config_json), _arrays(message.records))
+    return Record(message.phase, read_values(message.phase, message.config_json or "{}"), _arrays(message.records))
 
 
 def to_done(record: Record) -> pb.Done:
@@ -62,7 +57,7 @@ def to_done(record: Record) -> pb.Done:
 
 def from_done(kind: str, message: pb.Done) -> Record:
     """Return a message as the plain form of a reply of this kind; ValueError names what does not fit."""
-    return Record(kind, _from_json(kind, message.metrics_json), _arrays(message.records))
+    return Record(kind, read_values(kind, message.metrics_json or "{}"), _arrays(message.records))
 
 
 def to_images(pixels: NDArray[Any]) -> pb.Images:
@@ -185,18 +180,3 @@ def _to_json(record: Record) -> str:
         return json.dumps(record.values, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{record.kind}: a value cannot be sent: {error}") from error
-
-
-def _from_json(kind: str, text: str) -> dict[str, Any]:
-    """Return named values; an empty text has none."""
-    try:
-        values = json.loads(text or "{}", parse_constant=_refuse)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{kind}: not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{kind}: allowed is a JSON object, not {type(values).__name__}")
-    return values
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant}: allowed are finite numbers")

@@ -2,7 +2,8 @@
 
 A field of type `Arrays` becomes a set of named arrays, a field of type `dict[str, Arrays]` one set per key; all other
 fields become values that JSON can hold. Their types, ranges and sizes are those of the annotations; pydantic checks
-them when a message is read.
+them when a message is read. Every number, text and list of a reply has an upper bound: sums over clients stay finite,
+and what people read stays short and cannot move a terminal's cursor.
 """
 
 from __future__ import annotations
@@ -13,18 +14,46 @@ import json
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
 from fedtta.messages.arrays import Arrays
 
-Count = Annotated[int, Field(ge=0)]
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MOST = 2**53  # of a count: the largest up to which float64 counts exactly
+LARGEST = 1e30  # of a number: products with counts, and their sums, are finite
+VALUES = 1 << 22  # characters of a message's values as JSON, at most
+ARRAYS = 100_000  # arrays under one name of a message, at most
+NAME_LENGTH = 200  # characters of the name of an array, a class, a row or a test distribution, at most
+PROSE_LENGTH = 4000  # characters of a text for people; longer ones are cut
+LINE_LENGTH = 500  # characters of a reason
+
+
+def printable(text: str, most: int = LINE_LENGTH) -> str:
+    """Return a text of at most `most` characters without those that control a terminal or the direction of writing.
+
+    A node chooses the texts of its replies, and people read them in a terminal.
+    """
+    text = text if len(text) <= most else f"{text[: most - 3]}..."
+    return "".join(one if one.isprintable() else "\ufffd" for one in text)
+
+
+def _identifier(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("allowed are printable characters")
+    return text
+
+
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Number = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+#: A name that must be the same at several clients, or that the server looks up.
+Identifier = Annotated[str, Field(max_length=NAME_LENGTH), AfterValidator(_identifier)]
+#: A text for people.
+Prose = Annotated[str, AfterValidator(lambda text: printable(text, PROSE_LENGTH))]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -91,6 +120,7 @@ class Typed:
         for name, arrays in record.arrays.items():
             field_name, _, key = name.partition(".")
             how = layout.get(field_name)
+            _check_names(cls.kind, name, arrays)
             if how == "sets" and key:
                 found[field_name][key] = arrays
             elif how == "arrays" and not key:
@@ -103,6 +133,38 @@ class Typed:
 
 
 TypedT = TypeVar("TypedT", bound=Typed)
+
+
+def read_values(kind: str, text: str) -> dict[str, Any]:
+    """Return a message's values from JSON.
+
+    Raises
+    ------
+    ValueError
+        The text is too long or no JSON object, or holds a number that is not finite.
+    """
+    if len(text) > VALUES:
+        raise ValueError(f"{kind}: values of {len(text)} characters; allowed are at most {VALUES}")
+    try:
+        values = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{kind}: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{kind}: allowed is a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant}: allowed are finite numbers")
+
+
+def _check_names(kind: str, record: str, arrays: Arrays) -> None:
+    """Refuse too many arrays, and names that are too long or not printable: messages to people quote them."""
+    if len(arrays) > ARRAYS:
+        raise ValueError(f"{kind}: {len(arrays)} arrays in {printable(record)}; allowed are at most {ARRAYS}")
+    for name in (record, *arrays):
+        if len(name) > NAME_LENGTH or not name.isprintable():
+            raise ValueError(f"{kind}: array {printable(name, 40)!r}: allowed are {NAME_LENGTH} printable characters")
 
 
 def read_only(message: TypedT, views: dict[int, tuple[Arrays, Arrays]] | None = None) -> TypedT:
@@ -178,6 +240,8 @@ def _validator(cls: type) -> TypeAdapter[Any]:
 
 def _checked(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return field → checked value."""
+    if unknown := values.keys() - {_key(name) for name, how in _layout(cls).items() if how == "value"}:
+        raise ValueError(f"{cls.__name__}: unknown field {_short(min(unknown))}")
     try:
         model = _validator(cls).validate_json(json.dumps(values), strict=True)
     except ValidationError as error:

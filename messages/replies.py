@@ -1,4 +1,4 @@
-"""Replies of a client to the server, one frozen dataclass each; every field has a type and a range.
+"""Replies of a client to the server, one frozen dataclass each; every field has a type, a range and a size.
 
 Labels never travel: of a client's data the server learns sizes and kinds, and counts of right predictions.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from fedtta.messages.arrays import Arrays
-from fedtta.messages.record import Count, Finite, Number, Share, Typed
+from fedtta.messages.record import MOST, Count, Finite, Identifier, Number, Prose, Share, Typed
 
 Role = Literal["both", "source", "target"]
 #: Bins of the histogram of e, the weight of the global head, over [0, 1].
@@ -21,6 +21,27 @@ Histogram = Annotated[list[Count], Field(min_length=WEIGHT_BINS, max_length=WEIG
 NAME = r"^[A-Za-z0-9._-]{1,64}$"
 Name = Annotated[str, Field(pattern=NAME)]
 Sizes = Annotated[list[Count], Field(min_length=3, max_length=3)]
+CLASSES = 100_000  # at most
+RESULTS = 10_000  # of a client, at most
+Channels = Annotated[int, Field(ge=1, le=64)]
+PerChannel = Annotated[list[Finite], Field(max_length=64)]
+PerClass = Annotated[list[Count], Field(max_length=CLASSES)]
+Classes = Annotated[list[Identifier], Field(max_length=CLASSES)]
+Distributions = Annotated[list[Identifier], Field(max_length=1000)]
+Tags = Annotated[list[Count], Field(max_length=10_000)]
+Saved = Annotated[dict[Identifier, Tags], Field(max_length=10_000)]
+#: Fields of an event that say what it is; a metric becomes a field of an event, too.
+RESERVED = ("event", "at")
+
+
+def _metric_names(metrics: dict[str, float]) -> dict[str, float]:
+    if odd := [name for name in metrics if name in RESERVED]:
+        raise ValueError(f"a metric cannot be called {odd[0]}")
+    return metrics
+
+
+MetricName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+Metrics = Annotated[dict[MetricName, Finite], Field(max_length=100), AfterValidator(_metric_names)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +54,7 @@ class Reply(Typed):
         Samples behind the reply, its weight in means over clients.
     """
 
-    num_examples: Annotated[int, Field(gt=0)] = 1
+    num_examples: Annotated[int, Field(gt=0, le=MOST)] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,17 +102,17 @@ class Identity(Reply):
     kind: ClassVar[str] = "identity"
 
     name: Name
-    classes: list[str]
-    channels: Count
-    mean: list[Finite]
-    std: list[Finite]
+    classes: Classes
+    channels: Channels
+    mean: PerChannel
+    std: PerChannel
     sizes: Sizes
-    shifts: list[str]
-    note: str
+    shifts: Distributions
+    note: Prose
     role: Role
-    corruptions: list[str] = field(default_factory=list)
+    corruptions: Distributions = field(default_factory=list)
     stream_rounds: Count = 0
-    saved: dict[str, list[int]] = field(default_factory=dict)
+    saved: Saved = field(default_factory=dict)
     own_data: bool = False
     images: Count = 0
     pixel_mean: Finite = 0.0
@@ -99,7 +120,7 @@ class Identity(Reply):
     samples: Count = 0
     skipped: Count = 0
     classes_present: Count | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: Annotated[list[Prose], Field(max_length=1000)] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +223,8 @@ class Adapted(Reply):
     normalization: Arrays | None = None
     start: Arrays | None = None
     corruption: Count
-    correct: list[Count]
-    total: list[Count]
+    correct: PerClass
+    total: PerClass
     seconds: Number
     context_bytes: Count = 0
 
@@ -226,14 +247,14 @@ class EvaluationResult:
         Further evaluation metrics by name (`fedtta.client.evaluation.METRICS`).
     """
 
-    label: str
-    shift: str
+    label: Identifier
+    shift: Identifier
     correct: Count
     total: Count
     seconds: Number
     weight_histogram: Histogram | None = None
     weight_mean: Share | None = None
-    metrics: dict[str, Finite] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +276,8 @@ class Evaluated(Reply):
 
     checked: Count
     leaked: Count
-    results: list[EvaluationResult]
-    served: str = ""
+    results: Annotated[list[EvaluationResult], Field(max_length=RESULTS)]
+    served: Prose = ""
 
 
 #: Every reply by its name on the wire.

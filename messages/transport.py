@@ -2,19 +2,22 @@
 
 Five transports implement it: one process that trains many clients at once (`fedtta.simulation.vectorized`), Ray workers
 (`fedtta.simulation.workers`), Flower's simulation and SuperNodes over gRPC (both
-`fedtta.messages.flower.GridTransport`), and the relay to resident agents (`fedtta.client.relay`). One contract test
+`fedtta.messages.grid.GridTransport`), and the relay to resident agents (`fedtta.client.relay`). One contract test
 runs against all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from fedtta.messages.record import Record, read_only
+from fedtta.messages.record import Record, printable, read_only
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import Request
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,16 @@ class Answer:
         Why not: "failed" (the client or its node failed), "late" (no reply in time) or "refused" (a reply that cannot
         be read).
     reason : str
-        One line for people.
+        One line for people; a node may have chosen the words.
     """
 
     node: int
     reply: Reply | None
     kind: Literal["", "failed", "late", "refused"] = ""
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", printable(self.reason))
 
 
 class Transport(Protocol):
@@ -63,17 +69,36 @@ class Transport(Protocol):
 
 
 def answer_of(one: Addressed, record: Record) -> Answer:
-    """Return the answer to a request whose reply has this plain form; its arrays are read-only.
+    """Return the answer to a request whose reply has this plain form; see `read_answer`."""
+    return read_answer(one, lambda: record)
 
-    A reply of another kind, or with a field that is missing or out of range, is refused.
+
+def read_answer(one: Addressed, read: Callable[[], Record]) -> Answer:
+    """Return the answer to a request whose reply `read` returns in plain form; its arrays are read-only.
+
+    A reply of another kind, or with a field that is missing or out of range, is refused. So is one that makes its
+    reading raise anything else: a node chooses the bytes, and none of them may end the run.
     """
     expected = type(one.request).reply
-    if record.kind != expected.kind:
-        return Answer(one.node, None, "refused", f"a reply of kind {record.kind!r}: allowed is {expected.kind!r}")
     try:
+        record = read()
+        if record.kind != expected.kind:
+            raise ValueError(f"a reply of kind {record.kind!r}: allowed is {expected.kind!r}")
         return Answer(one.node, read_only(expected.from_record(record)))
-    except ValueError as error:
-        return Answer(one.node, None, "refused", str(error))
+    except Exception as error:
+        return Answer(one.node, None, "refused", unreadable(f"reply of node {one.node}", error))
+
+
+def unreadable(what: str, error: Exception) -> str:
+    """Return why something that a node sent is refused, and log it.
+
+    A ValueError says so itself. Anything else was not foreseen, and its type is named.
+    """
+    foreseen = isinstance(error, ValueError)
+    reason = str(error) if foreseen else f"cannot be read: {reason_of(error)}"
+    level = logging.INFO if foreseen else logging.WARNING
+    LOG.log(level, "%s is refused: %s: %s", what, type(error).__name__, printable(reason))
+    return reason
 
 
 def unknown_node(one: Addressed) -> Answer:

@@ -11,7 +11,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from fedtta.messages.flower import GridTransport
+from fedtta.messages.grid import GridTransport
 from fedtta.messages.transport import Transport
 from fedtta.models import write_atomically
 from fedtta.server.checkpoints import FOLDER, Checkpoints
@@ -52,7 +52,7 @@ def make_app(
     settings, folder, listeners, class_counts
         As in `serve`.
     window : int, optional
-        Messages under way at once; see `fedtta.messages.flower.GridTransport`.
+        Messages under way at once; see `fedtta.messages.grid.GridTransport`.
     """
     made = ServerApp()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fedtta.messages.record import printable
 from fedtta.messages.replies import Identity
 from fedtta.messages.requests import Identify
 from fedtta.messages.transport import Addressed, Answer, Transport
@@ -62,6 +63,9 @@ class Nodes:
         Seconds, and waiting for some.
     most : int
         Clients that may take part, with those that join later; 0: any number.
+    unfit : callable
+        Returns why a client cannot take part in what the run does, or an empty text. Without it one client with another
+        role, or without data of its own, would end a run for all.
 
     Attributes
     ----------
@@ -76,6 +80,7 @@ class Nodes:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     most: int = 0
+    unfit: Callable[[Identity], str] = lambda identity: ""
     unknown: dict[int, Identity | None] = field(default_factory=dict)
     _reasons: dict[int, str] = field(default_factory=dict)  # node id → why it does not take part
     _told: set[tuple[int, str]] = field(default_factory=set)  # node id and reason of the events so far
@@ -125,8 +130,9 @@ class Nodes:
 
         Returns name → node id of those that fit, in name order; their identities are in `unknown`.
 
-        Nodes that cannot be identified, do not fit, or have the name of an earlier one are left alone. Waiting ends
-        early when as many nodes as `wanted.clients` are connected and none of them can be identified.
+        Nodes that cannot be identified, do not fit, or have the name of an earlier one are left alone; where no client
+        fits what the run does (`unfit`), all are returned, and the run refuses its settings. Waiting ends early when as
+        many nodes as `wanted.clients` are connected and none of them can be identified.
 
         Raises
         ------
@@ -194,6 +200,9 @@ class Nodes:
             return {}
         info = FederationInfo.agreed([identity for _, identity in ordered.values()])
         misfits = {name: info.misfit(identity) for name, (_, identity) in ordered.items()}
+        unfit = {name: self.unfit(identity) for name, (_, identity) in ordered.items()}
+        if not all(unfit.values()):
+            misfits = {name: reason or unfit[name] for name, reason in misfits.items()}
         self._reasons |= {ordered[name][0]: _named(name, reason) for name, reason in misfits.items() if reason}
         return {name: one for name, one in ordered.items() if not misfits[name]}
 
@@ -302,7 +311,7 @@ class Nodes:
             return _named(identity.name, difference(self.identities[partition], identity))
         if not self.identities:
             return ""
-        if reason := self.info.misfit(identity):
+        if reason := self.info.misfit(identity) or self.unfit(identity):
             return _named(identity.name, reason)
         if self.most and len(self.identities) >= self.most:
             return _named(identity.name, f"max-clients = {self.most}, and the run has that many clients")
@@ -322,7 +331,7 @@ def _same_name(name: str, holder: int) -> str:
 
 
 def _named(name: str, reason: str) -> str:
-    return f"{name}: {reason}" if reason else ""
+    return printable(f"{name}: {reason}") if reason else ""
 
 
 def gather(

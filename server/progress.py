@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import markup
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -15,7 +15,13 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedtta.messages.record import PROSE_LENGTH, printable
 from fedtta.server.events import Event
+
+
+def escape(text: str) -> str:
+    """Return a text that a node may have chosen without control characters and without markup."""
+    return markup.escape(printable(str(text), PROSE_LENGTH))
 
 
 class TerminalProgress:
@@ -156,7 +162,7 @@ class TerminalProgress:
         self.progress.console.print(f"[yellow]{event['event']}[/] {who}: {escape(text)}", highlight=False)
 
     def _name(self, partition: int) -> str:
-        return self.names.get(partition, str(partition))
+        return escape(self.names.get(partition, str(partition)))
 
     def _on_refused(self, event: Event) -> None:
         self._warn(event)

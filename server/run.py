@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from fedtta.messages.arrays import Arrays, channels_last
 from fedtta.messages.flower import held_record
+from fedtta.messages.replies import Identity
 from fedtta.messages.requests import Identify
 from fedtta.messages.transport import Transport
 from fedtta.models import Preprocessing, TwoHead, build, load_model, save_arrays, save_model
@@ -104,7 +105,7 @@ def connect(
     RunError
         As `resume.require_fit`.
     """
-    resumed, nodes = checkpoints.resumed, Nodes(transport)
+    resumed, nodes = checkpoints.resumed, Nodes(transport, unfit=unfit(settings))
     federation = Federation(nodes, settings, checkpoints.run, events, checkpoints.rounds)
     members = member_names(resumed.world) if resumed else []
     least = settings.min_clients or settings.clients
@@ -118,6 +119,24 @@ def connect(
         require_fit(resumed, identities)
         nodes.begin(found, known_members(resumed.world, identities), wanted)
     return federation, nodes.info
+
+
+def unfit(settings: Settings) -> Callable[[Identity], str]:
+    """Return a function that says why a client cannot take part in what the settings ask for; empty if it can."""
+    collaborative = bool(settings.collaborations)
+    rows = [row.label for training in plan(settings) for row in training.rows if row.named and row.personal]
+    personal = [] if collaborative and not settings.rounds else rows
+
+    def why(one: Identity) -> str:
+        if not one.own_data and not (is_number(one.name) and int(one.name) < settings.clients):
+            return f"allowed are the names '0' to '{settings.clients - 1}' without data of its own"
+        if one.labelled and one.role == "target" and personal:
+            return f"role = 'target': {', '.join(personal)} need clients that train"
+        if collaborative and settings.rounds and not one.own_data:
+            return "no data of its own, which keep the streams apart from what is trained on"
+        return "stream-rounds = 0: allowed is 1 or more" if collaborative and not one.stream_rounds else ""
+
+    return why
 
 
 def _counts_of(class_counts: list[list[int]] | None, names: Sequence[str]) -> list[list[int]] | None:

@@ -2,7 +2,8 @@
 
 The types and ranges of single fields are part of the replies (`fedtta.messages.replies`) and have been checked when a
 reply was read. What remains are the arrays, which fields fit together, and what the run lets a client claim and change.
-Each kind of round has a check; all are applied for every strategy.
+Each kind of round has a check; all are applied for every strategy. Whatever a check raises refuses the reply that made
+it do so.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from itertools import repeat
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedtta.messages.arrays import Arrays
+from fedtta.messages.record import MOST, printable
 from fedtta.messages.replies import (
     Adapted,
     Evaluated,
@@ -29,13 +32,19 @@ from fedtta.messages.replies import (
     Trained,
     Validated,
 )
+from fedtta.messages.transport import unreadable
 from fedtta.models.arrays import array_finite
 from fedtta.tta.statistics import STATISTICS
 
 #: name → (shape, dtype as numpy spells it).
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
+#: Name → the least and the largest value that an array may have.
+Bounds = Mapping[str, tuple[float, float]]
 #: Endings of names of variances, which are not negative.
 VARIANCES = ("running_var", "variance")
+#: A number of a reply may be so many times the largest of the median reply, or of 1. One reply with weights of 1e30
+#: would make every client diverge; what honest clients send differs by far less, also when they learn fast.
+SCALE = 1000.0
 
 
 class Check(ABC):
@@ -54,7 +63,8 @@ class Check(ABC):
     ) -> list[str | None]:
         """Return for each reply the reason to refuse it, or None.
 
-        Replies are checked on several threads: with large models this is a matter of summation.
+        Each is checked alone, and then its largest number against those of the others (`SCALE`). Replies are checked on
+        several threads: with large models this is a matter of summation.
 
         Parameters
         ----------
@@ -66,7 +76,18 @@ class Check(ABC):
             Whether the client of each reply has labels; empty: all have.
         """
         with ThreadPoolExecutor() as threads:
-            return list(threads.map(self._why_refused, replies, examples, repeat(norm), labelled or repeat(True)))
+            found = list(threads.map(self._checked, replies, examples, repeat(norm), labelled or repeat(True)))
+        usual = sorted(largest for reason, largest in found if reason is None)
+        limit = SCALE * max(1.0, usual[(len(usual) - 1) // 2] if usual else 0.0)
+        return [reason or _too_large(largest, limit) for reason, largest in found]
+
+    def _checked(self, reply: Reply, examples: int, norm: float, labelled: bool) -> tuple[str | None, float]:
+        """Return the reason to refuse a reply, or None, and the largest magnitude of its numbers."""
+        try:
+            reason = self._why_refused(reply, examples, norm, labelled)
+            return (printable(reason), 0.0) if reason else (None, largest_number(reply))
+        except Exception as error:
+            return printable(unreadable(f"a reply of kind {self.reply.kind}", error)), 0.0
 
     def _why_refused(self, reply: Reply, examples: int, norm: float, labelled: bool) -> str | None:
         if type(reply) is not self.reply:
@@ -117,15 +138,24 @@ class TrainCheck(Check):
 
 @dataclass(frozen=True)
 class SummarizeCheck(Check):
-    """Checks the statistics round; `shapes` are those of the statistics that are asked for."""
+    """Checks the statistics round.
+
+    Parameters
+    ----------
+    shapes : mapping
+        Of the statistics that are asked for.
+    bounds : mapping
+        Ranges that are narrower than those of `fedtta.tta.statistics.STATISTICS`.
+    """
 
     reply = Summarized
 
     shapes: Shapes
+    bounds: Bounds = field(default_factory=dict)
 
     def why_refused(self, reply: Summarized, norm: float = 0.0) -> str | None:
         """See `Check.why_refused`; statistics have no distance from what was sent."""
-        return arrays_refused(reply.statistics, self.shapes) or _validation_refused(reply)
+        return arrays_refused(reply.statistics, self.shapes, self.bounds) or _validation_refused(reply)
 
 
 @dataclass(frozen=True)
@@ -139,7 +169,7 @@ class RatesCheck(Check):
     def why_refused(self, reply: RefinedRates, norm: float = 0.0) -> str | None:
         """See `Check.why_refused`; a rate may have any sign, also that of a variance."""
         return (
-            arrays_refused(reply.rates, shapes_of(self.sent), ranges=False)
+            arrays_refused(reply.rates, shapes_of(self.sent), dict.fromkeys(self.sent, ANY))
             or _share_refused("correct", reply.correct, "num-examples", reply.num_examples)
             or distance_refused(reply.rates, self.sent, norm)
         )
@@ -153,11 +183,27 @@ class EvaluateCheck(Check):
     ----------
     cells : sequence of (str, str)
         Label and test distribution of every result that is asked for.
+    leaks : bool
+        Whether test samples that were trained on are no error, as with splits that are redrawn in every round.
+        Otherwise a reply that reports some is refused, unless most replies do: splits are drawn by the same code
+        everywhere, so a leak is either at most clients or a single client's mistake or lie.
     """
 
     reply = Evaluated
 
     cells: Sequence[tuple[str, str]]
+    leaks: bool = True
+
+    def refusals(
+        self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0, labelled: Sequence[bool] = ()
+    ) -> list[str | None]:
+        """See `Check.refusals`."""
+        reasons = super().refusals(replies, examples, norm, labelled)
+        usable = [one for one, reason in zip(replies, reasons, strict=True) if reason is None]
+        checked = [one for one in usable if isinstance(one, Evaluated) and one.checked]
+        if self.leaks or 2 * sum(one.leaked > 0 for one in checked) > len(checked):
+            return reasons
+        return [reason or _leak_refused(reply) for reason, reply in zip(reasons, replies, strict=True)]
 
     def why_refused(self, reply: Evaluated, norm: float = 0.0) -> str | None:
         """See `Check.why_refused`."""
@@ -267,10 +313,17 @@ def shapes_of(arrays: Arrays) -> dict[str, tuple[tuple[int, ...], str]]:
     return {name: (arrays[name].shape, str(arrays[name].dtype)) for name in sorted(arrays)}
 
 
-def arrays_refused(arrays: Arrays, shapes: Shapes, ranges: bool = True) -> str | None:
+#: Any finite number.
+ANY = (-math.inf, math.inf)
+
+
+def arrays_refused(arrays: Arrays, shapes: Shapes, bounds: Bounds | None = None) -> str | None:
     """Check names, shapes, dtypes and values of arrays; return what is wrong, or None.
 
-    Without `ranges` any finite number is allowed, as for rates, which are named like the modules they belong to.
+    Parameters
+    ----------
+    bounds : mapping, optional
+        Name → range, in place of the one that follows from the name.
     """
     missing, unknown = sorted(set(shapes) - set(arrays)), sorted(set(arrays) - set(shapes))
     if missing or unknown:
@@ -281,13 +334,38 @@ def arrays_refused(arrays: Arrays, shapes: Shapes, ranges: bool = True) -> str |
             return f"{name}: {value.dtype}{list(value.shape)}, expected {dtype}{list(shape)}"
         if not array_finite(value):
             return f"{name}: values that are not finite"
-        low, high = (0.0 if name.endswith(VARIANCES) else -math.inf), math.inf
-        if name in STATISTICS:
-            low, high = STATISTICS[name].low, STATISTICS[name].high
-        bounded = (low, high) != (-math.inf, math.inf)
-        if ranges and bounded and value.size and (value.min() < low or value.max() > high):
+        low, high = (bounds or {}).get(name) or _range(name, value)
+        if (low, high) != ANY and value.size and (value.min() < low or value.max() > high):
             return f"{name}: values from {value.min()} to {value.max()}, allowed are {low} to {high}"
     return None
+
+
+def _range(name: str, value: NDArray[Any]) -> tuple[float, float]:
+    """Return the range of an array: of the statistic of its name, not negative for a variance, exact for integers."""
+    if name in STATISTICS:
+        return STATISTICS[name].low, STATISTICS[name].high
+    if value.dtype.kind in "iu":
+        return -MOST, MOST
+    return (0.0, math.inf) if name.endswith(VARIANCES) else ANY
+
+
+def largest_number(reply: Reply) -> float:
+    """Return the largest magnitude in the float arrays of a reply."""
+    values = (value for arrays in arrays_of(reply).values() for value in arrays.values())
+    floats = (value for value in values if value.size and value.dtype.kind == "f")
+    return max((max(float(value.max()), -float(value.min())) for value in floats), default=0.0)
+
+
+def _too_large(largest: float, limit: float) -> str | None:
+    if largest <= limit:
+        return None
+    return f"numbers up to {largest:.3g}, allowed are {limit:.3g}: {SCALE:g} times those of the median reply"
+
+
+def _leak_refused(reply: Reply) -> str | None:
+    if not isinstance(reply, Evaluated) or not reply.leaked:
+        return None
+    return f"leaked = {reply.leaked} of {reply.checked} test samples had been trained on; most clients report none"
 
 
 def distance_refused(arrays: Arrays, sent: Arrays, bound: float) -> str | None:

@@ -1,7 +1,7 @@
 """An empty Flower app, to measure the cost of a round without learning.
 
 `fedtta.benchmarks.speed.deployment` bundles this file alone, so it imports nothing of ours. The server sends arrays and
-polls for replies as `fedtta.messages.flower.GridTransport` does; the clients answer at once, with arrays of the same
+polls for replies as `fedtta.messages.grid.GridTransport` does; the clients answer at once, with arrays of the same
 shapes.
 """
 

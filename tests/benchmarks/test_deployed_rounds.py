@@ -20,7 +20,7 @@ from flwr.app import Context, Message, RecordDict
 
 from fedtta.benchmarks.speed import deployment, empty_app
 from fedtta.benchmarks.speed.deployment import RoundTime, Summary
-from fedtta.messages import flower as transport
+from fedtta.messages import grid as transport
 from fedtta.models import build
 from fedtta.server.events import RunError
 from fedtta.settings import Settings

@@ -16,17 +16,18 @@ from numpy.typing import NDArray
 from fedtta.messages.arrays import channels_last
 from fedtta.messages.flower import (
     CONTENT,
-    GridTransport,
     HeldArray,
     NodesView,
     from_content,
     held_record,
     read_arrays,
     requests_of,
+    secret_of,
     strategy_config,
     strategy_reply,
     to_content,
 )
+from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import Trained
 from fedtta.messages.requests import Train, TrainingTask
 from fedtta.messages.transport import Addressed
@@ -159,11 +160,11 @@ class Clock:
 
 
 def test_a_grid_answers_each_request_once_whatever_its_nodes_do() -> None:
-    def good(_: Message) -> RecordDict:
-        return to_content(trained().to_record())
+    def good(message: Message) -> RecordDict:
+        return to_content(trained().to_record(), secret_of(message.content))
 
-    def bad(_: Message) -> RecordDict:
-        return to_content(trained(validation_total=-1).to_record())
+    def bad(message: Message) -> RecordDict:
+        return to_content(trained(validation_total=-1).to_record(), secret_of(message.content))
 
     def broken(_: Message) -> RecordDict:
         raise RuntimeError("out of memory")
@@ -194,8 +195,8 @@ def test_a_window_bounds_the_messages_under_way() -> None:
             most = max(most, len(list(message_ids)))
             return super().pull_messages(list(message_ids)[:1])
 
-    def good(_: Message) -> RecordDict:
-        return to_content(trained().to_record())
+    def good(message: Message) -> RecordDict:
+        return to_content(trained().to_record(), secret_of(message.content))
 
     clock = Clock()
     grid = Counting(dict.fromkeys(range(9), good))

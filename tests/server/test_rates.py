@@ -15,7 +15,8 @@ from flwr.app import Context, Message, RecordDict
 from fedtta.client.app import app as client_app
 from fedtta.client.node import Node, perform
 from fedtta.client.state import MemoryState
-from fedtta.messages.flower import GridTransport, allow_messages
+from fedtta.messages.flower import allow_messages
+from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import RefinedRates
 from fedtta.messages.requests import Evaluate, Identify, RefineRates, Request, Train
 from fedtta.models import load_arrays, load_model, save_arrays

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedtta.client.app import app as client_app
 from fedtta.client.relay import RelayTransport
 from fedtta.client.sites import simulated_nodes
-from fedtta.messages.flower import GridTransport
+from fedtta.messages.grid import GridTransport
 from fedtta.messages.requests import REQUESTS
 from fedtta.simulation import deployment, flower
 from fedtta.simulation.superlink import PROJECT
@@ -29,7 +29,7 @@ KINDS = {"identify": "query.identify", "train": "train", "summarize": "train.sta
 APP = """
 from pathlib import Path
 from flwr.serverapp import ServerApp
-from fedtta.messages.flower import GridTransport
+from fedtta.messages.grid import GridTransport
 from fedtta.server.exchanges import play, save
 
 app = ServerApp()

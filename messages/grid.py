@@ -1,0 +1,184 @@
+"""Flower's grids as a transport: Flower's simulation, or SuperNodes over HTTP.
+
+What it relies on of Flower's internals, and why:
+- An error that the SuperLink makes carries the SuperLink's id: the node is found by the message that is answered.
+- Codes of errors: 3 and 4 for a message or reply that has expired (its time to live is the deadline).
+- A SuperLink takes a reply from any node that knows the message's id and claims the addressed node's id. Each message
+  has a secret, which its reply repeats. The id is a digest of the content, so the secret makes it unguessable, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedtta.messages.arrays import array_bytes
+from fedtta.messages.flower import CONTENT, SECRET, from_content, held_record, secret_of
+from fedtta.messages.inbox import inbox_of
+from fedtta.messages.record import Record
+from fedtta.messages.transport import Addressed, Answer, late, read_answer, unknown_node
+
+EXPIRED = (3, 4)
+POLL = 0.05  # seconds between two looks for replies, at least
+IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the clients
+REST = 1.0  # seconds at most: a look may be slow because the machine is busy, or because it brings large models
+SENT = 3  # times that a request is sent at most, when replies come without its secret
+#: A reply has at most so many bytes, and so many times the bytes of the largest request: it holds a part of the
+#: network, or statistics of it, up to three times over (what is shared, its start, and the normalization).
+REPLY_BYTES, REPLY_TIMES = 64 << 20, 4
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A request under way: its secret, and how often it has been sent."""
+
+    one: Addressed
+    secret: str
+    times: int
+
+
+class GridTransport:
+    """A transport over a Flower grid: Flower's simulation, or SuperNodes over HTTP.
+
+    Parameters
+    ----------
+    grid : Grid
+    window : int or None
+        Messages under way at once. Flower's simulation looks at every message under way once per node, ten times a
+        second, in the server's process: with 240 messages to 300 nodes that takes a core from the clients.
+    clock, sleep : callable
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        window: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if window is not None and window < 1:
+            raise ValueError(f"window = {window}: allowed is 1 or more")
+        self.grid, self.window, self._clock, self._sleep = grid, window, clock, sleep
+        self._largest = 0  # bytes of the arrays of a request so far
+
+    def nodes(self) -> list[int]:
+        """Return the nodes that the grid has."""
+        return list(self.grid.get_node_ids())
+
+    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
+        """See `Transport.exchange`.
+
+        A message lives no longer than the timeout, so that a node that returns later does not work on it; clocks must
+        agree to well within it. A message to a node that the grid does not have is not sent. One whose reply lacks its
+        secret is sent again under another one: the SuperLink keeps only one reply to a message, the forged one.
+        """
+        end = self._clock() + timeout
+        connected = set(self.grid.get_node_ids())
+        queued = [(one, 1) for one in reversed(requests)]
+        waiting: dict[str, _Sent] = {}
+        records: dict[int, ArrayRecord] = {}
+        inbox = inbox_of(self.grid, self._most_bytes, lambda: self._clock() >= end)
+        try:
+            while queued or waiting:
+                while queued and (self.window is None or len(waiting) < self.window):
+                    one, times = queued.pop()
+                    if one.node not in connected:
+                        yield unknown_node(one)
+                    elif not self._send(one, times, timeout, records, waiting):
+                        yield Answer(one.node, None, "failed", "the message was not accepted for sending")
+                began = time.perf_counter()
+                for ticket, read in inbox.look(list(waiting)) if waiting else ():
+                    if ticket in waiting:
+                        sent = waiting.pop(ticket)
+                        answer = _answer(sent, read)
+                        if answer is None:
+                            queued.append((sent.one, sent.times + 1))
+                        else:
+                            yield answer
+                if self._clock() >= end:
+                    break
+                if waiting and not queued:
+                    took = time.perf_counter() - began
+                    self._sleep(min(max(POLL, min(REST, IDLE * took)), max(0.0, end - self._clock())))
+            for ticket, sent in waiting.items():
+                yield _late(sent, timeout, inbox.announced(ticket))
+            for one, _ in queued:
+                yield late(one, timeout)
+        finally:
+            inbox.close()
+
+    def _most_bytes(self) -> int:
+        return REPLY_BYTES + REPLY_TIMES * self._largest
+
+    def _send(
+        self,
+        one: Addressed,
+        times: int,
+        timeout: float,
+        records: dict[int, ArrayRecord],
+        waiting: dict[str, _Sent],
+    ) -> bool:
+        """Send a request under a new secret and note its ticket; return whether the grid took it."""
+        plain, secret = one.request.to_record(), secrets.token_hex(16)
+        message = _message(one.node, plain, secret, records)
+        message.metadata.ttl = timeout
+        self._largest = max(self._largest, sum(array_bytes(arrays) for arrays in plain.arrays.values()))
+        ticket = next((sent for sent in self.grid.push_messages([message]) if sent), None)
+        if ticket is not None:
+            waiting[ticket] = _Sent(one, secret, times)
+        return ticket is not None
+
+
+def _message(node: int, plain: Record, secret: str, records: dict[int, ArrayRecord]) -> Message:
+    """Return a request as a message; arrays that requests have in common become one record."""
+    content = RecordDict()
+    for name, arrays in plain.arrays.items():
+        if id(arrays) not in records:
+            records[id(arrays)] = held_record(arrays)
+        content[name] = records[id(arrays)]
+    content["config"] = ConfigRecord({CONTENT: json.dumps(plain.values), SECRET: secret})
+    return Message(content, dst_node_id=node, message_type=plain.kind)
+
+
+def _answer(sent: _Sent, read: Callable[[], Message]) -> Answer | None:
+    """Return what a message brought; None if it lacks the secret and the request may be sent again."""
+    one, message = sent.one, _opened(read)
+    if isinstance(message, Message) and message.has_error():
+        reason = f"error {message.error.code}: {_last_line(message.error.reason)}"
+        return Answer(one.node, None, "late" if message.error.code in EXPIRED else "failed", reason)
+    if isinstance(message, Message) and secret_of(message.content) != sent.secret:
+        return None if sent.times < SENT else Answer(one.node, None, "refused", f"{SENT} replies without the secret")
+
+    def record() -> Record:
+        if isinstance(message, Exception):
+            raise message
+        return from_content(type(one.request).reply.kind, message.content)
+
+    return read_answer(one, record)
+
+
+def _opened(read: Callable[[], Message]) -> Message | Exception:
+    """Return a message, or what its bytes raised."""
+    try:
+        return read()
+    except Exception as error:
+        return error
+
+
+def _late(sent: _Sent, timeout: float, announced: bool) -> Answer:
+    if announced:
+        return Answer(sent.one.node, None, "late", f"a reply was announced, but not sent within {timeout:g} s")
+    return late(sent.one, timeout)
+
+
+def _last_line(reason: str | None) -> str:
+    """Return the last line of an error's text, which Ray fills with a coloured traceback."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", reason or "").splitlines() if line.strip()]
+    return lines[-1].removesuffix("'>") if lines else "no reason given"

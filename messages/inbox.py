@@ -1,0 +1,228 @@
+"""Replies at a SuperLink, fetched object by object: no node holds up the others, and none fills the memory.
+
+`HttpGrid.pull_messages` (flwr 1.39) waits for the objects of one reply after the other, minutes for a reply that a node
+announced and never sends; it unpacks whatever came, also an array that lists one chunk a million times; and when one
+reply makes it raise, the other replies of the call are lost. `HttpInbox` sends the SuperLink the same requests
+(`PullMessages`, `PullObject`, `ConfirmMessageReceived`), waits for no reply, and bounds what a reply unpacks to.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import httpx
+from flwr.app import Message
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore.constant import HEAD_BODY_DIVIDER
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_head_values_from_object_content,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.superlink.grid.http_grid import HttpGrid
+
+OBJECTS = 200_000  # of a reply, at most: Flower makes one or more of every array and each 5 MB of it
+STRUCTURE_BYTES = 8 << 20  # of an object that is no part of an array, at most
+PARALLEL = 4  # objects that are fetched at once
+#: The ticket of a request, and a function that returns its reply or raises whatever the reply's bytes make it raise.
+Arrival = tuple[str, Callable[[], Message]]
+
+
+class Inbox(Protocol):
+    """The replies to the messages of one exchange."""
+
+    def look(self, tickets: Sequence[str]) -> Iterator[Arrival]:
+        """Yield the replies to these messages that have come since the last look, each once; wait for none."""
+
+    def announced(self, ticket: str) -> bool:
+        """Return whether a node has announced a reply that is not there yet."""
+
+    def close(self) -> None:
+        """Drop what has not come."""
+
+
+class GridInbox:
+    """The replies on a grid whose nodes run in this process's care, as those of Flower's simulation."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def look(self, tickets: Sequence[str]) -> Iterator[Arrival]:
+        """See `Inbox.look`."""
+        for message in self._grid.pull_messages(list(tickets)):
+            yield message.metadata.reply_to_message_id, partial(_same, message)
+
+    def announced(self, ticket: str) -> bool:
+        """See `Inbox.announced`; a reply of this grid is there as a whole."""
+        return False
+
+    def close(self) -> None:
+        """See `Inbox.close`."""
+
+
+@dataclass
+class _Coming:
+    """A reply that its node has announced: its id, the objects still to be fetched, and those that are here."""
+
+    message: str
+    missing: list[str]
+    contents: dict[str, bytes] = field(default_factory=dict)
+    size: int = 0
+
+
+class HttpInbox:
+    """The replies at a SuperLink.
+
+    Parameters
+    ----------
+    grid : HttpGrid
+    most : callable
+        Bytes of a reply, as it travels and unpacked, at most; asked at each look.
+    over : callable
+        Whether the time of the exchange is over; large replies are no longer fetched then.
+    """
+
+    def __init__(self, grid: HttpGrid, most: Callable[[], int], over: Callable[[], bool]) -> None:
+        self._client, self._node, self._run = grid._runtime_client, grid.node, grid.run.run_id
+        self._most, self._over = most, over
+        self._coming: dict[str, _Coming] = {}
+        self._pool = ThreadPoolExecutor(PARALLEL, "replies")
+
+    def look(self, tickets: Sequence[str]) -> Iterator[Arrival]:
+        """See `Inbox.look`; what of a reply has not come is asked for again at the next look."""
+        yield from self._ask([ticket for ticket in tickets if ticket not in self._coming])
+        for ticket, coming in list(self._coming.items()):
+            read: Callable[[], Message]
+            try:
+                if not self._fetch(coming):
+                    continue
+                read = partial(unpacked, coming.message, coming.contents, self._most())
+            except (ValueError, httpx.HTTPStatusError) as error:
+                read = partial(_raise, error)
+            del self._coming[ticket]
+            self._confirm(coming)
+            yield ticket, read
+
+    def announced(self, ticket: str) -> bool:
+        """See `Inbox.announced`."""
+        return ticket in self._coming
+
+    def close(self) -> None:
+        """See `Inbox.close`."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for coming in self._coming.values():
+            self._confirm(coming)
+        self._coming.clear()
+
+    def _ask(self, tickets: Sequence[str]) -> Iterator[Arrival]:
+        """Ask for announced replies. If one makes the SuperLink fail, ask for each alone, and yield that one."""
+        if not tickets:
+            return
+        try:
+            response = self._client.PullMessages(PullAppMessagesRequest(message_ids=list(tickets)))
+        except (ValueError, httpx.HTTPStatusError) as error:
+            if len(tickets) == 1:
+                yield tickets[0], partial(_raise, error)
+            else:
+                for ticket in tickets:
+                    yield from self._ask([ticket])
+            return
+        for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+            # the SuperLink's metadata: those inside the reply are the node's own word
+            metadata = message.metadata
+            if metadata.reply_to_message_id in tickets:
+                objects = list(dict.fromkeys(one.object_id for one in iterate_object_tree(tree)))
+                self._coming[metadata.reply_to_message_id] = _Coming(metadata.message_id, objects[::-1])
+
+    def _fetch(self, coming: _Coming) -> bool:
+        """Fetch the missing objects of a reply that are there; return whether all are.
+
+        Raises
+        ------
+        ValueError
+            There are too many objects or bytes, or the SuperLink does not have one.
+        """
+        if len(coming.missing) > OBJECTS:
+            raise ValueError(f"a reply of {len(coming.missing)} objects; allowed are at most {OBJECTS}")
+        while coming.missing and not self._over():
+            wanted = coming.missing[-PARALLEL:]
+            complete = True
+            for name, response in zip(wanted, list(self._pool.map(self._pull, wanted)), strict=True):
+                if not response.object_found:
+                    raise ValueError(f"the reply lacks its object {name[:12]}")
+                if not response.object_available:
+                    complete = False
+                    continue
+                coming.missing.remove(name)
+                coming.contents[name] = response.object_content
+                coming.size += len(response.object_content)
+                if coming.size > (most := self._most()):
+                    raise ValueError(f"a reply of more than {most} bytes")
+            if not complete:
+                return False
+        return not coming.missing
+
+    def _pull(self, name: str) -> Any:
+        return self._client.PullObject(PullObjectRequest(node=self._node, run_id=self._run, object_id=name))
+
+    def _confirm(self, coming: _Coming) -> None:
+        """Let the SuperLink forget a reply; if it cannot, it does so when the reply expires."""
+        request = ConfirmMessageReceivedRequest(node=self._node, run_id=self._run, message_object_id=coming.message)
+        with suppress(ValueError, httpx.HTTPStatusError):
+            self._client.ConfirmMessageReceived(request)
+
+
+def inbox_of(grid: Grid, most: Callable[[], int], over: Callable[[], bool]) -> Inbox:
+    """Return the inbox of a grid; see `HttpInbox` for the arguments."""
+    return HttpInbox(grid, most, over) if isinstance(grid, HttpGrid) else GridInbox(grid)
+
+
+def unpacked(message: str, contents: dict[str, bytes], most: int) -> Message:
+    """Return the message that objects make up.
+
+    Parameters
+    ----------
+    message : str
+        The id of the message's own object.
+    contents : dict
+        id → bytes of an object.
+    most : int
+        Bytes of all arrays, at most.
+
+    Raises
+    ------
+    ValueError
+        An object is too large, or the arrays are.
+    Exception
+        Whatever Flower raises for objects that do not fit each other.
+    """
+    size = 0
+    for content in contents.values():
+        kind, parts, _ = get_object_head_values_from_object_content(content)
+        if kind != "ArrayChunk" and len(content) > STRUCTURE_BYTES:
+            raise ValueError(f"an object {kind[:20]} of {len(content)} bytes; allowed are at most {STRUCTURE_BYTES}")
+        if kind == "Array":  # it lists its chunks by position, and may list one as often as it likes
+            listed = json.loads(content.partition(HEAD_BODY_DIVIDER)[2])["arraychunk_ids"]
+            size += sum(len(contents[parts[number]]) for number in listed)
+            if size > most:
+                raise ValueError(f"arrays of more than {most} bytes")
+    found = inflate_object_from_contents(message, contents)
+    if not isinstance(found, Message):
+        raise ValueError(f"the reply is a {type(found).__name__}")
+    return found
+
+
+def _same(message: Message) -> Message:
+    return message
+
+
+def _raise(error: Exception) -> Message:
+    raise error
