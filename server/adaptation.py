@@ -13,6 +13,7 @@ from fedtta.messages.flower import strategy_reply
 from fedtta.messages.replies import Adapted
 from fedtta.messages.requests import Adapt
 from fedtta.server.checkpoints import STRATEGY, Checkpoints, Position, memory_key
+from fedtta.server.limits import SharedLimits
 from fedtta.server.members import FederationInfo
 from fedtta.server.methods import MethodRow, Training
 from fedtta.server.rounds import Federation, Outcome, Replied, Round
@@ -236,7 +237,8 @@ def _round(federation: Federation, cell: Cell, round: int) -> None:
     clients = federation.testers
     template = cell.template(federation, round)
     cell.check.records = needed_records(strategy)
-    outcome = Round(federation, cell.check, cell.training, round, cell.name, strategy).ask(
+    limits = SharedLimits.of(federation.settings) if strategy.mixes else None
+    outcome = Round(federation, cell.check, cell.training, round, cell.name, strategy, limits).ask(
         lambda: federation.configured(strategy, round, {}, template, clients)
     )
     strategy.aggregate_train(round, [strategy_message(one, cell.check.records) for one in outcome.replies])

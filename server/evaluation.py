@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,12 +13,17 @@ from fedtta.messages.requests import Evaluate, Summarize, TrainingTask, Variant
 from fedtta.models import TwoHead
 from fedtta.server.aggregation import robust_aggregator
 from fedtta.server.events import Leak, RunError
+from fedtta.server.limits import StatisticsLimits
 from fedtta.server.methods import Training
 from fedtta.server.rates import Rates, rate_arrays
+from fedtta.server.report.scores import outlying
 from fedtta.server.rounds import Federation, Outcome, Round
 from fedtta.server.validation import EvaluateCheck, SummarizeCheck
 from fedtta.strategies import StatisticsFedAvg
 from fedtta.tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
+
+#: Fields that every event has.
+OF_EVENTS = ("event", "at")
 
 
 def statistics_round(
@@ -53,7 +59,11 @@ def statistics_round(
     def request(partition: int) -> Summarize:
         return Summarize(**common, arrays=sent.to(partition), wanted=wanted)
 
-    asking = Round(federation, SummarizeCheck(shapes), name, round, f"statistics {name}")
+    # behind a ReLU: a client whose descriptor is negative there makes every honest client refuse the mean
+    bounds = {"descriptor": (0.0, math.inf)} if model.features_nonnegative else {}
+    limits = StatisticsLimits.of(federation.settings)
+    check = SummarizeCheck(shapes, bounds)
+    asking = Round(federation, check, name, round, f"statistics {name}", limits=limits)
     outcome = asking.ask(lambda: federation.addressed(clients, request))
     means = averaging.aggregate_statistics(
         round,
@@ -117,7 +127,8 @@ def evaluation_round(
         return Evaluate(**common, arrays=sent.to(partition), rows=rows, shifts=list(shifts) if labelled else [])
 
     cells = [(row.label, shift) for row in training.rows for shift in shifts]
-    check = EvaluateCheck(cells, leaks=federation.settings.split != "once")
+    settings = federation.settings
+    check = EvaluateCheck(cells, leaks=settings.split != "once", share=settings.max_share)
     asking = Round(federation, check, name, round, f"evaluate {name}")
     outcome = asking.ask(lambda: federation.addressed(clients, request))
     _note_missing(federation, name, "accuracies", outcome)
@@ -126,6 +137,7 @@ def evaluation_round(
             _report(federation, name, one.partition, result)
         if one.reply.served:
             federation.events("served", training=name, partition=one.partition, served=one.reply.served)
+    _note_outlying(federation, name, outcome)
     checked = sum(one.reply.checked for one in outcome.replies)
     leaked = sum(one.reply.leaked for one in outcome.replies)
     federation.events("leak_check", training=name, checked=checked, leaked=leaked)
@@ -173,6 +185,22 @@ def _note_missing(federation: Federation, training: str, what: str, outcome: Out
         federation.events("note", text=f"{training}: {what} of {counts} only; missing: {names}")
 
 
+def _note_outlying(federation: Federation, training: str, outcome: Outcome) -> None:
+    """Report the clients whose accuracy is far from that of most clients: what a client counts is its own word."""
+    cells: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
+    for one in outcome.replies:
+        for result in one.reply.results:
+            cells.setdefault((result.label, result.shift), {})[one.partition] = (result.correct, result.total)
+    found: dict[int, list[str]] = {}
+    for cell, counts in cells.items():
+        for partition in outlying(counts):
+            found.setdefault(partition, []).append(", ".join(cell))
+    for partition, where in found.items():
+        text = f"{'; '.join(where[:3])}{f' and {len(where) - 3} more' if len(where) > 3 else ''}"
+        name = federation.nodes.name(partition)
+        federation.events("note", text=f"{training}: accuracy of {name} is an outlier among the clients on {text}")
+
+
 def _report(federation: Federation, training: str, partition: int, result: EvaluationResult) -> None:
     """Send the event of one result; further metrics are fields of their own."""
     fields = {
@@ -187,4 +215,5 @@ def _report(federation: Federation, training: str, partition: int, result: Evalu
         "weight_mean": result.weight_mean,
         "seconds": float(result.seconds),
     }
-    federation.events("evaluation", **fields, **{name: n for name, n in result.metrics.items() if name not in fields})
+    taken = {*fields, *OF_EVENTS}  # a metric of such a name would forge the line
+    federation.events("evaluation", **fields, **{name: n for name, n in result.metrics.items() if name not in taken})

@@ -16,6 +16,7 @@ from fedtta.messages.requests import RefineRates, Variant
 from fedtta.models import load_arrays, save_arrays
 from fedtta.server.aggregation import robust_aggregator
 from fedtta.server.checkpoints import Checkpoints, Position
+from fedtta.server.limits import RatesLimits
 from fedtta.server.rounds import Federation, Outcome, Round
 from fedtta.server.validation import RatesCheck
 from fedtta.settings import SettingsError
@@ -115,7 +116,8 @@ def _round(
     federation.update(training, round, strategy, join=False)  # who joins now has no statistics to be evaluated with
     clients = federation.sources
     template = RefineRates(**federation.common(training), round=round, variant=variant, network="")
-    outcome = Round(federation, RatesCheck(sent), training, round, phase, strategy).ask(
+    limits = RatesLimits.of(federation.settings)
+    outcome = Round(federation, RatesCheck(sent), training, round, phase, strategy, limits).ask(
         lambda: federation.configured(strategy, round, sent, template, clients)
     )
     messages = [

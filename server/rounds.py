@@ -28,6 +28,7 @@ from fedtta.server.aggregation import (
 )
 from fedtta.server.checkpoints import Checkpoints, Position
 from fedtta.server.events import Events, NoReplies, QuorumMissed
+from fedtta.server.limits import Distances, Limits, TrainLimits
 from fedtta.server.methods import Training
 from fedtta.server.nodes import Nodes, gather, grouped, sample
 from fedtta.server.trainings import TrainingStage
@@ -181,6 +182,8 @@ class Round:
         Name of the round in messages to users.
     strategy : Strategy, optional
         See `Federation.update`.
+    limits : Limits, optional
+        What one client may do to the round's means.
     """
 
     federation: Federation
@@ -189,6 +192,7 @@ class Round:
     number: int
     phase: str
     strategy: Strategy | None = None
+    limits: Limits | None = None
 
     def ask(self, make: Callable[[], list[Addressed]]) -> Outcome:
         """Send the requests, and once more if too few replies are usable.
@@ -228,7 +232,7 @@ class Round:
             usable, lost = self._once(requests)
         if len(usable) < needed:
             raise self._missed(usable, needed, lost)
-        return Outcome(asked, [one.request for one in requests], usable)
+        return Outcome(asked, [one.request for one in requests], self._limited(usable))
 
     @property
     def _name(self) -> str:
@@ -269,6 +273,17 @@ class Round:
         lines = [line for event, clients in lost.items() for line in grouped(f"{event} client", clients)]
         return [one for one in replies if one.node not in reasons], lines
 
+    def _limited(self, replies: list[Replied]) -> list[Replied]:
+        """Return the replies within the limits; those that are changed are events."""
+        if self.limits is None:
+            return replies
+        limited = self.limits([one.reply for one in replies])
+        for one, now in zip(replies, limited, strict=True):
+            if now.reason:
+                where = {**self._about, "phase": self.phase, "partition": one.partition, "node_id": one.node}
+                self.federation.events("limited", **where, reason=now.reason)
+        return [Replied(one.partition, one.node, now.reply) for one, now in zip(replies, limited, strict=True)]
+
     def _report(self, answer: Answer, partition: int, reason: str, lost: dict[str, dict[str, str]]) -> None:
         event = answer.kind or "refused"
         lost[event][self.federation.nodes.name(partition)] = reason
@@ -295,23 +310,36 @@ def train(
     round, last = 0, training.recipe.rounds(federation.settings)
     done = 0 if checkpoints is None else checkpoints.trained(last)
     for stage, strategy in zip(training.recipe.stages, strategies, strict=True):
+        past = Distances()
         for earlier in range(getattr(federation.settings, stage.rounds)):
             round += 1
             if round <= done:
                 continue
             if checkpoints is not None and earlier and round == done + 1:
                 load_strategy_records(strategy, checkpoints.records)
-            arrays = train_round(federation, strategy, stage, arrays, training.name, round)
+                past = Distances.load(checkpoints.records)
+            arrays = train_round(federation, strategy, stage, arrays, training.name, round, past)
             if checkpoints is not None and checkpoints.due(round, last):
                 position = Position(training.name, "training", round=round)
-                checkpoints.save(position, {"arrays": arrays, **strategy_records(strategy)})
+                checkpoints.save(position, {"arrays": arrays, **strategy_records(strategy), **past.records()})
     return arrays
 
 
 def train_round(
-    federation: Federation, strategy: Strategy, stage: TrainingStage, arrays: Arrays, training: str, round: int
+    federation: Federation,
+    strategy: Strategy,
+    stage: TrainingStage,
+    arrays: Arrays,
+    training: str,
+    round: int,
+    past: Distances | None = None,
 ) -> Arrays:
     """Run one training round and return the new model; dtypes are those of the old one.
+
+    Parameters
+    ----------
+    past : Distances, optional
+        Of the stage's earlier rounds; those of this round are added.
 
     Raises
     ------
@@ -328,7 +356,8 @@ def train_round(
     sent = {name: arrays[name] for name in stage.aggregated_names(list(arrays))}
     check = TrainCheck(sent, stage.personal_head, metrics)
     name = f"train {training}"
-    outcome = Round(federation, check, training, round, name, strategy).ask(
+    limits = TrainLimits.of(settings, sent=sent, past=past or Distances())
+    outcome = Round(federation, check, training, round, name, strategy, limits).ask(
         lambda: federation.configured(strategy, round, arrays, template, cohort)
     )
     aggregated, _ = strategy.aggregate_train(round, [_trained_message(one, metrics) for one in outcome.replies])

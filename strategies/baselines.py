@@ -26,6 +26,8 @@ VARIANCES = ("running_var", "variance")
 class Local(Collaborative):
     """No mixing: W = I, and every node gets back the same bits that it sent."""
 
+    mixes = False
+
     def weigh(self, replies: Replies) -> Float:
         """Return the identity."""
         return np.eye(len(replies.node_ids))

@@ -80,6 +80,8 @@ class Collaborative(BroadcastStrategy):
         μ of (μ/2)‖θ - θ_received‖², which the nodes' adapters add to their loss; 0 for all rules but FedProx.
     """
 
+    #: Whether a node gets anything of other nodes.
+    mixes: ClassVar[bool] = True
     #: Whether the rule needs the nodes' domain statistics.
     needs_statistics: ClassVar[bool] = False
     #: Whether the rule needs θ_0, the shared arrays before any adaptation.

@@ -12,8 +12,23 @@ from fedtta.server.report import plots
 from fedtta.server.report.collaboration import MEASURES, Matrix, Outcome, mixing_rounds, number_or_none, plain_mixing
 from fedtta.server.report.markup import breakable, counted, data_table, folded, missing, plot_figure
 from fedtta.server.report.results import METRICS_FILE, Results
-from fedtta.server.report.scores import ACCURACY, METRICS, Metric, Row, by_method, percent, row_labels, table, verdict
+from fedtta.server.report.scores import (
+    ACCURACY,
+    METRICS,
+    Metric,
+    Row,
+    by_method,
+    client_outliers,
+    outlying,
+    percent,
+    row_labels,
+    table,
+    verdict,
+)
 from fedtta.server.report.tables import COLLABORATION_FILE, LISTED, TABLE_FILE, collaboration_csv, table_csv
+
+#: Marks an accuracy that is an outlier among the clients.
+MARK = "‡"
 
 
 def accuracy_section(results: Results) -> str:
@@ -113,14 +128,27 @@ def client_section(results: Results) -> str:
     for pair, shifts in by_method(results).items():
         for shift, entries in shifts.items():
             found = {entry.partition: ACCURACY.of(entry) for entry in entries}
-            shown = [percent(found.get(client)) for client in clients[:LISTED]]
+            odd = outlying({entry.partition: (entry.correct, entry.total) for entry in entries})
+            shown = [percent(found.get(client)) + (MARK if client in odd else "") for client in clients[:LISTED]]
             body.append([f"{breakable(labels[pair])} · {breakable(shift)}", *shown])
     head = ["method · distribution", *(breakable(results.name(client)) for client in clients[:LISTED])]
     more = f" The first {LISTED} clients; all are in {METRICS_FILE}." if len(clients) > LISTED else ""
     details = data_table(head, body, f"<strong>Accuracy of each client</strong> in %.{more}") if body else ""
     unknown = results.without_labels
     none = missing(f"{', '.join(unknown)}: no labels, so no accuracies.") if unknown else ""
-    return "<h2>Accuracy of each client</h2>" + plot_figure(plot, caption) + none + folded("By distribution", details)
+    plotted = plot_figure(plot, caption)
+    return f"<h2>Accuracy of each client</h2>{plotted}{none}{_outliers(results)}{folded('By distribution', details)}"
+
+
+def _outliers(results: Results) -> str:
+    """List the clients whose accuracy is far from that of most: what a client counts is its own word."""
+    found: dict[int, list[str]] = {}
+    for label, clients in client_outliers(results).items():
+        for client in clients:
+            found.setdefault(client, []).append(label)
+    lines = [f"{results.name(client)} ({', '.join(labels)})" for client, labels in sorted(found.items())]
+    words = f"Accuracies far from those of most clients, marked {MARK} below: {'; '.join(lines)}. "
+    return missing(f"{words}Clients count their own predictions.") if lines else ""
 
 
 def collaboration_section(results: Results, found: Matrix | None) -> str:

@@ -123,7 +123,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Incident:
-    """A reply that did not count: ``refused``, ``failed`` or ``late``."""
+    """A reply that did not count as it was sent: ``refused``, ``failed``, ``late``, or ``limited`` in its effect."""
 
     key: ClassVar[tuple[str, ...]] = ()
     event: str
@@ -321,6 +321,7 @@ EVENTS: dict[str, type[Event]] = {
     "refused": Incident,
     "failed": Incident,
     "late": Incident,
+    "limited": Incident,
     "joined": Membership,
     "left": Membership,
     "rejoined": Membership,

@@ -314,7 +314,7 @@ def _leaks(results: Results) -> str:
 
 def _incidents(results: Results) -> str:
     if not results.incidents:
-        return '<p class="good">Every reply was accepted: none refused, failed or late.</p>'
+        return '<p class="good">Every reply was accepted: none refused, limited, failed or late.</p>'
     totals = Counter(entry.event for entry in results.incidents)
     body = [
         [text(getattr(entry, name)) for name in ("event", "training", "round")]
@@ -325,7 +325,7 @@ def _incidents(results: Results) -> str:
     left_out = len(results.incidents) - len(body)
     more = f" The first {_INCIDENTS} are listed, {left_out:,} more are in {METRICS_FILE}." if left_out else ""
     summary = ", ".join(f"{number:,} {event}" for event, number in totals.items())
-    caption = f"<strong>Replies that did not count:</strong> {summary}.{more}"
+    caption = f"<strong>Replies that did not count as they were sent:</strong> {summary}.{more}"
     return data_table(["event", "training", "round", "client", "node", "reason"], body, caption, kind="text")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from fedtta.server.report.events import WEIGHT_BINS, Evaluation
 from fedtta.server.report.results import Results
+from fedtta.strategies.limits import capped
 
 
 def _weight(entry: Evaluation) -> float | None:
@@ -145,10 +146,10 @@ def table(results: Results, metric: Metric = ACCURACY) -> list[Row]:
     """
     groups = by_method(results)
     columns = list(dict.fromkeys(entry.shift for entry in results.evaluations if entry.total > 0))
-    labels = row_labels(results)
+    labels, share = row_labels(results), float(results.setting("max-share") or 0)
     rows = []
     for pair, shifts in groups.items():
-        cells = {shift: _cell(shifts.get(shift, []), metric) for shift in columns}
+        cells = {shift: _cell(shifts.get(shift, []), metric, share) for shift in columns}
         means = [cell.mean for cell in cells.values() if cell is not None]
         complete = bool(means) and len(means) == len(cells)
         average = statistics.fmean(means) if complete else None
@@ -202,7 +203,7 @@ def row_labels(results: Results) -> dict[tuple[str, str], str]:
     return {pair: pair[1] if methods.count(pair[1]) == 1 else f"{pair[1]} ({pair[0]})" for pair in pairs}
 
 
-def _cell(evaluations: list[Evaluation], metric: Metric) -> Cell | None:
+def _cell(evaluations: list[Evaluation], metric: Metric, share: float) -> Cell | None:
     values, weights = [], []
     for entry in evaluations:
         value = metric.of(entry)
@@ -211,8 +212,48 @@ def _cell(evaluations: list[Evaluation], metric: Metric) -> Cell | None:
             weights.append(1 if metric.over == "clients" else entry.total)
     if not values:
         return None
+    weights = capped(weights, share)  # the number of samples is a client's own word
     mean = math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
     return Cell(mean, statistics.pstdev(values), len(values))
+
+
+#: An accuracy so many standard deviations from the median client's is an outlier.
+DEVIATIONS = 3.5
+#: Among fewer clients there is no outlier.
+FEW = 5
+
+
+def outlying(counts: Mapping[int, tuple[int, int]]) -> list[int]:
+    """Return the clients whose accuracy is far from that of most clients.
+
+    The standard deviation is that of the clients, by their median distance from the median accuracy, and at least what
+    chance alone gives for the client's number of samples, at an accuracy of the median client's.
+
+    Parameters
+    ----------
+    counts : mapping
+        Client → (right predictions, samples); a client without samples is left out.
+    """
+    known = {client: (correct / total, total) for client, (correct, total) in counts.items() if total}
+    if len(known) < FEW:
+        return []
+    middle = statistics.median(accuracy for accuracy, _ in known.values())
+    spread = 1.4826 * statistics.median(abs(accuracy - middle) for accuracy, _ in known.values())
+
+    def far(accuracy: float, total: int) -> bool:
+        chance = math.sqrt(max(middle * (1 - middle), 1 / total) / total)
+        return abs(accuracy - middle) > DEVIATIONS * max(spread, chance)
+
+    return [client for client, one in known.items() if far(*one)]
+
+
+def client_outliers(results: Results) -> dict[str, list[int]]:
+    """Return label → clients whose accuracy is an outlier on some distribution, in partition order."""
+    found, labels = {}, row_labels(results)
+    for pair, shifts in by_method(results).items():
+        counts = [{one.partition: (one.correct, one.total) for one in entries} for entries in shifts.values()]
+        found[labels[pair]] = sorted({client for one in counts for client in outlying(one)})
+    return {label: clients for label, clients in found.items() if clients}
 
 
 def client_accuracy(results: Results) -> dict[str, dict[int, float]]:

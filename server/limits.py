@@ -1,0 +1,246 @@
+"""Limits on what one client does to the means of a round (`fedtta.strategies.limits`), by kind of round.
+
+They come after validation, which refuses single replies, and before any strategy: a reply is changed as little as the
+limits need, and counts. Rules that are Byzantine-robust themselves get replies as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import Evaluated
+from fedtta.server.checkpoints import STRATEGY, Records
+from fedtta.settings import Settings
+from fedtta.strategies import AGGREGATIONS
+from fedtta.strategies.arrays import RUNNING_STATISTICS, Float
+from fedtta.strategies.limits import capped, clip, turned
+from fedtta.tta.statistics import STATISTICS
+
+#: Rounds whose distances count in the median distance of training, this one included.
+WINDOW = 5
+#: Record of a checkpoint with the distances of earlier rounds; it belongs to a stage, as the state of its strategy.
+RECORD = f"{STRATEGY}-distances"
+
+
+@dataclass(frozen=True)
+class Limited:
+    """A reply as it counts, and in what that differs from what was sent; empty if it does not."""
+
+    reply: Any
+    reason: str = ""
+
+    def changed(self, reason: str, **fields: Any) -> Limited:
+        """Return it with other fields of the reply, for one more reason."""
+        return Limited(replace(self.reply, **fields), "; ".join(filter(None, (self.reason, reason))))
+
+
+@dataclass
+class Limits(ABC):
+    """The limits of one kind of round.
+
+    Parameters
+    ----------
+    share : float
+        See `capped`; 0: none.
+    factor : float
+        See `clip`; 0: none.
+
+    Attributes
+    ----------
+    arrays : str
+        The field of the replies that is clipped.
+    """
+
+    arrays: ClassVar[str]
+
+    share: float
+    factor: float
+
+    @classmethod
+    def of(cls, settings: Settings, **more: Any) -> Self:
+        """Return the limits that the settings ask for; none where the aggregation is robust itself."""
+        robust = AGGREGATIONS[settings.aggregation].byzantine_robust
+        return cls(0.0 if robust else settings.max_share, 0.0 if robust else settings.clip_factor, **more)
+
+    def __call__(self, replies: Sequence[Any]) -> list[Limited]:
+        """Return the replies of a round within the limits, in the order given."""
+        limited = [Limited(reply) for reply in replies]
+        for i, count in enumerate(capped([one.num_examples for one in replies], self.share)):
+            if count < (claimed := replies[i].num_examples):
+                words = f"{claimed:,} samples count as {count:,}, {self.share:g} times those of the median client"
+                limited[i] = limited[i].changed(words, num_examples=count)
+        return self.clipped(limited) if self.factor and replies else limited
+
+    def clipped(self, replies: list[Limited]) -> list[Limited]:
+        """Return the replies with their arrays within the limits."""
+        for names in self.groups(getattr(replies[0].reply, self.arrays)):
+            found = clip(arrays_of(replies, self.arrays), names, self.factor)
+            for i in found.far:
+                reason = pulled(names, found.distances[i], found.radius)
+                replies[i] = replies[i].changed(reason, **{self.arrays: found.arrays[i]})
+        return replies
+
+    @abstractmethod
+    def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
+        """Return the names of the arrays that are clipped, those of one vector together."""
+
+
+def arrays_of(replies: Sequence[Limited], name: str) -> list[Arrays]:
+    """Return the arrays of one field of replies."""
+    return [getattr(one.reply, name) for one in replies]
+
+
+def pulled(names: Sequence[str], distance: float, radius: float) -> str:
+    """Return how far a client was from the median, and what was allowed."""
+    what = names[0] if len(names) == 1 else f"{len(names)} arrays"
+    return f"{what}: {distance:.3g} from the clients' median (l2 norm), pulled back to {radius:.3g}"
+
+
+class Distances:
+    """Distances of the clients of a stage's last rounds from their centers.
+
+    With few clients a round, or several attackers among them, the median distance of one round says little.
+    """
+
+    def __init__(self, rounds: Iterable[Float] = ()) -> None:
+        self._rounds = list(rounds)
+
+    @property
+    def all(self) -> Float:
+        """Return the distances that count in the next round's median distance."""
+        return np.concatenate([np.empty(0), *self._rounds])
+
+    def add(self, distances: Float) -> None:
+        """Add those of a round, and forget those that are too old."""
+        self._rounds = [*self._rounds, distances][1 - WINDOW :]
+
+    def records(self) -> Records:
+        """Return them as a record of a checkpoint; none before the first round."""
+        return {RECORD: {str(i): one for i, one in enumerate(self._rounds)}} if self._rounds else {}
+
+    @classmethod
+    def load(cls, records: Mapping[str, Arrays]) -> Self:
+        """Return what `records` returned; a checkpoint of an earlier version has none."""
+        return cls(records.get(RECORD, {}).values())
+
+
+@dataclass
+class TrainLimits(Limits):
+    """Limits of trained models.
+
+    What has a gradient is one vector; a step that is pulled back, or that points against most clients' steps, counts
+    with at most the weight of the median client. Each running statistic is a vector of its own.
+
+    Parameters
+    ----------
+    sent : dict
+        The arrays that were sent.
+    past : Distances
+        Of what has a gradient, in the stage's earlier rounds.
+    """
+
+    arrays = "arrays"
+
+    sent: Arrays = field(default_factory=dict)
+    past: Distances = field(default_factory=Distances)
+
+    def clipped(self, replies: list[Limited]) -> list[Limited]:
+        """See `Limits.clipped`."""
+        learned = [name for name in _floats(self.sent) if not name.endswith(RUNNING_STATISTICS)]
+        return super().clipped(self._steps(replies, learned) if learned else replies)
+
+    def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
+        """See `Limits.groups`."""
+        return ([name] for name in _floats(self.sent) if name.endswith(RUNNING_STATISTICS))
+
+    def _steps(self, replies: list[Limited], names: Sequence[str]) -> list[Limited]:
+        usual = median_low([one.reply.num_examples for one in replies])
+        found = clip(arrays_of(replies, "arrays"), names, self.factor, self.past.all, self.sent)
+        self.past.add(found.distances)
+        forward = turned(found.arrays, found.center, self.sent)
+        for i, (near, final) in enumerate(zip(found.arrays, forward, strict=True)):
+            reasons = [pulled(names, found.distances[i], found.radius)] if i in found.far else []
+            reasons += ["the part of its step against most clients' is left out"] if final is not near else []
+            if reasons:
+                count = min(replies[i].reply.num_examples, usual)
+                replies[i] = replies[i].changed("; ".join(reasons), num_examples=count, arrays=final)
+        return replies
+
+
+@dataclass
+class StatisticsLimits(Limits):
+    """Limits of the statistics that adapters use the mean of, each for itself."""
+
+    arrays = "statistics"
+
+    def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
+        """See `Limits.groups`."""
+        return ([name] for name in arrays if STATISTICS[name].mean)
+
+
+@dataclass
+class RatesLimits(Limits):
+    """Limits of adaptation rates, which are one vector."""
+
+    arrays = "rates"
+
+    def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
+        """See `Limits.groups`."""
+        return [list(arrays)]
+
+
+@dataclass
+class SharedLimits(Limits):
+    """Limits of what clients share in test-time rounds.
+
+    The arrays of all layers that are called the same, such as "weight" or "class_mean", are one vector: weights and
+    statistics differ in scale, and a single layer may have few numbers.
+    """
+
+    arrays = "shared"
+
+    def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
+        """See `Limits.groups`."""
+        kinds: dict[str, list[str]] = {}
+        for name in _floats(arrays):
+            kinds.setdefault(name.rpartition(".")[2], []).append(name)
+        return kinds.values()
+
+
+def _floats(arrays: Arrays) -> list[str]:
+    return [name for name, value in arrays.items() if value.dtype.kind == "f"]
+
+
+def counts_refused(replies: Sequence[Evaluated], tests: Sequence[int], share: float) -> list[str | None]:
+    """Return for each evaluation why its counts are refused, or None.
+
+    A client's results are on at most as many samples as it has for testing, or, on distributions of other images, on
+    `share` times those of the median client: one that claims 10¹⁸ right of 10¹⁸ would decide every sum over samples.
+
+    Parameters
+    ----------
+    tests : sequence of int
+        Test samples of each client, as identified.
+    share : float
+        0: no bound.
+    """
+    totals: dict[tuple[str, str], list[int]] = {}
+    for reply in replies:
+        for one in reply.results:
+            totals.setdefault((one.label, one.shift), []).append(one.total)
+    usual = {cell: share * median_low(found) for cell, found in totals.items()}
+
+    def refused(reply: Evaluated, own: int) -> str | None:
+        for one in reply.results:
+            if share and one.total > max(own, usual[one.label, one.shift]):
+                return f"{one.label}, {one.shift}: total = {one.total}, the client has {own} test samples"
+        return None
+
+    return [refused(reply, own) for reply, own in zip(replies, tests, strict=True)]
