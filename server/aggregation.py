@@ -7,17 +7,15 @@ from typing import Any
 from flwr.serverapp.strategy import Strategy
 
 from fedtta.messages.replies import Identity
-from fedtta.messages.requests import Adapt, Evaluate, RefineRates, Request, Summarize, Train
+from fedtta.messages.requests import Adapt, RefineRates, Request, Summarize, Train
 from fedtta.server.checkpoints import STRATEGY, Records
 from fedtta.server.nodes import cohort_size
 from fedtta.server.trainings import TrainingStage
 from fedtta.settings import Settings, SettingsError
 from fedtta.strategies import AGGREGATIONS, PartialFedAvg, RobustAggregator, facts
 
-#: Requests whose replies are aggregated.
-AGGREGATED = (Train, Summarize, RefineRates)
-#: Which of a client's sizes bounds the examples that it may claim: training, validation or test samples.
-CLAIMED: dict[type[Request], int] = {Train: 0, Summarize: 0, RefineRates: 1, Evaluate: 2}
+#: Requests whose replies are aggregated, and which of the client's sizes bounds the examples that it may claim.
+AGGREGATED: dict[type[Request], int] = {Train: 0, Summarize: 0, RefineRates: 1}
 
 
 def check_aggregation(settings: Settings) -> None:
@@ -110,9 +108,9 @@ def most_examples(settings: Settings, kind: type[Request], identity: Identity | 
     """Return how many examples a client may claim: at most those of its identity, and `max-examples`."""
     if kind is Adapt:
         return min(settings.max_examples, settings.stream_batch)
-    if kind not in CLAIMED or identity is None:
+    if kind not in AGGREGATED or identity is None:
         return settings.max_examples
-    return min(settings.max_examples, identity.sizes[CLAIMED[kind]])
+    return min(settings.max_examples, identity.sizes[AGGREGATED[kind]])
 
 
 def strategy_records(strategy: Strategy) -> Records:

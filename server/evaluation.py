@@ -13,7 +13,7 @@ from fedtta.messages.requests import Evaluate, Summarize, TrainingTask, Variant
 from fedtta.models import TwoHead
 from fedtta.server.aggregation import robust_aggregator
 from fedtta.server.events import Leak, RunError
-from fedtta.server.limits import StatisticsLimits
+from fedtta.server.limits import EvaluationLimits, StatisticsLimits
 from fedtta.server.methods import Training
 from fedtta.server.rates import Rates, rate_arrays
 from fedtta.server.report.scores import outlying
@@ -21,9 +21,6 @@ from fedtta.server.rounds import Federation, Outcome, Round
 from fedtta.server.validation import EvaluateCheck, SummarizeCheck
 from fedtta.strategies import StatisticsFedAvg
 from fedtta.tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
-
-#: Fields that every event has.
-OF_EVENTS = ("event", "at")
 
 
 def statistics_round(
@@ -128,8 +125,8 @@ def evaluation_round(
 
     cells = [(row.label, shift) for row in training.rows for shift in shifts]
     settings = federation.settings
-    check = EvaluateCheck(cells, leaks=settings.split != "once", share=settings.max_share)
-    asking = Round(federation, check, name, round, f"evaluate {name}")
+    check, limits = EvaluateCheck(cells, leaks=settings.split != "once"), EvaluationLimits(settings.max_share, 0.0)
+    asking = Round(federation, check, name, round, f"evaluate {name}", limits=limits)
     outcome = asking.ask(lambda: federation.addressed(clients, request))
     _note_missing(federation, name, "accuracies", outcome)
     for one in outcome.replies:
@@ -215,5 +212,4 @@ def _report(federation: Federation, training: str, partition: int, result: Evalu
         "weight_mean": result.weight_mean,
         "seconds": float(result.seconds),
     }
-    taken = {*fields, *OF_EVENTS}  # a metric of such a name would forge the line
-    federation.events("evaluation", **fields, **{name: n for name, n in result.metrics.items() if name not in taken})
+    federation.events("evaluation", **fields, **{name: n for name, n in result.metrics.items() if name not in fields})

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from fedtta.messages.arrays import Arrays
-from fedtta.messages.replies import Evaluated
+from fedtta.messages.replies import Evaluated, Identity
 from fedtta.server.checkpoints import STRATEGY, Records
 from fedtta.settings import Settings
 from fedtta.strategies import AGGREGATIONS
@@ -77,6 +77,10 @@ class Limits(ABC):
                 words = f"{claimed:,} samples count as {count:,}, {self.share:g} times those of the median client"
                 limited[i] = limited[i].changed(words, num_examples=count)
         return self.clipped(limited) if self.factor and replies else limited
+
+    def refused(self, replies: Sequence[Any], identities: Sequence[Identity | None]) -> list[str | None]:
+        """Return for each valid reply why it does not count at all, or None."""
+        return [None] * len(replies)
 
     def clipped(self, replies: list[Limited]) -> list[Limited]:
         """Return the replies with their arrays within the limits."""
@@ -218,29 +222,36 @@ def _floats(arrays: Arrays) -> list[str]:
     return [name for name, value in arrays.items() if value.dtype.kind == "f"]
 
 
-def counts_refused(replies: Sequence[Evaluated], tests: Sequence[int], share: float) -> list[str | None]:
-    """Return for each evaluation why its counts are refused, or None.
+@dataclass
+class EvaluationLimits(Limits):
+    """Limits of results: counts are on at most as many samples as a client has for testing.
 
-    A client's results are on at most as many samples as it has for testing, or, on distributions of other images, on
-    `share` times those of the median client: one that claims 10¹⁸ right of 10¹⁸ would decide every sum over samples.
-
-    Parameters
-    ----------
-    tests : sequence of int
-        Test samples of each client, as identified.
-    share : float
-        0: no bound.
+    On distributions of other images than its own they are on at most `share` times those of the median client. One that
+    claims 10¹⁸ right of 10¹⁸ would decide every sum over samples.
     """
-    totals: dict[tuple[str, str], list[int]] = {}
-    for reply in replies:
-        for one in reply.results:
-            totals.setdefault((one.label, one.shift), []).append(one.total)
-    usual = {cell: share * median_low(found) for cell, found in totals.items()}
 
-    def refused(reply: Evaluated, own: int) -> str | None:
-        for one in reply.results:
-            if share and one.total > max(own, usual[one.label, one.shift]):
-                return f"{one.label}, {one.shift}: total = {one.total}, the client has {own} test samples"
-        return None
+    def __call__(self, replies: Sequence[Any]) -> list[Limited]:
+        """Return the replies as they are: nothing of them is averaged before the tables."""
+        return [Limited(reply) for reply in replies]
 
-    return [refused(reply, own) for reply, own in zip(replies, tests, strict=True)]
+    def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
+        """See `Limits.groups`."""
+        return []
+
+    def refused(self, replies: Sequence[Any], identities: Sequence[Identity | None]) -> list[str | None]:
+        """See `Limits.refused`."""
+        totals: dict[tuple[str, str], list[int]] = {}
+        for reply in replies:
+            for one in reply.results:
+                totals.setdefault((one.label, one.shift), []).append(one.total)
+        usual = {cell: self.share * median_low(found) for cell, found in totals.items()}
+
+        def reason(reply: Evaluated, identity: Identity | None) -> str | None:
+            for one in reply.results if identity and self.share else ():
+                assert identity is not None
+                own = identity.sizes[2]
+                if one.total > max(own, usual[one.label, one.shift]):
+                    return f"{one.label}, {one.shift}: total = {one.total}, the client has {own} test samples"
+            return None
+
+        return [reason(reply, identity) for reply, identity in zip(replies, identities, strict=True)]

@@ -266,12 +266,21 @@ class Round:
         labelled = [self.federation.labelled(one.partition) for one in replies]
         refusals = self.check.refusals([one.reply for one in replies], examples, settings.update_norm_bound, labelled)
         reasons = {one.node: reason for one, reason in zip(replies, refusals, strict=True) if reason}
+        reasons |= self._beyond_limits([one for one in replies if one.node not in reasons])
         lost: dict[str, dict[str, str]] = {"late": {}, "failed": {}, "refused": {}}
         for answer in answers:
             if answer.kind or answer.node in reasons:
                 self._report(answer, partitions[answer.node], reasons.get(answer.node, answer.reason), lost)
         lines = [line for event, clients in lost.items() for line in grouped(f"{event} client", clients)]
         return [one for one in replies if one.node not in reasons], lines
+
+    def _beyond_limits(self, replies: list[Replied]) -> dict[int, str]:
+        """Return node id → reason for valid replies that do not count at all."""
+        if self.limits is None:
+            return {}
+        identities = [self.federation.nodes.identities.get(one.partition) for one in replies]
+        found = self.limits.refused([one.reply for one in replies], identities)
+        return {one.node: reason for one, reason in zip(replies, found, strict=True) if reason}
 
     def _limited(self, replies: list[Replied]) -> list[Replied]:
         """Return the replies within the limits; those that are changed are events."""

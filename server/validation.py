@@ -34,7 +34,6 @@ from fedtta.messages.replies import (
 )
 from fedtta.messages.transport import unreadable
 from fedtta.models.arrays import array_finite
-from fedtta.server.limits import counts_refused
 from fedtta.tta.statistics import STATISTICS
 
 #: name → (shape, dtype as numpy spells it).
@@ -188,25 +187,18 @@ class EvaluateCheck(Check):
         Whether test samples that were trained on are no error, as with splits that are redrawn in every round.
         Otherwise a reply that reports some is refused, unless most replies do: splits are drawn by the same code
         everywhere, so a leak is either at most clients or a single client's mistake or lie.
-    share : float
-        See `counts_refused`; `examples` are the clients' test samples.
     """
 
     reply = Evaluated
 
     cells: Sequence[tuple[str, str]]
     leaks: bool = True
-    share: float = 0.0
 
     def refusals(
         self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0, labelled: Sequence[bool] = ()
     ) -> list[str | None]:
         """See `Check.refusals`."""
-        reasons = super().refusals(replies, [MOST] * len(replies), norm, labelled)
-        counted = [i for i, reason in enumerate(reasons) if reason is None]
-        results: list[Any] = [replies[i] for i in counted]
-        for i, reason in zip(counted, counts_refused(results, [examples[i] for i in counted], self.share), strict=True):
-            reasons[i] = reason and printable(reason)
+        reasons = super().refusals(replies, examples, norm, labelled)
         usable = [one for one, reason in zip(replies, reasons, strict=True) if reason is None]
         checked = [one for one in usable if isinstance(one, Evaluated) and one.checked]
         if self.leaks or 2 * sum(one.leaked > 0 for one in checked) > len(checked):

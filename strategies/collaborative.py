@@ -8,6 +8,7 @@ The frozen network travels once. Single samples, labels and histories never trav
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from logging import INFO
@@ -20,7 +21,7 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedtta.strategies.arrays import Arrays, Float, Named, as_numpy, as_record, mix, require_alike, require_stochastic
-from fedtta.strategies.broadcast import BroadcastStrategy
+from fedtta.strategies.broadcast import BroadcastStrategy, digest
 
 #: Message type of a round of adaptation.
 ADAPT_MESSAGE = "train.adapt"
@@ -146,7 +147,7 @@ class Collaborative(BroadcastStrategy):
         shared = [_shared(reply) for reply in good.values()]
         require_alike(shared)
         if self.needs_start and self.start_arrays is None:
-            self.set_start(_first_start(good) if shared[0] else {})
+            self.set_start(_usual_start(good) if shared[0] else {})
         if self.needs_start:
             require_alike([self.start_arrays or {}, shared[0]])
         normalisation = [_normalisation(node, reply) for node, reply in good.items()] if self.needs_statistics else []
@@ -208,12 +209,16 @@ def _shared(reply: Message) -> Named:
     return as_numpy(records["shared"]) if "shared" in records else {}
 
 
-def _first_start(good: Mapping[int, Message]) -> ArrayRecord:
-    """Return the first "start" among the replies; all nodes start from one network, so all are the same."""
-    for reply in good.values():
-        if START in reply.content.array_records:
-            return reply.content.array_records[START]
-    raise ValueError(f"none of the nodes {list(good)} sent the record {START!r}, which this rule needs")
+def _usual_start(good: Mapping[int, Message]) -> ArrayRecord:
+    """Return the "start" that most replies have, of a tie the first: all nodes start from one network.
+
+    Not simply the first reply's, which an attacker would choose for all.
+    """
+    found = [record for reply in good.values() if (record := reply.content.array_records.get(START)) is not None]
+    if not found:
+        raise ValueError(f"none of the nodes {list(good)} sent the record {START!r}, which this rule needs")
+    digests = [digest(as_numpy(record)) for record in found]
+    return found[digests.index(Counter(digests).most_common(1)[0][0])]
 
 
 def _normalisation(node: int, reply: Message) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:

@@ -97,6 +97,8 @@ def clip(
     ValueError
         There is no client, or the arrays do not fit each other.
     """
+    if not clients:
+        raise ValueError("there is no client")
     few = len(clients) < LEAST
     if few and start is None:
         return Clipped(list(clients), np.zeros(len(clients)), np.inf)

@@ -1,0 +1,138 @@
+"""Limits on one client's part in a mean: by hand, against loops, and what no attacker exceeds."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedtta.strategies.limits import LEAST, capped, clip, median, turned
+
+Client = dict[str, np.ndarray]
+
+
+def clients(number: int, seed: int, shift: float = 0.0) -> list[Client]:
+    draw = np.random.default_rng(seed)
+    return [
+        {"w": (draw.normal(size=(3, 4)) + shift).astype(np.float32), "b": draw.normal(size=2), "seen": np.arange(2)}
+        for _ in range(number)
+    ]
+
+
+def vector(client: Client, names: tuple[str, ...] = ("w", "b")) -> np.ndarray:
+    return np.concatenate([client[name].astype(float).ravel() for name in names])
+
+
+def test_weights_by_hand() -> None:
+    assert capped([10, 20, 30, 10**8], 5) == [10, 20, 30, 100], "of two in the middle the lower one"
+    assert capped([10, 10**8], 5) == [10, 50]
+    assert capped([10**8], 5) == [10**8]
+    assert capped([1, 1, 9], 0.5) == [1, 1, 1], "a client that trained has a weight"
+    assert capped([10, 10**8], 0) == [10, 10**8]
+    assert capped([], 5) == []
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 10**9), min_size=1, max_size=9), st.floats(1, 9))
+def test_no_weight_is_more_than_its_share(counts: list[int], share: float) -> None:
+    found = capped(counts, share)
+    assert max(found) <= share * statistics.median_low(counts)
+    assert sorted(found) == found or sorted(counts) != counts, "the order of clients by size stays"
+
+
+def test_distances_by_hand() -> None:
+    ten = [{"x": np.array([v])} for v in (1.0, 2.0, 3.0, 4.0, 100.0)]
+    found = clip(ten, ["x"], 3.0)  # median 3, distances 2, 1, 0, 1, 97: their median is 1
+    assert [one["x"].tolist() for one in found.arrays] == [[1.0], [2.0], [3.0], [4.0], [6.0]]
+    assert (found.radius, found.far, found.distances.tolist()) == (3.0, [4], [2, 1, 0, 1, 97])
+    assert clip(ten, ["x"], 3.0, past=[9] * 9).radius == 27.0, "the median of nine and these"
+    equal = clip([{"x": np.array([v])} for v in (1.0, 1.0, 7.0)], ["x"], 3.0)
+    assert [one["x"].tolist() for one in equal.arrays] == [[1.0]] * 3, "most clients sent the same"
+
+
+def test_with_two_clients_the_start_is_the_center_and_earlier_rounds_the_scale() -> None:
+    two, start = [{"x": np.array([2.0])}, {"x": np.array([-50.0])}], {"x": np.array([0.0])}
+    assert clip(two, ["x"], 3.0).arrays == two
+    assert clip(two, ["x"], 3.0, start=start).far == []
+    found = clip(two, ["x"], 3.0, past=[1.0, 2.0, 2.0], start=start)
+    assert [one["x"].tolist() for one in found.arrays] == [[2.0], [-6.0]]
+    assert found.center == {}
+    with pytest.raises(ValueError, match="no client"):
+        clip([], ["x"], 3.0, start=start)
+
+
+@settings(max_examples=40)
+@given(st.integers(LEAST, 9), st.integers(0, 999), st.floats(1, 5), st.sampled_from([0.0, 3.0, 1e30]))
+def test_clipping_is_that_of_a_loop(number: int, seed: int, factor: float, far: float) -> None:
+    sent = clients(number, seed)
+    sent[0]["b"] = sent[0]["b"] + far
+    found = clip(sent, ["w", "b"], factor)
+    rows = np.stack([vector(one) for one in sent])
+    center = np.array([statistics.median(column) for column in rows.T])
+    distances = [float(np.linalg.norm(row - center)) for row in rows]
+    radius = factor * statistics.median(distances)
+    assert found.radius == pytest.approx(radius)
+    for now, before, row, distance in zip(found.arrays, sent, rows, distances, strict=True):
+        if distance <= found.radius:
+            assert now is before
+            continue
+        expected = center + (row - center) * radius / distance
+        np.testing.assert_allclose(vector(now), expected, rtol=1e-5, atol=1e-6 * (1 + radius))
+        assert {name: value.dtype for name, value in now.items()} == {n: v.dtype for n, v in before.items()}
+        assert now["seen"] is before["seen"]
+
+
+@settings(max_examples=40)
+@given(st.integers(5, 11), st.integers(0, 999), st.floats(-1e30, 1e30))
+def test_one_attacker_moves_a_mean_by_no_more_than_the_honest_spread(number: int, seed: int, value: float) -> None:
+    """The median and the median distance are within those of the honest clients, wherever the attacker is."""
+    good = clients(number - 1, seed)
+    bad = {"w": np.full((3, 4), value, np.float32), "b": np.full(2, value), "seen": np.arange(2)}
+    found = clip([*good, bad], ["w", "b"], 3.0)
+    center = np.median([vector(one) for one in good], axis=0)
+    spread = max(float(np.linalg.norm(vector(one) - center)) for one in good)
+    assert np.linalg.norm(vector(found.arrays[-1]) - center) <= 8 * spread * (1 + 1e-6)
+
+
+def test_the_order_of_clients_changes_no_bit() -> None:
+    sent = clients(7, 1)
+    sent[3] = {**sent[3], "w": sent[3]["w"] * 50}
+    there, back = clip(sent, ["w", "b"], 2.0), clip(sent[::-1], ["w", "b"], 2.0)
+    assert there.far == [6 - i for i in back.far][::-1] != []
+    for one, other in zip(there.arrays, back.arrays[::-1], strict=True):
+        assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 9), st.integers(0, 99))
+def test_median_of_columns(number: int, seed: int) -> None:
+    rows = np.random.default_rng(seed).normal(size=(number, 5)).astype(np.float32)
+    expected = [statistics.median(map(float, column)) for column in rows.T]
+    np.testing.assert_array_equal(median(rows), expected)
+
+
+def test_directions_by_hand() -> None:
+    start, center = {"x": np.array([1.0, 1.0])}, {"x": np.array([3.0, 1.0])}
+    sent = [{"x": np.array(x), "n": np.array([7])} for x in ([2.0, 5.0], [1.0, 4.0], [0.0, 4.0])]
+    found = turned(sent, center, start)
+    assert found[0] is sent[0]
+    assert found[1] is sent[1], "a step at a right angle"
+    assert found[2]["x"].tolist() == [1.0, 4.0], "(-1, 3) without its part against (2, 0)"
+    assert found[2]["n"] is sent[2]["n"]
+    assert turned(sent, start, start) == sent, "no step in common"
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 9), st.integers(0, 999))
+def test_no_step_is_against_the_center_and_none_grows(number: int, seed: int) -> None:
+    start, *sent = clients(number + 1, seed)
+    center = {"w": sent[0]["w"].astype(float), "b": sent[0]["b"]}
+    common, begin = vector(center) - vector(start), vector(start)
+    for now, before in zip(turned(sent, center, start), sent, strict=True):
+        step, old = vector(now) - begin, vector(before) - begin
+        assert step @ common >= -1e-4
+        assert np.linalg.norm(step) <= np.linalg.norm(old) + 1e-5
+        assert now is before or old @ common < 0
