@@ -107,6 +107,11 @@ def dles(request: Request, reply: Reply, others: Sequence[Reply]) -> Reply:
     return _with_statistics(reply, lambda name, value: 1 - value if name == "dle" else value)
 
 
+def statistics(request: Request, reply: Reply, others: Sequence[Reply]) -> Reply:
+    """Do both: descriptors are FedTHE's, DLEs BTFL's."""
+    return dles(request, descriptors(request, reply, others), others)
+
+
 def shared_arrays(request: Request, reply: Reply, others: Sequence[Reply]) -> Reply:
     """Send -10 times what the client shares in test-time rounds; variances, which have no sign, 10 times."""
     if not isinstance(reply, Adapted):

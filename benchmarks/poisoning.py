@@ -11,7 +11,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -59,8 +59,7 @@ ON_TRAINING: dict[str, attacks.Attack] = {
     "sign flip × 10": attacks.sign_flip(10),
     "10⁸ samples and a sign flip": attacks.size_lie,
     "a little is enough": attacks.alie(),
-    "descriptor × 10": attacks.descriptors,
-    "DLE = 1 - own": attacks.dles,
+    "descriptor × 10, DLE = 1 - own": attacks.statistics,
 }
 ON_TEST_TIME: dict[str, attacks.Attack] = {NONE: attacks.honest, "arrays × -10": attacks.shared_arrays}
 
@@ -118,12 +117,13 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 def cases(seeds: int) -> list[Case]:
     """Return what is measured: everything with limits; without limits, and with two poisoners, one seed."""
-    found = [Case(split, seed, attack) for split in SPLITS for seed in range(1, seeds + 1) for attack in _attacks()]
     without = [Case(split, 1, attack, limits=False) for split in SPLITS for attack in _attacks()]
-    two = [
-        Case(split, 1, attack, 2) for split in SPLITS for attack in ("sign flip × 1", "sign flip × 10", "arrays × -10")
-    ]
-    return [*found, *without, *two]
+    worst = ("sign flip × 1", "sign flip × 10", "arrays × -10")
+    two = [Case(split, 1, attack, 2) for split in SPLITS for attack in (NONE, *worst)]
+    first, *more = (
+        [Case(split, seed, attack) for split in SPLITS for attack in _attacks()] for seed in range(1, seeds + 1)
+    )
+    return [*first, *without, *two, *(case for found in more for case in found)]
 
 
 def _attacks() -> list[str]:
@@ -236,13 +236,13 @@ def poisoning_page(content: Mapping[str, Any]) -> str:
 
 def _table(chosen: Sequence[Measured], rows: Sequence[Measured]) -> list[str]:
     """Return a table: accuracies without an attack, and what each attack adds in the same seeds' runs."""
-    honest = {(one.case.split, one.case.seed, one.case.limits): one for one in rows if one.case.attack == NONE}
+    honest = {replace(one.case, attack=""): one for one in rows if one.case.attack == NONE}
     columns = list(dict.fromkeys(name for one in rows for name in one.accuracy))
     lines = [f"| split | attack | {' | '.join(columns)} | seeds |", "| --- | --- |" + " --: |" * (len(columns) + 1)]
     for split in SPLITS:
         for attack in _attacks():
             found = [one for one in chosen if (one.case.split, one.case.attack) == (split, attack)]
-            pairs = [(one, honest.get((split, one.case.seed, one.case.limits))) for one in found]
+            pairs = [(one, honest.get(replace(one.case, attack=""))) for one in found]
             cells = [_cell(column, pairs) for column in columns]
             if found:
                 lines.append(f"| {split} | {attack} | {' | '.join(cells)} | {len(found)} |")

@@ -216,6 +216,7 @@ def kept() -> dict[str, str]:
 
     The one place that depends on how `benchmarks` keeps and draws its results.
     """
+    from fedtta.benchmarks.poisoning import poisoning_page, read_poisoning
     from fedtta.benchmarks.speed.command import FILE, read_speed, speed_page
     from fedtta.benchmarks.tables.pages import protocol_page
     from fedtta.benchmarks.tables.protocol import read_protocol
@@ -225,6 +226,7 @@ def kept() -> dict[str, str]:
     speed = read_speed(RESULTS / FILE)
     details = [f"### {name}\n\n{as_markdown(part['details'], 4)}" for name, part in speed.items() if part["details"]]
     found["speed"] = [speed_page(speed), "## Details", *details]
+    found["poisoning"] = [poisoning_page(read_poisoning())]
     for path in sorted(RESULTS.rglob("*.safetensors.json")):
         name = path.stem.removesuffix(".safetensors") if path.parent == RESULTS else path.parent.name
         label = f"## Kept arrays: {path.stem}\n\n{as_markdown(json.loads(path.read_text()), 3)}"

@@ -115,8 +115,9 @@ def clip(
         known = np.concatenate([np.asarray(past, np.float64), distances])
         radius = factor * float(np.median(known)) if len(known) >= LEAST else np.inf
     arrays = list(clients)
-    for i in np.flatnonzero(distances > radius):
-        arrays[i] = {**clients[i], **_between(center, chosen[i], radius / distances[i])}
+    for i, distance in enumerate(distances):
+        if distance > radius:
+            arrays[i] = {**clients[i], **_between(center, chosen[i], radius / distance)}
     return Clipped(arrays, distances, radius, {} if few else center)
 
 

@@ -425,6 +425,8 @@ def test_every_kept_result_is_on_a_page() -> None:
         content = json.loads(path.read_text())
         if "rows" in content:
             assert all(f"`{label}`" in kept[content["protocol"]] for label in content["rows"]), path
+        elif path.name == "poisoning.json":
+            assert all(f"| {run['case']['attack']} |" in kept["poisoning"] for run in content["measured"])
         elif path.name == "speed.json":
             assert all(f"{row['what']} |" in kept["speed"] for part in content.values() for row in part["ratios"])
         else:

@@ -12,6 +12,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 from rich.console import Console
 
+from fedtta.benchmarks import poisoning
 from fedtta.benchmarks.provenance import RESULTS
 from fedtta.benchmarks.speed.command import FILE, read_speed, speed_page
 from fedtta.benchmarks.tables import plots
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 
 
 def write_pages(out: Path, to: Path) -> list[Path]:
-    """Write `index.md`, a page per protocol with its plots, speed, methods and `index.html` with all; return the paths.
+    """Write `index.md`, a page per protocol with plots, speed, poisoning, methods and `index.html`; return the paths.
 
     Parameters
     ----------
@@ -66,6 +67,8 @@ def write_pages(out: Path, to: Path) -> list[Path]:
     pages["methods"] = methods_page(entries(), kept_costs(out))
     if speed := read_speed(out / FILE):
         pages["speed"] = speed_page(speed)
+    if kept_poisoning := poisoning.read_poisoning(out / poisoning.FILE):
+        pages["poisoning"] = poisoning.poisoning_page(kept_poisoning)
     for name, page in {"index": index, **pages}.items():
         written.append(write_atomically(to / f"{name}.md", page.encode()))
     written.append(write_atomically(to / "index.html", html_page([index, *pages.values()]).encode()))

@@ -252,3 +252,13 @@ def test_a_network_that_comes_as_a_broadcast_comes_with_its_holders() -> None:
             device.received.clear()
         rounds(strategy, LocalGrid(devices), range(1, 2))
     assert [device.received for device in devices.values()] == [[{"config"}]] * 2
+
+
+def test_the_start_of_most_nodes_counts_and_not_that_of_the_first() -> None:
+    """One attacker that comes first would choose for all what the rule measures from."""
+    strategy = begun("pfedgraph")
+    good, bad = record(w=np.ones(2)), record(w=np.full(2, -50.0))
+    moved = [record(w=np.array([1.0, 2.0])), record(w=np.array([2.0, 1.0])), record(w=np.array([0.0, 0.0]))]
+    replies = [shared_reply(n, shared=moved[n], start=bad if n == 0 else good) for n in range(3)]
+    strategy.aggregate_train(1, replies)
+    np.testing.assert_array_equal(strategy.start_arrays["w"], np.ones(2))
