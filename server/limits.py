@@ -20,7 +20,7 @@ from fedtta.server.checkpoints import STRATEGY, Records
 from fedtta.settings import Settings
 from fedtta.strategies import AGGREGATIONS
 from fedtta.strategies.arrays import RUNNING_STATISTICS, Float
-from fedtta.strategies.limits import capped, clip, turned
+from fedtta.strategies.limits import capped, clip, forward
 from fedtta.tta.statistics import STATISTICS
 
 #: Rounds whose distances count in the median distance of training, this one included.
@@ -87,7 +87,7 @@ class Limits(ABC):
         for names in self.groups(getattr(replies[0].reply, self.arrays)):
             found = clip(arrays_of(replies, self.arrays), names, self.factor)
             for i in found.far:
-                reason = pulled(names, found.distances[i], found.radius)
+                reason = f"{words_of(names, found.distances[i], found.radius)}, pulled back"
                 replies[i] = replies[i].changed(reason, **{self.arrays: found.arrays[i]})
         return replies
 
@@ -101,10 +101,10 @@ def arrays_of(replies: Sequence[Limited], name: str) -> list[Arrays]:
     return [getattr(one.reply, name) for one in replies]
 
 
-def pulled(names: Sequence[str], distance: float, radius: float) -> str:
-    """Return how far a client was from the median, and what was allowed."""
+def words_of(names: Sequence[str], distance: float, radius: float) -> str:
+    """Return how far a client was from the median, and what is allowed."""
     what = names[0] if len(names) == 1 else f"{len(names)} arrays"
-    return f"{what}: {distance:.3g} from the clients' median (l2 norm), pulled back to {radius:.3g}"
+    return f"{what}: {distance:.3g} from the clients' median (l2 norm), allowed is {radius:.3g}"
 
 
 class Distances:
@@ -139,8 +139,9 @@ class Distances:
 class TrainLimits(Limits):
     """Limits of trained models.
 
-    What has a gradient is one vector; a step that is pulled back, or that points against most clients' steps, counts
-    with at most the weight of the median client. Each running statistic is a vector of its own.
+    What has a gradient is one vector. One that is too far from the median counts as the median, a step against most
+    clients' as `forward` says, and both with at most the weight of the median client. Each running statistic is a
+    vector of its own, and pulled back: honest clients with few classes are far from the others there.
 
     Parameters
     ----------
@@ -166,15 +167,26 @@ class TrainLimits(Limits):
 
     def _steps(self, replies: list[Limited], names: Sequence[str]) -> list[Limited]:
         usual = median_low([one.reply.num_examples for one in replies])
-        found = clip(arrays_of(replies, "arrays"), names, self.factor, self.past.all, self.sent)
+        sent = arrays_of(replies, "arrays")
+        found = clip(sent, names, self.factor, self.past.all, self.sent)
         self.past.add(found.distances)
-        forward = turned(found.arrays, found.center, self.sent)
-        for i, (near, final) in enumerate(zip(found.arrays, forward, strict=True)):
-            reasons = [pulled(names, found.distances[i], found.radius)] if i in found.far else []
-            reasons += ["the part of its step against most clients' is left out"] if final is not near else []
+        far = {i: words_of(names, found.distances[i], found.radius) for i in found.far}
+        if (
+            found.center
+        ):  # pulled back, a step ten times as far in the opposite direction still stops the clients of one
+            middle = {name: found.center[name].astype(sent[0][name].dtype) for name in names}
+            near = [{**one, **middle} if i in far else one for i, one in enumerate(sent)]
+            final = forward(near, found.center, self.sent)
+            far = {i: f"{reason}, counts as the median" for i, reason in far.items()}
+        else:
+            near = final = found.arrays
+            far = {i: f"{reason}, pulled back" for i, reason in far.items()}
+        for i, (one, now) in enumerate(zip(near, final, strict=True)):
+            reasons = [far[i]] if i in far else []
+            reasons += ["a step against most clients'"] if now is not one else []
             if reasons:
                 count = min(replies[i].reply.num_examples, usual)
-                replies[i] = replies[i].changed("; ".join(reasons), num_examples=count, arrays=final)
+                replies[i] = replies[i].changed("; ".join(reasons), num_examples=count, arrays=now)
         return replies
 
 

@@ -9,16 +9,17 @@ or sends its step ten times as far in the opposite direction, decides the model.
   5.2) with two deviations: the center is the median of each number in this round, since a mean, or a momentum from
   earlier rounds, has the attacker in it; and the radius follows the clients' own spread, since no fixed one fits two
   networks.
-- `turned`: a step loses its component against the median step. A flipped sign within the radius is not far from the
+- `forward`: a step against the median step counts as little as it is against it. A flipped sign is not far from the
   median where clients' data differ, but it points backwards. FLTrust (Cao et al., NDSS 2021) gives such a step no
-  weight, by the step of the server's own data; there are none here, and an honest client with rare classes keeps what
-  does not contradict the others.
+  weight, by the step of the server's own data, which is not there here; and an honest client with rare classes, whose
+  step is nearly at a right angle, keeps most of it.
 
 What is within the limits keeps its bits, so that without an attack a mean is what it is without limits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -31,6 +32,8 @@ from fedtta.strategies.arrays import Arrays, Float, Named, named_blocks
 
 #: Fewer clients have no median that one of them does not decide.
 LEAST = 3
+#: A step at this cosine against the median step counts as the median step. Honest clients with few classes reach -0.08.
+AGAINST = 0.1
 
 
 def capped(counts: Sequence[int], share: float) -> list[int]:
@@ -138,8 +141,12 @@ def _between(center: Arrays, arrays: Arrays, part: float) -> Named:
     }
 
 
-def turned(clients: Sequence[Arrays], center: Arrays, start: Arrays) -> list[Arrays]:
-    """Return arrays whose step from `start` has no component against the step to `center`.
+def forward(clients: Sequence[Arrays], center: Arrays, start: Arrays) -> list[Arrays]:
+    """Return arrays whose step from `start` is not against the step to `center`.
+
+    A step with a negative cosine loses its component against the other, and what remains fades towards the center,
+    which stands for it at a cosine of -`AGAINST` and below: what a flipped sign leaves at a right angle to the median
+    step is still the opposite of what this client's classes need.
 
     Parameters
     ----------
@@ -149,11 +156,20 @@ def turned(clients: Sequence[Arrays], center: Arrays, start: Arrays) -> list[Arr
         The names of `center` are those that count.
     """
     common = {name: value - start[name].astype(np.float64) for name, value in center.items()}
-    length = sum(float(np.vdot(one, one)) for one in common.values())
+    length = math.sqrt(sum(float(np.vdot(one, one)) for one in common.values()))
     result = list(clients)
     for i, client in enumerate(clients):
-        along = sum(float(np.vdot(client[name] - start[name].astype(np.float64), one)) for name, one in common.items())
-        if along < 0 < length:
-            parts = {name: client[name] - along / length * one for name, one in common.items()}
-            result[i] = {**client, **{name: value.astype(client[name].dtype) for name, value in parts.items()}}
+        step = {name: client[name] - start[name].astype(np.float64) for name in common}
+        along = sum(float(np.vdot(step[name], one)) for name, one in common.items())
+        if not along < 0 < length:
+            continue
+        cosine = along / (length * math.sqrt(sum(float(np.vdot(one, one)) for one in step.values())))
+        beside = {name: client[name] - along / length**2 * one for name, one in common.items()}
+        like = {name: client[name] for name in common}
+        result[i] = {**client, **_as(like, _between(center, beside, max(0.0, 1 + cosine / AGAINST)))}
     return result
+
+
+def _as(like: Arrays, values: Arrays) -> Named:
+    """Return values in the dtypes of other arrays."""
+    return {name: values[name].astype(value.dtype) for name, value in like.items()}

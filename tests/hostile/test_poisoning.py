@@ -82,10 +82,10 @@ ATTACKS: dict[str, attacks.Attack] = {
 
 @pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "fedavgm", "gma"])
 @pytest.mark.parametrize("name", ATTACKS)
-def test_one_of_ten_slows_training_by_less_than_a_fifth(name: str, aggregation: str) -> None:
+def test_one_of_ten_slows_training_by_less_than_a_tenth(name: str, aggregation: str) -> None:
     honest, _ = trained(attacks.honest, aggregation=aggregation)
     reached, place = trained(ATTACKS[name], aggregation=aggregation)
-    assert reached > 0.8 * honest
+    assert reached > 0.9 * honest
     limited = {event["partition"] for event in place.of("limited")}
     assert limited <= {POISONER}
     assert limited or name == "a little is enough", "which may stay within the spread of the others"
@@ -138,7 +138,7 @@ def test_a_reply_that_is_limited_is_an_event_with_node_and_reason() -> None:
     (event,) = place.of("limited")
     assert (event["partition"], event["node_id"], event["round"]) == (POISONER, 100 + POISONER, 1)
     assert "100,000,000 samples count as 25, 5 times those of the median client" in event["reason"]
-    assert "the part of its step against most clients' is left out" in event["reason"]
+    assert "a step against most clients'" in event["reason"]
 
 
 # -- statistics
