@@ -13,7 +13,7 @@ from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import GetNodesResponse, PullAppMessagesResponse, PushAppMessagesResponse
 from flwr.supercore.constant import HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id, get_object_tree
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
@@ -86,15 +86,15 @@ class SuperLink:
 
     Attributes
     ----------
-    pulls : int
-        Objects that the server has asked for.
+    pulls, forgotten : int
+        Objects that the server has asked for, and replies that it has confirmed.
     """
 
     def __init__(self, nodes: dict[int, Behaviour]) -> None:
         self.nodes = nodes
         self.objects: dict[str, bytes] = {}
         self.waiting: dict[str, Any] = {}  # message id → the message without its content
-        self.pulls = 0
+        self.pulls = self.forgotten = 0
 
     def grid(self) -> HttpGrid:
         """Return Flower's grid over it."""
@@ -161,11 +161,9 @@ class SuperLink:
 
     def ConfirmMessageReceived(self, request: Any) -> None:
         """Forget a reply."""
+        self.forgotten += 1
         self.objects.pop(request.message_object_id, None)
 
 
 def _flat(tree: ObjectTree) -> list[ObjectTree]:
     return [one for child in tree.children for one in _flat(child)] + [tree]
-
-
-__all__ = ["Behaviour", "Pushed", "SuperLink", "get_object_tree", "made", "pushed", "rebuilt", "reply_to"]
