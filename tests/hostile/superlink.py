@@ -132,9 +132,9 @@ class SuperLink:
             message: Any = inflate_object_from_contents(ticket, dict(self.objects))
             message.metadata.__dict__["_message_id"] = ticket
             reply = self._answered(message)
+            del self.waiting[ticket]
             if reply is None:
                 continue
-            del self.waiting[ticket]
             for name, content in reply.objects.items():  # one that the SuperLink has already stays
                 self.objects[name] = self.objects.get(name) or (b"" if name in reply.withheld else content)
             told = message_to_proto(remove_content_from_message(Message(RecordDict(), reply_to=message)))

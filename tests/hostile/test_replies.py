@@ -7,6 +7,9 @@ honest clients count, and the run goes on to its end.
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,14 @@ import httpx
 import numpy as np
 import pytest
 from flwr.app import Message
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import settings as fuzzing
+from hypothesis import strategies as st
 
 from fedtta.messages import grid, inbox
 from fedtta.messages.flower import allow_messages, reply_message, secret_of
 from fedtta.messages.grid import GridTransport
-from fedtta.messages.replies import Reply, Trained
+from fedtta.messages.replies import Identity, Reply, Trained
 from fedtta.messages.requests import Adapt, Evaluate, Identify, Train, TrainingTask
 from fedtta.messages.transport import Addressed, Answer
 from fedtta.server.app import serve
@@ -27,6 +33,7 @@ from fedtta.server.events import Leak
 from fedtta.settings import Settings
 from tests.hostile.cases import CASES, Case, changed, failure, withheld
 from tests.hostile.clients import Attack, client
+from tests.hostile.mutations import MUTATIONS, Mutation
 from tests.hostile.superlink import Behaviour, Pushed, SuperLink, pushed
 from tests.transports import Clock
 
@@ -245,3 +252,44 @@ def test_texts_of_nodes_move_no_cursor_and_are_no_markup(tmp_path: Path, capfd: 
         assert not {"\x1b", "\u202e"} & set(output)
         assert "\\u001b" not in output
     assert "<script>alert(1)</script>[red]" in shown.err, "brackets are text, not markup"
+
+
+# -- random replies
+
+#: Replies that the fuzzer tries, about: `FEDTTA_FUZZ=10000` for all of them.
+REPLIES = int(os.environ.get("FEDTTA_FUZZ", "200"))
+NODES = 30  # hostile ones of a run
+
+
+def test_no_random_reply_ends_a_run(tmp_path: Path) -> None:
+    """A mutation for each hostile node, which it applies in all phases; a few apply it to their identity, too."""
+    tried: Counter[str] = Counter()
+    refused = 0
+
+    def counted(mutation: Mutation, identities: bool) -> Attack:
+        def attack(message: Message, reply: Reply) -> Reply | Pushed | None:
+            if isinstance(reply, Identity) and not identities:
+                return reply
+            tried[reply.kind] += 1
+            return mutation(message, reply)
+
+        return attack
+
+    @fuzzing(max_examples=max(2, REPLIES // (2 * NODES)), phases=[Phase.generate], database=None, derandomize=True,
+             suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.lists(MUTATIONS, min_size=NODES, max_size=NODES), st.booleans())
+    def fuzz(mutations: list[Mutation], learning: bool) -> None:
+        nonlocal refused
+        nodes = {900 + i: client(str(i)) for i in range(HONEST)}
+        for i, mutation in enumerate(mutations):
+            nodes[1000 + i] = client(str(HONEST + i), attack=counted(mutation, i % 5 == 0))
+        folder = tmp_path / str(sum(tried.values()))
+        events = run(folder, LEARNING if learning else ADAPTING, nodes)
+        assert events[-1]["status"] == "completed"
+        refused += sum(event["event"] in ("refused", "failed", "late", "left_alone") for event in events)
+        shutil.rmtree(folder)
+
+    fuzz()
+    assert sum(tried.values()) >= REPLIES, tried
+    assert refused > REPLIES // 3, "most random replies are refused"
+    print(f"{sum(tried.values())} replies, {refused} refused: {dict(tried)}")
