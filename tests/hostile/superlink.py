@@ -60,20 +60,19 @@ def made(kind: str, children: list[str], body: bytes) -> bytes:
 
 
 def rebuilt(one: Pushed, name: str, content: bytes) -> Pushed:
-    """Return a reply in which one object has other bytes; the ids above it change with it."""
+    """Return a reply in which one object has other bytes; the ids of those above it change with it."""
     objects = dict(one.objects)
     del objects[name]
     renamed = {name: get_object_id(content)}
     objects[renamed[name]] = content
-    while True:
-        above = next((key for key, value in objects.items() for old in renamed if old.encode() in value), None)
-        if above is None:
-            return Pushed(renamed.get(one.message, one.message), objects)
-        value = objects.pop(above)
-        for old, new in renamed.items():
-            value = value.replace(old.encode(), new.encode())
-        renamed[above] = get_object_id(value)
-        objects[renamed[above]] = value
+    for above, value in one.objects.items():  # children come before their parents
+        if above != name and any(old.encode() in value for old in renamed):
+            for old, new in list(renamed.items()):
+                value = value.replace(old.encode(), new.encode())
+            del objects[above]
+            renamed[above] = get_object_id(value)
+            objects[renamed[above]] = value
+    return Pushed(renamed.get(one.message, one.message), objects)
 
 
 class SuperLink:

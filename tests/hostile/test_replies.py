@@ -275,7 +275,7 @@ def test_no_random_reply_ends_a_run(tmp_path: Path) -> None:
 
         return attack
 
-    @fuzzing(max_examples=max(2, REPLIES // (2 * NODES)), phases=[Phase.generate], database=None, derandomize=True,
+    @fuzzing(max_examples=max(3, REPLIES // 80), phases=[Phase.generate], database=None, derandomize=True,
              suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(st.lists(MUTATIONS, min_size=NODES, max_size=NODES), st.booleans())
     def fuzz(mutations: list[Mutation], learning: bool) -> None:
