@@ -264,7 +264,7 @@ NODES = 30  # hostile ones of a run
 def test_no_random_reply_ends_a_run(tmp_path: Path) -> None:
     """A mutation for each hostile node, which it applies in all phases; a few apply it to their identity, too."""
     tried: Counter[str] = Counter()
-    refused = 0
+    refused = runs = 0
 
     def counted(mutation: Mutation, identities: bool) -> Attack:
         def attack(message: Message, reply: Reply) -> Reply | Pushed | None:
@@ -277,14 +277,15 @@ def test_no_random_reply_ends_a_run(tmp_path: Path) -> None:
 
     @fuzzing(max_examples=max(3, REPLIES // 80), phases=[Phase.generate], database=None, derandomize=True,
              suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(st.lists(MUTATIONS, min_size=NODES, max_size=NODES), st.booleans())
-    def fuzz(mutations: list[Mutation], learning: bool) -> None:
-        nonlocal refused
+    @given(st.lists(MUTATIONS, min_size=NODES, max_size=NODES))
+    def fuzz(mutations: list[Mutation]) -> None:
+        nonlocal refused, runs
+        runs += 1
         nodes = {900 + i: client(str(i)) for i in range(HONEST)}
         for i, mutation in enumerate(mutations):
             nodes[1000 + i] = client(str(HONEST + i), attack=counted(mutation, i % 5 == 0))
-        folder = tmp_path / str(sum(tried.values()))
-        events = run(folder, LEARNING if learning else ADAPTING, nodes)
+        folder = tmp_path / str(runs)
+        events = run(folder, LEARNING if runs % 2 else ADAPTING, nodes)
         assert events[-1]["status"] == "completed"
         refused += sum(event["event"] in ("refused", "failed", "late", "left_alone") for event in events)
         shutil.rmtree(folder)
@@ -292,4 +293,4 @@ def test_no_random_reply_ends_a_run(tmp_path: Path) -> None:
     fuzz()
     assert sum(tried.values()) >= REPLIES, tried
     assert refused > REPLIES // 3, "most random replies are refused"
-    print(f"{sum(tried.values())} replies, {refused} refused: {dict(tried)}")
+    print(f"{sum(tried.values())} replies in {runs} runs, {refused} refused: {dict(tried)}")
