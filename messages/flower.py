@@ -129,7 +129,9 @@ def to_content(record: Record, secret: str | None = None) -> RecordDict:
         The secret of the request that a reply answers.
     """
     content = RecordDict({name: held_record(arrays) for name, arrays in record.arrays.items()})
-    content["config"] = ConfigRecord({CONTENT: json.dumps(record.values)} | ({SECRET: secret} if secret else {}))
+    content["config"] = config = ConfigRecord({CONTENT: json.dumps(record.values)})
+    if secret is not None:
+        config[SECRET] = secret
     return content
 
 

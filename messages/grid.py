@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedtta.messages.arrays import array_bytes
 from fedtta.messages.flower import CONTENT, SECRET, from_content, held_record, secret_of
@@ -54,6 +55,11 @@ class GridTransport:
         Messages under way at once. Flower's simulation looks at every message under way once per node, ten times a
         second, in the server's process: with 240 messages to 300 nodes that takes a core from the clients.
     clock, sleep : callable
+
+    Attributes
+    ----------
+    concurrent : bool
+        Whether two exchanges may be under way at once, in two threads.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class GridTransport:
         if window is not None and window < 1:
             raise ValueError(f"window = {window}: allowed is 1 or more")
         self.grid, self.window, self._clock, self._sleep = grid, window, clock, sleep
+        self.concurrent = isinstance(grid, HttpGrid)
         self._largest = 0  # bytes of the arrays of a request so far
 
     def nodes(self) -> list[int]:

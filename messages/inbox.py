@@ -9,6 +9,7 @@ reply makes it raise, the other replies of the call are lost. `HttpInbox` sends 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +33,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 OBJECTS = 200_000  # of a reply, at most: Flower makes one or more of every array and each 5 MB of it
 STRUCTURE_BYTES = 8 << 20  # of an object that is no part of an array, at most
 PARALLEL = 4  # objects that are fetched at once
+TURN = 1.0  # seconds of a look for one reply: a large one must not keep those behind it waiting
 #: The ticket of a request, and a function that returns its reply or raises whatever the reply's bytes make it raise.
 Arrival = tuple[str, Callable[[], Message]]
 
@@ -143,7 +145,7 @@ class HttpInbox:
                 self._coming[metadata.reply_to_message_id] = _Coming(metadata.message_id, objects[::-1])
 
     def _fetch(self, coming: _Coming) -> bool:
-        """Fetch the missing objects of a reply that are there; return whether all are.
+        """Fetch the missing objects of a reply that are there, for one turn; return whether all are here.
 
         Raises
         ------
@@ -152,7 +154,8 @@ class HttpInbox:
         """
         if len(coming.missing) > OBJECTS:
             raise ValueError(f"a reply of {len(coming.missing)} objects; allowed are at most {OBJECTS}")
-        while coming.missing and not self._over():
+        end = time.monotonic() + TURN
+        while coming.missing and time.monotonic() < end and not self._over():
             wanted = coming.missing[-PARALLEL:]
             complete = True
             for name, response in zip(wanted, list(self._pool.map(self._pull, wanted)), strict=True):

@@ -19,6 +19,7 @@ from fedtta.messages.replies import Identity
 from fedtta.messages.requests import Identify
 from fedtta.messages.transport import Addressed, Answer, Transport
 from fedtta.server.events import Events, NodesMissing
+from fedtta.server.identification import Identification
 from fedtta.server.members import FederationInfo, data_of, difference
 from fedtta.settings import name_order
 
@@ -85,6 +86,10 @@ class Nodes:
     _reasons: dict[int, str] = field(default_factory=dict)  # node id → why it does not take part
     _told: set[tuple[int, str]] = field(default_factory=set)  # node id and reason of the events so far
     _away: set[int] = field(default_factory=set)  # partitions that have been reported as gone
+    _identification: Identification = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._identification = Identification(self.transport, self.sleep)
 
     @property
     def partitions(self) -> dict[int, int]:
@@ -147,7 +152,8 @@ class Nodes:
             fresh = [node for node in connected if node not in self.unknown]
             found = self._fitting(wanted, connected)
             if fresh and (over or len(found) + len(fresh) >= number):
-                self._identify(fresh, request, timeout, events, {})
+                addressed = [Addressed(node, request) for node in fresh]
+                self._note(gather(self.transport, addressed, {}, timeout, events, "identify"), events, {})
                 found = self._fitting(wanted, connected)
             hopeless = not found and len(self.unknown) >= number
             if len(found) >= number or over or hopeless:
@@ -213,12 +219,15 @@ class Nodes:
     ) -> dict[int, int]:
         """Report clients that left, let those that came back take their places, and let others join.
 
+        This waits for new nodes for a few seconds (`fedtta.server.identification`); one that answers later does so at a
+        later update.
+
         Parameters
         ----------
         request : Identify
             Sent to the nodes that have not been asked before.
         timeout : float
-            Seconds to wait for the replies.
+            Seconds that a node has for its reply.
         about : mapping
             Further fields of the events: training, round.
         join : bool
@@ -232,8 +241,9 @@ class Nodes:
         connected = set(self.transport.nodes())
         self._report_absences(connected, events, about)
         others = sorted(connected - set(self.by_partition.values()))
+        self._identification.ask([node for node in others if node not in self.unknown], request, timeout)
+        self._note(self._identification.answers(), events, about)
         self.unknown = {node: identity for node, identity in self.unknown.items() if node in connected}
-        self._identify([node for node in others if node not in self.unknown], request, timeout, events, about)
         replaced: dict[int, int] = {}
         for node, identity in list(self.unknown.items()):
             if identity is None:
@@ -283,14 +293,9 @@ class Nodes:
         self._reasons.pop(node, None)
         self._away.discard(partition)
 
-    def _identify(
-        self, nodes: Sequence[int], request: Identify, timeout: float, events: Events, about: Mapping[str, Any]
-    ) -> None:
-        """Ask unknown nodes who they are; one that cannot be identified is left alone."""
-        if not nodes:
-            return
-        addressed = [Addressed(node, request) for node in nodes]
-        for answer in gather(self.transport, addressed, {}, timeout, events, "identify"):
+    def _note(self, answers: Iterable[Answer], events: Events, about: Mapping[str, Any]) -> None:
+        """Note who unknown nodes are; one that cannot be identified is left alone."""
+        for answer in answers:
             identity = answer.reply if isinstance(answer.reply, Identity) else None
             self.unknown[answer.node] = identity
             if identity is None:

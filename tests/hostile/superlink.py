@@ -13,7 +13,7 @@ from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.proto.runtime_pb2 import GetNodesResponse, PullAppMessagesResponse, PushAppMessagesResponse
 from flwr.supercore.constant import HEAD_BODY_DIVIDER, HEAD_VALUE_DIVIDER
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id, get_object_tree
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.run import Run
 from flwr.superlink.grid.http_grid import HttpGrid
@@ -60,20 +60,19 @@ def made(kind: str, children: list[str], body: bytes) -> bytes:
 
 
 def rebuilt(one: Pushed, name: str, content: bytes) -> Pushed:
-    """Return a reply in which one object has other bytes; the ids above it change with it."""
+    """Return a reply in which one object has other bytes; the ids of those above it change with it."""
     objects = dict(one.objects)
     del objects[name]
     renamed = {name: get_object_id(content)}
     objects[renamed[name]] = content
-    while True:
-        above = next((key for key, value in objects.items() for old in renamed if old.encode() in value), None)
-        if above is None:
-            return Pushed(renamed.get(one.message, one.message), objects)
-        value = objects.pop(above)
-        for old, new in renamed.items():
-            value = value.replace(old.encode(), new.encode())
-        renamed[above] = get_object_id(value)
-        objects[renamed[above]] = value
+    for above, value in one.objects.items():  # children come before their parents
+        if above != name and any(old.encode() in value for old in renamed):
+            for old, new in list(renamed.items()):
+                value = value.replace(old.encode(), new.encode())
+            del objects[above]
+            renamed[above] = get_object_id(value)
+            objects[renamed[above]] = value
+    return Pushed(renamed.get(one.message, one.message), objects)
 
 
 class SuperLink:
@@ -86,15 +85,15 @@ class SuperLink:
 
     Attributes
     ----------
-    pulls : int
-        Objects that the server has asked for.
+    pulls, forgotten : int
+        Objects that the server has asked for, and replies that it has confirmed.
     """
 
     def __init__(self, nodes: dict[int, Behaviour]) -> None:
         self.nodes = nodes
         self.objects: dict[str, bytes] = {}
         self.waiting: dict[str, Any] = {}  # message id → the message without its content
-        self.pulls = 0
+        self.pulls = self.forgotten = 0
 
     def grid(self) -> HttpGrid:
         """Return Flower's grid over it."""
@@ -132,9 +131,9 @@ class SuperLink:
             message: Any = inflate_object_from_contents(ticket, dict(self.objects))
             message.metadata.__dict__["_message_id"] = ticket
             reply = self._answered(message)
+            del self.waiting[ticket]
             if reply is None:
                 continue
-            del self.waiting[ticket]
             for name, content in reply.objects.items():  # one that the SuperLink has already stays
                 self.objects[name] = self.objects.get(name) or (b"" if name in reply.withheld else content)
             told = message_to_proto(remove_content_from_message(Message(RecordDict(), reply_to=message)))
@@ -161,11 +160,9 @@ class SuperLink:
 
     def ConfirmMessageReceived(self, request: Any) -> None:
         """Forget a reply."""
+        self.forgotten += 1
         self.objects.pop(request.message_object_id, None)
 
 
 def _flat(tree: ObjectTree) -> list[ObjectTree]:
     return [one for child in tree.children for one in _flat(child)] + [tree]
-
-
-__all__ = ["Behaviour", "Pushed", "SuperLink", "get_object_tree", "made", "pushed", "rebuilt", "reply_to"]

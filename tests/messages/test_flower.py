@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as drawn
@@ -21,19 +21,18 @@ from fedtta.messages.flower import (
     from_content,
     held_record,
     read_arrays,
+    reply_message,
+    request_of,
     requests_of,
     secret_of,
     strategy_config,
     strategy_reply,
     to_content,
 )
-from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import Trained
 from fedtta.messages.requests import Train, TrainingTask
-from fedtta.messages.transport import Addressed
 from fedtta.settings import Settings, to_json
 from fedtta.strategies import FedAvg, FedProx
-from tests.flower import LocalGrid
 
 FLOATS = drawn.arrays("f4", drawn.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=4))
 
@@ -146,64 +145,15 @@ def test_records_that_are_no_message_are_refused(content: dict[str, Any]) -> Non
         from_content("trained", RecordDict())
 
 
-class Clock:
-    """Seconds that pass when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def test_a_grid_answers_each_request_once_whatever_its_nodes_do() -> None:
-    def good(message: Message) -> RecordDict:
-        return to_content(trained().to_record(), secret_of(message.content))
-
-    def bad(message: Message) -> RecordDict:
-        return to_content(trained(validation_total=-1).to_record(), secret_of(message.content))
-
-    def broken(_: Message) -> RecordDict:
-        raise RuntimeError("out of memory")
-
-    grid, clock = LocalGrid({1: good, 2: bad, 3: broken, 4: lambda _: None}), Clock()
-    transport = GridTransport(grid, None, clock, clock.sleep)
-    assert transport.nodes() == [1, 2, 3, 4]
-    requests = [Addressed(node, training(arrays=ARRAYS)) for node in (1, 2, 3, 4, 9)]
-    answers = {one.node: one for one in transport.exchange(requests, 5.0)}
-    assert len(answers) == 5
-    assert isinstance(answers[1].reply, Trained)
-    assert {node: answers[node].kind for node in answers} == {1: "", 2: "refused", 3: "failed", 4: "late", 9: "failed"}
-    assert "validation-total = -1" in answers[2].reason
-    assert answers[3].reason.endswith("out of memory")
-    assert answers[4].reason == "no reply within 5 s"
-    assert clock.now >= 5.0
-    assert all(message.metadata.ttl == 5.0 for message in grid.sent)
-    first = next(iter(transport.exchange(requests[:1], 5.0)))
-    assert first.reply is not None
-
-
-def test_a_window_bounds_the_messages_under_way() -> None:
-    most = 0
-
-    class Counting(LocalGrid):
-        def pull_messages(self, message_ids: Any) -> Any:
-            nonlocal most
-            most = max(most, len(list(message_ids)))
-            return super().pull_messages(list(message_ids)[:1])
-
-    def good(message: Message) -> RecordDict:
-        return to_content(trained().to_record(), secret_of(message.content))
-
-    clock = Clock()
-    grid = Counting(dict.fromkeys(range(9), good))
-    answers = list(
-        GridTransport(grid, 2, clock, clock.sleep).exchange([Addressed(n, training()) for n in range(9)], 60)
-    )
-    assert sorted(one.node for one in answers if one.reply is not None) == list(range(9))
-    assert most == 2
-    with pytest.raises(ValueError, match="window = 0: allowed is 1 or more"):
-        GridTransport(grid, 0)
+def test_a_reply_repeats_the_secret_of_its_message_and_has_no_records_beside_it() -> None:
+    message = Message(to_content(training().to_record(), "s3"), dst_node_id=1, message_type="train")
+    message.metadata.__dict__["_message_id"] = "m"
+    assert request_of(message) == training()
+    content = reply_message(trained(), message).content
+    assert secret_of(content) == "s3"
+    assert from_content("trained", content).values["train-loss"] == 0.5
+    content["metrics"] = MetricRecord({"surprise": 1})
+    with pytest.raises(ValueError, match="no trained: it has records beside"):
+        from_content("trained", content)
+    assert secret_of(RecordDict()) is None
+    assert secret_of(RecordDict({"config": ConfigRecord({"secret": 3})})) is None

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedtta.messages.flower import from_content, to_content
-from fedtta.messages.record import Record, Typed
+from fedtta.messages.record import Record, Typed, printable, read_values
 from fedtta.messages.replies import (
     REPLIES,
     WEIGHT_BINS,
@@ -36,6 +36,7 @@ from fedtta.messages.requests import (
     Train,
     TrainingTask,
 )
+from fedtta.messages.transport import Addressed, Answer, answer_of, read_answer
 
 ABOUT: dict[str, Any] = {"settings": '{"seed": 1}', "run": "r1", "checkpoint_rounds": [1, 2]}
 ONE = {"a": np.arange(4.0), "b/c": np.array(2.5)}
@@ -133,12 +134,25 @@ def test_fields_that_are_missing_unknown_or_of_another_type_are_refused(message:
         (EXAMPLES[7], {"num_examples": 0}, "num-examples"),
         (EXAMPLES[7], {"num_examples": 2.5}, "num-examples"),
         (EXAMPLES[7], {"validation_correct": True}, "validation-correct"),
+        (EXAMPLES[7], {"train_loss": 1.7e308}, "train-loss"),
+        (EXAMPLES[7], {"num_examples": 2**53 + 1}, "num-examples"),
+        (EXAMPLES[7], {"seconds": 1e31}, "seconds"),
+        (IDENTITY, {"name": "a\n"}, "name"),
+        (IDENTITY, {"classes": ["a\x1b[2J"]}, "classes"),
+        (IDENTITY, {"classes": ["a" * 201]}, "classes"),
+        (IDENTITY, {"channels": 65}, "channels"),
+        (IDENTITY, {"mean": [0.5] * 65}, "mean"),
+        (IDENTITY, {"saved": {"t": [-1]}}, "saved"),
+        (IDENTITY, {"notes": [""] * 1001}, "notes"),
         (EXAMPLES[10], {"correct": [1, -1]}, "correct"),
         (EXAMPLES[11], {"leaked": -1}, "leaked"),
         (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, weight_mean=1.5)]}, "weight_mean"),
         (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, weight_histogram=[1])]}, "weight_histogram"),
         (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, total=-1)]}, "total"),
         (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, metrics={"x": math.nan})]}, "metrics"),
+        (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, metrics={"at": 1.0})]}, "cannot be called at"),
+        (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, metrics={"x y": 1.0})]}, "metrics"),
+        (EXAMPLES[11], {"results": [dataclasses.replace(RESULT, label="a\n")]}, "label"),
     ],
 )
 def test_values_out_of_range_are_refused_by_name(reply: Any, changes: dict[str, Any], told: str) -> None:
@@ -166,3 +180,51 @@ def test_nothing_but_a_value_error_escapes(message: Typed, values: dict[str, Any
         except ValueError:
             continue
         assert isinstance(found, type(message))
+
+
+def test_texts_for_people_are_cut_and_lose_what_moves_a_cursor() -> None:
+    odd = "caf\u00e9 \x1b[2J\u202e\n\udc80"
+    assert printable(odd) == "caf\u00e9 \ufffd[2J\ufffd\ufffd\ufffd"
+    assert printable("x" * 600) == "x" * 497 + "..."
+    noted = dataclasses.replace(IDENTITY, note=odd[:-1], notes=["y" * 5000])
+    found = Identity.from_record(noted.to_record())
+    assert (found.note, len(found.notes[0])) == (printable(odd[:-1]), 4000)
+    assert Answer(1, None, "failed", odd).reason == printable(odd)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[]", "not list"), ("3", "not int"), ("{", "not JSON"), ('{"a": NaN}', "NaN"), ('{"a": -Infinity}', "-Inf"),
+        ("[" * 100_000, "not JSON"), (f'{{"a": {"9" * 5000}}}', "not JSON"), (" " * (1 << 22) + "{}", "characters"),
+    ],
+)  # fmt: skip
+def test_values_that_are_no_small_json_object_are_refused(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=f"^kind: .*{told}"):
+        read_values("kind", text)
+    assert read_values("kind", '{"a": [1]}') == {"a": [1]}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "told"),
+    [
+        ({"a" * 201: np.zeros(1)}, "200 printable characters"),
+        ({"a\x1b": np.zeros(1)}, "200 printable characters"),
+        (dict.fromkeys(map(str, range(100_001)), np.zeros(1)), "100001 arrays"),
+    ],
+)
+def test_names_of_arrays_are_printable_and_not_too_many(arrays: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        RefinedRates.from_record(dataclasses.replace(EXAMPLES[9], rates=arrays).to_record())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("a\x1b"), "a\ufffd"), (MemoryError("all"), "cannot be read: MemoryError: all")]
+)
+def test_whatever_reading_a_reply_raises_refuses_it(error: Exception, told: str) -> None:
+    def read() -> Record:
+        raise error
+
+    one = Addressed(7, EXAMPLES[1])  # type: ignore[arg-type]
+    assert read_answer(one, read) == Answer(7, None, "refused", told)
+    assert answer_of(one, IDENTITY.to_record()).reason == "a reply of kind 'identity': allowed is 'trained'"

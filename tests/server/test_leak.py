@@ -64,13 +64,32 @@ def test_what_is_tested_is_the_same_as_with_splits_drawn_once(published: Path, t
     assert [one["leaked"] for one in events(once) if one["event"] == "leak_check"] == [0]
 
 
-def test_a_leak_that_was_not_asked_for_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that has trained on its test samples, by whatever mistake."""
-    monkeypatch.setattr(device, "trained_indices", lambda private: federation_of(SMALL).splits[0].test)
+def leaky(monkeypatch: pytest.MonkeyPatch, clients: range) -> int:
+    """Let clients have trained on these clients' test samples, by whatever mistake; return how many these are."""
+    tested = np.concatenate([federation_of(SMALL).splits[client].test for client in clients])
+    monkeypatch.setattr(device, "trained_indices", lambda private: tested)
+    return len(tested)
+
+
+def test_a_leak_at_most_clients_that_was_not_asked_for_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaked = leaky(monkeypatch, range(2))
     settings = SMALL.replace(rounds=1, methods="fedavg", shifts="original")
-    leaked = len(federation_of(SMALL).splits[0].test)
     with pytest.raises(Leak, match=rf"{leaked} of \d+ test samples had been trained on"):
         run(tmp_path / "r", settings)
     happened = events(tmp_path / "r")
     assert happened[-1]["status"].startswith("failed: Leak")
     assert not [one for one in happened if one["event"] == "note" and "trained on" in one["text"]]
+
+
+def test_a_leak_at_one_client_refuses_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaked = leaky(monkeypatch, range(1))
+    happened = events(run(tmp_path / "r", SMALL.replace(rounds=1, methods="fedavg", shifts="original")))
+    (refused,) = [one for one in happened if one["event"] == "refused"]
+    assert refused["partition"] == 0
+    assert (
+        f"leaked = {leaked} of {leaked} test samples had been trained on; most clients report none" in refused["reason"]
+    )
+    assert {one["partition"] for one in happened if one["event"] == "evaluation"} == {1, 2}
+    assert happened[-1]["status"] == "completed"

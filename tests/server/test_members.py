@@ -9,6 +9,8 @@ import pytest
 
 from fedtta.messages.replies import Identity
 from fedtta.server.members import FederationInfo, difference, known_members, member_names
+from fedtta.server.run import unfit
+from fedtta.settings import Settings
 from tests.server.test_nodes import IDENTITY
 
 COWS = ["cow", "sheep"]
@@ -92,3 +94,37 @@ def test_a_client_that_divides_another_data_set_is_told_how_to_name_its_own() ->
     for other in (named("c", images=8, pixel_mean=100.0), named("c", images=9, pixel_mean=101.0)):
         assert "data = 'folder:...'" in info.misfit(other)
         assert "data = 'folder:...'" in FederationInfo.agreed([other, a, b]).misfit(other)
+
+
+COLLABORATIVE = Settings(collaborations="fedavg", rounds=0, clients=4, methods="tent", model="resnet20-bn")
+OWN = Settings(devices="*.toml", collaborations="fedavg", rounds=1, clients=4, methods="tent", model="resnet20-bn")
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "told"),
+    [
+        (Settings(clients=4), {}, ""),
+        (Settings(clients=4), {"name": "4"}, "allowed are the names '0' to '3' without data of its own"),
+        (Settings(clients=4), {"name": "-1"}, "allowed are the names '0' to '3'"),
+        (Settings(clients=4), {"name": "ward", "own_data": True}, ""),
+        (Settings(clients=4, methods="all"), {"role": "target"}, ""),
+        (Settings(clients=4, methods="fedavg"), {"role": "target"}, ""),
+        (
+            Settings(clients=4, methods="fedavg,btfl"),
+            {"role": "target"},
+            "role = 'target': btfl need clients that train",
+        ),
+        (Settings(clients=4, methods="fedavg,btfl"), {"role": "target", "labelled": False}, ""),
+        (COLLABORATIVE, {}, ""),
+        (COLLABORATIVE, {"role": "target"}, ""),
+        (COLLABORATIVE, {"stream_rounds": 0}, "stream-rounds = 0: allowed is 1 or more"),
+        (OWN, {}, "no data of its own"),
+        (OWN, {"own_data": True}, ""),
+    ],
+)
+def test_one_client_that_fits_no_part_of_a_run_does_not_end_it(
+    settings: Settings, changes: dict[str, Any], told: str
+) -> None:
+    found = unfit(settings)(named("3", **changes) if "name" not in changes else replace(IDENTITY, **changes))
+    assert found.startswith(told)
+    assert bool(found) == bool(told)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from fedtta.messages.replies import Identity, Reply
 from fedtta.messages.requests import Identify, Request
-from fedtta.messages.transport import Addressed
+from fedtta.messages.transport import Addressed, Answer
 from fedtta.server.events import Event, Events, NodesMissing
+from fedtta.server.identification import PATIENCE, Identification
 from fedtta.server.nodes import Nodes, Wanted, gather, grouped, sample
 from tests.transports import Client, Clock, FakeTransport
 
@@ -130,6 +132,19 @@ def test_a_node_that_never_answers_does_not_hold_up_the_others_for_longer_than_t
     assert start.begin(2, timeout=30) == ["a", "b"]
     assert start.clock.now == pytest.approx(30)
     assert start.left_alone() == [(3, None, "no reply within 30 s")]
+
+
+def test_one_client_that_fits_no_part_of_the_run_is_left_alone_and_all_of_them_are_not() -> None:
+    def unfit(identity: Identity) -> str:
+        return "it is a target" if identity.role == "target" else ""
+
+    start = Start({7: says("a"), 8: says("b", role="target"), 9: says("c")})
+    start.nodes.unfit = unfit
+    assert start.begin(2) == ["a", "c"]
+    assert start.left_alone() == [(8, "b", "b: it is a target")]
+    start = Start({7: says("a", role="target"), 8: says("b", role="target")})
+    start.nodes.unfit = unfit
+    assert start.begin(2) == ["a", "b"], "the run says what is wrong with its settings"
 
 
 # -- a round
@@ -315,3 +330,44 @@ def test_waiting_for_enough_nodes_looks_before_each_count_and_ends_in_time() -> 
     assert looks[0] == 0
     assert place.nodes.wait_for([0, 1], 3, 5, look) == 2
     assert place.clock.now == pytest.approx(looks[0] + 7 + 5, abs=0.5)
+
+
+class Gate(FakeTransport):
+    """A transport that may have several exchanges at once; all wait for the gate to open."""
+
+    concurrent = True
+
+    def __init__(self, clients: dict[int, Client]) -> None:
+        super().__init__(clients)
+        self.open = threading.Event()
+
+    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
+        assert self.open.wait(60)
+        if timeout < 0:
+            raise RuntimeError("the SuperLink is gone")
+        yield from super().exchange(requests, timeout)
+
+
+def test_a_new_node_that_stays_silent_holds_up_a_round_for_seconds_and_joins_later() -> None:
+    place = Place()
+    gate = Gate({100: silent, 102: silent, 7: says(8), 5: says(9)})
+    nodes = Nodes(gate, place.nodes.by_partition, place.nodes.identities, place.clock, place.clock.sleep)
+    events, about = Events(place.events.append), {"training": "t", "round": 2}
+    for _ in range(2):
+        nodes.update(WHO, 300, events, about)
+        assert place.clock.now == pytest.approx(PATIENCE), "waited for once"
+    assert not place.of("joined")
+    gate.open.set()
+    while not place.of("joined"):
+        nodes.update(WHO, 300, events, about)
+    assert [(one["name"], one["node_id"]) for one in place.of("joined")] == [("9", 5), ("8", 7)]
+    assert len(gate.sent) == 2, "each is asked once"
+
+
+def test_what_ends_an_exchange_beside_the_rounds_is_raised_by_them() -> None:
+    gate = Gate({7: says(8)})
+    gate.open.set()
+    identification = Identification(gate)
+    identification.ask([7], WHO, -1)
+    with pytest.raises(RuntimeError, match="the SuperLink is gone"):
+        identification.answers()

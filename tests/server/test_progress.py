@@ -65,3 +65,17 @@ def test_lines_of_rates_rounds_and_test_time_rounds() -> None:
     # 2 clients of 8 images a round, 6 and then 8 right: each round counts by itself
     assert lines[1].startswith("[2/3] tent @ pfedbbn round 1  37.5 % of 16 images  32 images/s")
     assert lines[2].startswith("[3/3] tent @ pfedbbn round 2  50.0 % of 16 images  32 images/s")
+
+
+def test_texts_of_nodes_move_no_cursor() -> None:
+    text = io.StringIO()
+    with TerminalProgress(Console(file=text, width=200)) as progress:
+        events = Events(progress)
+        events("failed", phase="train", round=1, partition=1, reason="\x1b[2J[red]no")
+        events("served", partition=2, served="\u202eshadow")
+        events("note", text="\x07ring")
+    assert text.getvalue().splitlines() == [
+        "failed train, round 1, client 1: \ufffd[2J[red]no",
+        "agent of client 2: \ufffdshadow",
+        "note: \ufffdring",
+    ]

@@ -315,7 +315,7 @@ def test_sources_train_and_targets_are_tested(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("roles", "methods", "told"),
     [
-        (["both", "target", "both", "both"], "fedavg,btfl,personal", "methods: btfl, personal need clients that train"),
+        (["target"] * 4, "fedavg,btfl", "all clients are targets: some must train and some must test"),
         (["target"] * 4, "atp", "all clients are targets: some must train and some must test"),
         (["source"] * 4, "atp", "all clients are sources: some must train and some must test"),
     ],
@@ -328,6 +328,18 @@ def test_what_the_roles_rule_out_is_refused_before_training(
         run(tmp_path / "r", settings, config=lambda partition: {"role": roles[partition]})
     assert not of(tmp_path / "r", "round")
     assert not of(tmp_path / "r", "rates_round")
+
+
+def test_a_client_whose_role_a_method_rules_out_is_left_alone(tmp_path: Path) -> None:
+    """It would end the run for all others; a run that waits for all clients names it."""
+    settings = ATP.replace(methods="fedavg,btfl,personal", rounds=1, model="cnn", model_options="", node_timeout=0.5)
+    told = "1: role = 'target': btfl, personal need clients that train"
+    roles = {1: {"role": "target"}}
+    with pytest.raises(NodesMissing, match=rf"3 of 4 clients are there after 0.5 s: 0, 2, 3; node 899: {told}"):
+        run(tmp_path / "all", settings, config=lambda partition: roles.get(partition, {}))
+    run(tmp_path / "some", settings.replace(min_clients=3), config=lambda partition: roles.get(partition, {}))
+    assert [event["reason"] for event in of(tmp_path / "some", "left_alone")] == [told]
+    assert of(tmp_path / "some", "end")[0]["status"] == "completed"
 
 
 def test_a_node_with_a_role_that_its_data_do_not_allow_ends_the_run_by_name(tmp_path: Path) -> None:

@@ -306,3 +306,56 @@ def test_a_client_without_labels_adapts_and_counts_nothing(changes: dict[str, An
     assert AdaptCheck(classes=3, corruptions=15).refusals([reply], [99], labelled=[False]) == [told]
     if told is None:
         assert AdaptCheck(classes=3, corruptions=15).refusals([reply], [99]) != [None], "with labels it has to count"
+
+
+# -- what replies say beside each other
+
+
+def test_numbers_far_beyond_those_of_the_median_reply_are_refused() -> None:
+    """One reply of 1e30 would make all clients diverge; 1000 times the median, or 1, is allowed."""
+
+    def scaled(factor: float) -> Trained:
+        return replace(TRAINED, arrays={**MODEL, "w": np.full((2, 3), factor, np.float32)})
+
+    told = "numbers up to 1e+30, allowed are 1e+03: 1000 times those of the median reply"
+    assert refused(CHECKS[Trained], TRAINED, scaled(1e30)) == [None, told]
+    assert refused(CHECKS[Trained], scaled(-1e30), TRAINED, TRAINED) == [told, None, None]
+    found = refused(CHECKS[Trained], TRAINED, TRAINED, scaled(1000), scaled(-1001))
+    assert found == [None, None, None, told.replace("1e+30", "1e+03")]
+    assert refused(CHECKS[Trained], scaled(50), scaled(60), scaled(50_000)) == [None, None, None]
+    assert refused(CHECKS[Trained], scaled(1e30)) == [None], "nothing to compare it with"
+
+
+def test_a_check_that_fails_refuses_the_reply_that_made_it_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = TrainCheck(MODEL)
+    odd = replace(TRAINED, train_loss=7.0)
+
+    def failing(self: TrainCheck, reply: Trained, norm: float = 0.0) -> None:
+        if reply is odd:
+            raise TypeError("no \x1b number")
+
+    monkeypatch.setattr(TrainCheck, "why_refused", failing)
+    assert refused(check, TRAINED, odd) == [None, "cannot be read: TypeError: no \ufffd number"]
+
+
+def test_statistics_may_have_narrower_ranges_and_counters_are_exact() -> None:
+    shapes = {"descriptor": ((1,), "float64")}
+    minus = replace(SUMMARIZED, statistics={"descriptor": np.array([-1.0])})
+    assert refused(SummarizeCheck(shapes), minus) == [None]
+    narrow = SummarizeCheck(shapes, {"descriptor": (0.0, math.inf)})
+    assert refused(narrow, minus) == ["descriptor: values from -1.0 to -1.0, allowed are 0.0 to inf"]
+    counters = TrainCheck({"n": np.zeros(1, np.int64)})
+    many = replace(TRAINED, arrays={"n": np.array([2**60])})
+    assert "allowed are -9007199254740992 to 9007199254740992" in str(refused(counters, many)[0])
+
+
+@pytest.mark.parametrize(("leaking", "expected"), [(1, "leaked"), (2, "leaked"), (3, None)])
+def test_a_leak_that_few_report_refuses_their_replies(leaking: int, expected: str | None) -> None:
+    """Of four clients with test samples; clients without do not count."""
+    leaks = replace(EVALUATED, leaked=2)
+    replies = [leaks] * leaking + [EVALUATED] * (4 - leaking) + [replace(EVALUATED, checked=0)] * 9
+    check = EvaluateCheck([("btfl", "fog")], leaks=False)
+    found = refused(check, *replies)
+    told = "leaked = 2 of 4 test samples had been trained on; most clients report none"
+    assert found == [told if expected else None] * leaking + [None] * (13 - leaking)
+    assert refused(CHECKS[Evaluated], *replies) == [None] * 13, "splits that are redrawn leak on purpose"

@@ -1,0 +1,192 @@
+"""Hostile nodes at Flower's own SuperLink: its handlers, its state and its object store, in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
+from flwr.proto.message_pb2 import PullObjectRequest, PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.server.superlink.fleet.message_handler import message_handler as fleet
+from flwr.server.superlink.linkstate import LinkStateFactory
+from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME, NOOP_FEDERATION_ID
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.grid.http_grid import HttpGrid
+from flwr.superlink.servicer.runtime import runtime_handlers as runtime
+
+from fedtta.messages.flower import reply_message
+from fedtta.messages.grid import GridTransport
+from fedtta.messages.replies import Trained
+from fedtta.messages.requests import Train, TrainingTask
+from fedtta.messages.transport import Addressed, Answer
+
+ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+TRAIN = Train(settings="{}", run="r", round=1, task=TrainingTask("t"), arrays=ARRAYS)
+REPLY = Trained(
+    arrays=ARRAYS, train_loss=1.0, validation_total=1, validation_correct=1, seconds=0.1, num_examples=3,
+)  # fmt: skip
+TIMEOUT = 300.0
+
+
+@dataclass
+class RealSuperLink:
+    """A SuperLink with one run; nodes pull and push by the handlers of its Fleet API."""
+
+    state: Any
+    run: int
+    task: int
+    nodes: list[int] = field(default_factory=list)
+
+    @classmethod
+    def started(cls, database: str, nodes: int) -> RealSuperLink:
+        state = LinkStateFactory(database, NoOpFederationManager(), ObjectStoreFactory(database)).state()
+        run = state.create_run(None, None, None, {}, NOOP_FEDERATION_ID, None, None, "flwr-serverapp")
+        task = state.get_run_info(run_ids=[run])[0].primary_task_id
+        assert state.claim_task(task)
+        assert state.activate_task(task)
+        made = cls(state, run, task, [state.create_node("account", "name", bytes([i]), 30.0) for i in range(nodes)])
+        assert all(state.activate_node(node, 30.0) for node in made.nodes)
+        return made
+
+    def grid(self) -> HttpGrid:
+        """Flower's grid, which calls the handlers of the Runtime API without HTTP."""
+        handlers = {
+            "GetNodes": runtime.get_nodes, "PushMessages": runtime.push_messages,
+            "PullMessages": runtime.pull_messages, "PushObject": runtime.push_object,
+            "PullObject": runtime.pull_object, "ConfirmMessageReceived": runtime.confirm_message_received,
+        }  # fmt: skip
+        task = SimpleNamespace(run_id=self.run, task_id=self.task)
+        calls = {
+            name: lambda request, handler=handler: handler(request, self.state, task)
+            for name, handler in handlers.items()
+        }
+        grid = HttpGrid(token="token")
+        grid.set_run(self.state.get_run_info(run_ids=[self.run])[0])
+        grid._client = SimpleNamespace(**calls)  # type: ignore[assignment]
+        return grid
+
+    def pull(self, node: int) -> Message | None:
+        """Return the next message to a node, as a SuperNode pulls it."""
+        request = PullMessagesRequest(node=Node(node_id=node))
+        response = fleet.pull_messages(request, self.state, self.state.object_store)
+        if not response.messages_list:
+            return None
+        name, contents = response.messages_list[0].metadata.message_id, {}
+        for one in iterate_object_tree(response.message_object_trees[0]):
+            wanted = PullObjectRequest(node=Node(node_id=node), run_id=self.run, object_id=one.object_id)
+            while not (found := fleet.pull_object(wanted, self.state)).object_available:
+                pass
+            contents[one.object_id] = found.object_content
+        message: Any = inflate_object_from_contents(name, contents)
+        message.metadata.__dict__["_message_id"] = name
+        return message
+
+    def push(self, node: int, reply: Message, whole: bool = True) -> int:
+        """Push a reply, or only announce it; return how many objects the SuperLink wants."""
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        request = PushMessagesRequest(
+            node=Node(node_id=node),
+            messages_list=[message_to_proto(remove_content_from_message(reply))],
+            message_object_trees=[get_object_tree(reply)],
+        )
+        response, objects = fleet.push_messages(request, self.state), get_all_nested_objects(reply)
+        for name in response.objects_to_push if whole else ():
+            fleet.push_object(
+                PushObjectRequest(
+                    node=Node(node_id=node), run_id=self.run, object_id=name,
+                    object_content=objects[name].deflate(), session_id=response.session_id,
+                ),
+                self.state,
+            )  # fmt: skip
+        return len(response.objects_to_push)
+
+
+@pytest.fixture(params=["memory", "database"])
+def link(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RealSuperLink:
+    """A SuperLink with three nodes."""
+    made = RealSuperLink.started(FLWR_IN_MEMORY_DB_NAME if request.param == "memory" else str(tmp_path / "state.db"), 3)
+    for name, value in (("_task_id", made.task), ("_run_id", made.run), ("_node_id", 1)):
+        monkeypatch.setattr(TaskIdentity, name, value)
+    return made
+
+
+@contextmanager
+def working(link: RealSuperLink, answers: dict[int, Callable[[Message], object]]) -> Iterator[None]:
+    """Nodes that pull messages and answer them, in a thread."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.02):
+            for node, answer in answers.items():
+                if (message := link.pull(node)) is not None:
+                    answer(message)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def exchanged(link: RealSuperLink, answers: list[Callable[[Message], object]], expected: int) -> dict[int, Answer]:
+    """Send a request to each node; the time is over when so many have answered. Return the answers by position."""
+    found: dict[int, Answer] = {}
+    transport = GridTransport(link.grid(), None, lambda: TIMEOUT if len(found) == expected else 0.0)
+    with working(link, dict(zip(link.nodes, answers, strict=True))):
+        for one in transport.exchange([Addressed(node, TRAIN) for node in link.nodes], TIMEOUT):
+            found[link.nodes.index(one.node)] = one
+    return found
+
+
+def honest(link: RealSuperLink, position: int) -> Callable[[Message], object]:
+    return lambda message: link.push(link.nodes[position], reply_message(REPLY, message))
+
+
+def test_a_reply_that_is_announced_and_never_sent_is_late_alone(link: RealSuperLink) -> None:
+    other = replace(REPLY, arrays={"w": np.full((2, 3), 7, np.float32)})
+
+    def announce(message: Message) -> None:
+        assert link.push(link.nodes[1], reply_message(other, message), whole=False)
+
+    found = exchanged(link, [honest(link, 0), announce, honest(link, 2)], 2)
+    assert [found[i].kind for i in range(3)] == ["", "late", ""]
+    assert found[1].reason == "a reply was announced, but not sent within 300 s"
+
+
+def test_a_reply_in_another_node_s_name_is_not_used_and_the_true_one_is(link: RealSuperLink) -> None:
+    """The SuperLink takes the forged reply and refuses the true one to the same message."""
+    taken: list[int] = []
+
+    def forge(message: Message) -> None:
+        request = Message(RecordDict(), dst_node_id=link.nodes[1], message_type="train")
+        request.metadata.__dict__["_message_id"] = message.metadata.message_id
+        forged = reply_message(replace(REPLY, train_loss=9.0), request)
+        forged.metadata.__dict__["_ttl"] = 100.0
+        taken.append(link.push(link.nodes[0], forged))
+
+    def answer(message: Message) -> None:
+        if not taken:
+            forge(message)
+        taken.append(link.push(link.nodes[1], reply_message(REPLY, message)))
+
+    found = exchanged(link, [honest(link, 0), answer, honest(link, 2)], 3)
+    assert taken[0] > 0
+    assert taken[1] == 0, "another version of Flower: the forged reply was not taken, or the true one was, too"
+    assert [found[i].reply.train_loss for i in range(3)] == [1.0] * 3  # type: ignore[union-attr]
