@@ -56,8 +56,9 @@ ROUNDS: dict[str, dict[str, Any]] = {
         "stream_rounds": 2, **BATCHNORM,
     },
 }  # fmt: skip
-#: What differs between two runs of the same thing: time, and the network that a client is sent once more.
-UNEQUAL = ("at", "seconds", "wall_seconds", "train_seconds", "bytes_down")
+#: What differs between two runs of the same thing: time, what is computed from it, and the network that a client is
+#: sent once more.
+UNEQUAL = ("at", "digest", "seconds", "wall_seconds", "train_seconds", "bytes_down")
 RESULTS = (
     "plan", "clients", "round", "statistics", "rates_round", "rates", "adapt_round", "adapted", "evaluation",
     "leak_check",
