@@ -20,6 +20,7 @@ from fedtta.client.agent.core import Agent
 from fedtta.client.agent.predictions import NoModel
 from fedtta.client.agent.store import StateInUse
 from fedtta.client.node import Node
+from fedtta.client.state import DirectoryState
 from fedtta.messages.replies import Evaluated, Reply
 from fedtta.messages.requests import Evaluate, Identify, Request, TrainingTask
 from tests.client.agent.world import common, config, evaluation, fork, killed, labels, said, sample_images, train
@@ -248,7 +249,9 @@ def test_old_runs_are_forgotten_and_that_is_noted(
     private = folder / "state" / "private"
     monkeypatch.setattr(agent, "_take_over", lambda request: None)
     for run in ("run2", "run3"):
-        shutil.copytree(private / "run1", private / run)
+        again = DirectoryState(private, run, "0")
+        for key, tags in (one := DirectoryState(private, "run1", "0")).tags().items():
+            again.save(key, tags[-1], one.load(key, tags[-1]) or {})
         agent.perform(evaluation(request.arrays, None, run=run))
     assert sorted(path.name for path in private.iterdir() if path.name.startswith("run")) == ["run2", "run3"]
     assert "run run1 forgotten: it is not among the last 2" in agent.status().notes

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fedtta.client.agent.live import Live, images
+from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.client.agent.predictions import Busy, Prediction, PredictQueue
 from tests.client.agent.world import sample_images, served
 
@@ -174,7 +174,7 @@ class Slow:
         self.per, self.may, self.calls = self.live.adapter.per, threading.Event(), 0
 
     def check(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
-        return images(pixels, self.live.served.shape)
+        return as_floats(checked(pixels, self.live.served.shape))
 
     def predict(self, pixels: NDArray[np.float32]) -> Prediction:
         assert self.may.wait(60)
