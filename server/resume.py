@@ -17,7 +17,7 @@ from fedtta.server.events import Event, RunError
 from fedtta.server.members import COMMON, FederationInfo, member_names
 from fedtta.server.report.journal import COPY, METRICS_FILE, Line, read_lines, restored
 from fedtta.settings import Settings, SettingsError, keys_in
-from fedtta.settings.files import write_atomically
+from fedtta.settings.files import cut, write_atomically
 
 #: Settings that a resumed run may change: they decide where and how it runs, not what results.
 FREE = keys_in("source", "storage", "execution", "availability")
@@ -133,20 +133,13 @@ def roll_back(found: Found) -> str:
         path.rename(path.with_suffix(".cut"))
     for file in (copy, metrics):  # the copy is never ahead
         if file.exists():
-            _truncate(file, found.checkpoint.offset)
+            cut(file, found.checkpoint.offset)
     return name
 
 
 def _free(folder: Path, what: str) -> Path:
     """Return the first of `metrics-<n>.<what>.jsonl` that is not there."""
     return next(path for n in itertools.count(1) if not (path := folder / f"metrics-{n}.{what}.jsonl").exists())
-
-
-def _truncate(path: Path, size: int) -> None:
-    """Cut a file to at most `size` bytes."""
-    with path.open("r+b") as file:
-        file.truncate(min(size, path.stat().st_size))
-        os.fsync(file.fileno())
 
 
 def earlier_events(folder: Path, offset: int | None = None) -> list[Event]:

@@ -72,6 +72,17 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
             raise
 
 
+def cut(path: Path, size: int) -> None:
+    """Cut a file to at most `size` bytes, durably."""
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(handle).st_size > size:
+            os.ftruncate(handle, size)
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk."""
     if os.name != "posix":

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import re
-import secrets
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedtta.settings.files import write_atomically
 
 Purpose = Literal["server", "client"]
 SKEW = datetime.timedelta(minutes=10)  # clocks of devices may be behind by this much
@@ -194,9 +194,9 @@ class NodeKey:
         if new:
             key = ec.generate_private_key(ec.SECP384R1())
             openssh, none = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-            write(self.path, key.private_bytes(serialization.Encoding.PEM, openssh, none), private=True)
+            write_atomically(self.path, key.private_bytes(serialization.Encoding.PEM, openssh, none), private=True)
             form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-            write(self._public, key.public_key().public_bytes(*form) + b"\n", private=False)
+            write_atomically(self._public, key.public_key().public_bytes(*form) + b"\n")
         return f"{'made' if new else 'kept'} {self._public.name[:-4]}: valid until it is unregistered"
 
 
@@ -229,20 +229,6 @@ def hosts_of(certificate: x509.Certificate) -> list[str]:
     return [str(name.value) for name in _names(certificate)]
 
 
-def write(path: Path, content: bytes, private: bool) -> None:
-    """Write a file atomically; a private one is never readable by others."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _builder(subject: str, issuer: str, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
     now = _now()
     return (
@@ -271,8 +257,8 @@ def _usage(signs: bool) -> x509.KeyUsage:
 def _write_pair(stem: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
     form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     path, private = files_of(stem)
-    write(private, key.private_bytes(serialization.Encoding.PEM, *form), private=True)
-    write(path, certificate.public_bytes(serialization.Encoding.PEM), private=False)
+    write_atomically(private, key.private_bytes(serialization.Encoding.PEM, *form), private=True)
+    write_atomically(path, certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def _valid(path: Path, kind: str) -> x509.Certificate:
