@@ -235,14 +235,15 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _fitting(path: Path, metrics: bytes, lines: Sequence[Line]) -> Checkpoint:
     """Read a checkpoint; ValueError when it is damaged or its events are not all in the metrics file."""
-    checkpoint = read_checkpoint(path)
+    checkpoint, begin = read_checkpoint(path), 0
+    for line in lines:
+        if line.fault and begin < checkpoint.offset:
+            raise ValueError(f"{path}: {METRICS_FILE}, line {line.number}, which came before it: {line.fault}")
+        begin = line.end
     if checkpoint.offset > len(metrics) or not metrics[: checkpoint.offset].endswith(b"\n"):
         raise ValueError(
             f"{path}: {METRICS_FILE} has {len(metrics)} bytes, the checkpoint was written after {checkpoint.offset}"
         )
-    for line in lines:
-        if line.fault and line.end <= checkpoint.offset:
-            raise ValueError(f"{path}: {METRICS_FILE}, line {line.number}, which came before it: {line.fault}")
     return checkpoint
 
 

@@ -130,7 +130,8 @@ class Copy:
             return 0
         if self._size is None:
             there = self.path.read_bytes() if self.path.exists() else b""
-            if not self._journal.read_bytes().startswith(there):  # of another run, or damaged
+            whole = not there or there.endswith(b"\n")
+            if not (whole and self._journal.read_bytes().startswith(there)):  # of another run, or damaged
                 self.path.unlink()
                 there = b""
             self._size = len(there)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-#: "FEDTTA_HOSTILE=full": every operation fails once; by default every so many.
+#: "FEDTTA_HOSTILE=full": every operation fails once; by default one of those alike.
 FULL = os.environ.get("FEDTTA_HOSTILE") == "full"
 Operation = tuple[str, str]  # its name, and the file's path in the folder
 
@@ -135,6 +137,12 @@ def from_on(number: int) -> Callable[[int], bool]:
     return lambda now: now >= number
 
 
-def numbers(count: int, step: int) -> list[int]:
-    """Return the numbers of the operations that are to fail: all of them, or every `step`-th and the last."""
-    return sorted({*range(0, count, 1 if FULL else step), count - 1})
+def numbers(seen: Sequence[Operation]) -> list[int]:
+    """Return the numbers of the operations that are to fail: all, or of those alike, by what came before, one."""
+    if FULL:
+        return list(range(len(seen)))
+    kinds = [("", ""), *((name, re.sub(r"[0-9a-f]{8}|[0-9]+", "0", file)) for name, file in seen)]
+    found: dict[tuple[Operation, Operation], int] = {}
+    for number, pair in enumerate(pairwise(kinds)):
+        found.setdefault(pair, number)
+    return sorted(found.values())

@@ -104,10 +104,11 @@ def changed(begun: Path, folder: Path, fails: Callable[[int], bool]) -> tuple[Di
                 assert len(disk.failed) > failures
                 assert kept(store) == (history[-1] if history else [("served", model().digest(), 0)])
                 held = after_a_kill(folder, folder.with_name("copy"))
-                assert [one for one in held if one[0] == "served"], disk.failed
+                assert [state for state, _, _ in held].count("served") == 1, disk.failed
                 step(store)
             history.append(kept(store))
-            assert after_a_kill(folder, folder.with_name("copy")) == history[-1], disk.failed  # what is said is so
+            if len(disk.failed) > failures or len(history) == len(steps()):
+                assert after_a_kill(folder, folder.with_name("copy")) == history[-1], disk.failed  # what is said is so
         store.close()
     return disk, history
 
@@ -115,7 +116,7 @@ def changed(begun: Path, folder: Path, fails: Callable[[int], bool]) -> tuple[Di
 def test_the_agents_store_loses_nothing_at_any_failing_operation(begun: Path, tmp_path: Path) -> None:
     undisturbed, expected = changed(begun, tmp_path / "s", lambda number: False)
     assert {name for name, _ in undisturbed.seen} == {"open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir"}
-    for number in numbers(len(undisturbed.seen), 9):
+    for number in numbers(undisturbed.seen):
         shutil.rmtree(tmp_path / "s")
         disk, history = changed(begun, tmp_path / "s", once(number))
         assert len(disk.failed) == 1
@@ -124,25 +125,24 @@ def test_the_agents_store_loses_nothing_at_any_failing_operation(begun: Path, tm
 
 
 def test_a_disk_that_stays_full_changes_nothing(begun: Path, tmp_path: Path) -> None:
-    undisturbed, _ = changed(begun, tmp_path / "s", lambda number: False)
-    for number in numbers(len(undisturbed.seen), 13):
+    undisturbed, history = changed(begun, tmp_path / "s", lambda number: False)
+    for number in numbers(undisturbed.seen):
         shutil.rmtree(tmp_path / "s")
         shutil.copytree(begun, tmp_path / "s")
-        said, disk = [("served", model().digest(), 0)], Disk(tmp_path / "s")
-        with disk.failing(from_on(number)):
+        before, done = [("served", model().digest(), 0)], 0
+        with Disk(tmp_path / "s").failing(from_on(number)) as disk:
             store = Store(tmp_path / "s", 3, lambda text: None)
             for step in steps():
                 try:
                     step(store)
-                except (OSError, ValueError, StopIteration):  # a step that needs the one before
+                except OSError:
                     break
-                said = kept(store)
-            assert kept(store) == said
+                before, done = kept(store), done + 1
+            assert kept(store) == before
             store.close()
         found = after_a_kill(tmp_path / "s", tmp_path / "copy")
-        # where only the last flush failed, the change may be there although it was not said
-        assert len([one for one in found if one[0] == "served"]) == 1
-        assert [one for one in found if one in said] or found == said
+        # where only the last flush failed, the change is there although it was not said
+        assert found == before or found == history[done], disk.failed
 
 
 # -- the agent
@@ -190,7 +190,7 @@ def test_sigterm_with_any_failing_operation_tells_the_truth(
     shutil.copytree(trained[0], tmp_path / "whole")
     status, disk = ended(tmp_path / "whole", monkeypatch, lambda number: False)
     assert status == 0
-    for number in numbers(len(disk.seen), 5):
+    for number in numbers(disk.seen):
         for fails in (once(number), from_on(number)):
             shutil.copytree(trained[0], tmp_path / "a")
             status, disk = ended(tmp_path / "a", monkeypatch, fails)
@@ -269,9 +269,9 @@ def rounds(folder: Path, fails: Callable[[int], bool]) -> Disk:
 
 
 def test_private_state_loses_nothing_at_any_failing_operation(tmp_path: Path) -> None:
-    count = len(rounds(tmp_path / "s", lambda number: False).seen)
-    assert count > 60
-    for number in numbers(count, 3):
+    seen = rounds(tmp_path / "s", lambda number: False).seen
+    assert len(seen) > 60
+    for number in numbers(seen):
         shutil.rmtree(tmp_path / "s")
         assert len(rounds(tmp_path / "s", once(number)).failed) == 1
         assert DirectoryState(tmp_path / "s", "run1", "0").tags()["t"][-2:] == [4, 5]
@@ -285,9 +285,10 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     known = described()
     for module in ("fedtta.server.app", "fedtta.server.run"):
         monkeypatch.setattr(f"{module}.describe", lambda settings: {**known, "settings": settings.flat()})
+    monkeypatch.setattr("fedtta.server.report.page.build_page", lambda *_: "<html>")  # which takes most of the time
 
 
-SETTINGS = SMALL.replace(rounds=1, methods="fedavg,fedthe", checkpoints_kept=2)
+SETTINGS = SMALL.replace(rounds=1, methods="fedthe", checkpoints_kept=1)
 
 
 def a_run(folder: Path, resume: bool = False) -> Path:
@@ -306,9 +307,9 @@ def whole(tmp_path: Path, quiet: None) -> Iterator[tuple[Path, list[Any]]]:
 
 def test_a_run_is_resumed_after_any_failing_operation(whole: tuple[Path, list[Any]], tmp_path: Path) -> None:
     folder, seen = whole
-    assert len(seen) > 100
-    for number in numbers(len(seen), 11):
-        for fails in (once(number), from_on(number)) if FULL or number % 2 else (from_on(number),):
+    assert len(seen) > 60
+    for number in numbers(seen):
+        for fails in (once(number), from_on(number)) if FULL else (once(number) if number % 2 else from_on(number),):
             disk = Disk(tmp_path / "cut" / "r")
             told: BaseException | None = None
             with disk.failing(fails):
