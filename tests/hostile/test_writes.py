@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import queue
+import resource
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from fedtta.client.agent.__main__ import run as run_agent
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.store import Store
 from fedtta.client.state import DirectoryState, NetworkStore
+from fedtta.messages import agent_pb2 as pb
+from fedtta.messages import protobuf
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.requests import Evaluate
 from fedtta.server.app import serve
@@ -31,6 +36,8 @@ from fedtta.server.events import RunError
 from fedtta.server.report import read_results
 from fedtta.server.report.journal import read_lines
 from tests.client.agent import fake
+from tests.client.agent.test_encoded import encoded, model_file
+from tests.client.agent.test_main import ROOT, START, command
 from tests.client.agent.test_store import CPU, model, state
 from tests.client.agent.world import config, sample_images, train
 from tests.hostile.disk import FULL, Disk, from_on, numbers, once
@@ -64,7 +71,6 @@ def kept(store: Store) -> list[Kept]:
     for one in store.models:
         newest = store.load(one.digest) if one.state != "refused" else None
         found.append((one.state, one.digest, newest[0].samples if newest else 0))
-        assert one.state == "refused" or store.load_model(CPU, one) is not None
     return found
 
 
@@ -75,6 +81,7 @@ def after_a_kill(folder: Path, copy: Path) -> list[Kept]:
     store = Store(copy, 3, notes.append)
     assert not notes
     found = kept(store)
+    assert all(store.load_model(CPU, one) is not None for one in store.models if one.state != "refused")
     store.close()
     shutil.rmtree(copy)
     return found
@@ -158,6 +165,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluate]:
     return folder, request
 
 
+@contextmanager
+def process(path: Path, **keys: str) -> Iterator[subprocess.Popen[str]]:
+    """An agent as a process, with a model file and its state in a folder; killed in the end."""
+    model_file(path / "m.safetensors")
+    given = {"name": "0", "state-dir": "state", "device": "cpu", **keys}
+    (path / "device.toml").write_text("".join(f'{key} = "{value}"\n' for key, value in given.items()))
+    with subprocess.Popen(command(path), cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
+        try:
+            yield agent
+        finally:
+            agent.kill()
+
+
 def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, fails: Callable[[int], bool]) -> tuple[int, Disk]:
     """Predict 20 samples, then SIGTERM with a disk that fails; return the exit status of the agent."""
     with fake.folder() as short, monkeypatch.context() as patched:
@@ -201,6 +221,22 @@ def test_sigterm_with_any_failing_operation_tells_the_truth(
             assert fails(number + 10**6) or status == 0, disk.failed  # what fails once is tried again
             agent.close()
             shutil.rmtree(tmp_path / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * START)
+def test_a_process_that_may_not_write_ends_with_a_status_that_says_so() -> None:
+    with fake.folder() as path, process(path, adapter="t3a", model="m.safetensors") as agent:
+        with fake.channel(f"unix:{path}/state/agent.sock") as line:
+            images = protobuf.to_files([encoded("PNG")])
+            fake.predictor(line).Predict(pb.PredictRequest(images=images), timeout=START, wait_for_ready=True)
+        resource.prlimit(agent.pid, resource.RLIMIT_FSIZE, (0, 0))  # every write to a file fails from now on
+        agent.send_signal(signal.SIGTERM)
+        _, told = agent.communicate(timeout=START)
+    assert agent.returncode == LOST, told
+    assert "the adapter's state is not saved: [Errno 27]" in told
+    assert "state is saved" not in told
+    assert "Traceback" not in told
 
 
 def test_an_agent_starts_and_predicts_on_a_full_disk(trained: tuple[Path, Evaluate], tmp_path: Path) -> None:
