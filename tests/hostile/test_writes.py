@@ -37,6 +37,7 @@ from fedtta.server.report import read_results
 from fedtta.server.report.journal import read_lines
 from tests.client.agent import fake
 from tests.client.agent.test_encoded import encoded, model_file
+from tests.client.agent.test_lifecycle import kill, moved, offer
 from tests.client.agent.test_main import ROOT, START, command
 from tests.client.agent.test_store import CPU, model, state
 from tests.client.agent.world import config, sample_images, train
@@ -249,6 +250,38 @@ def test_an_agent_starts_and_predicts_on_a_full_disk(trained: tuple[Path, Evalua
             assert agent.predict(sample_images(0, 5)).version == agent.status().version != ""
             assert "is not saved" in agent.close()
         shutil.rmtree(tmp_path / "a")
+
+
+def offered(start: tuple[Path, Evaluate], folder: Path, fails: Callable[[int], bool]) -> Disk:
+    """Offer a model while a disk fails, kill the agent, start it again, and offer the model once more."""
+    shutil.copytree(start[0], folder)
+    disk, agent = Disk(folder / "state"), Agent(config(folder))
+    old = agent.status().version
+    agent.predict(sample_images(0, 20))
+    with disk.failing(fails):
+        told = offer(agent, moved(start[1]))
+    now = agent.status().version
+    assert agent.predict(sample_images(20, 5)).version == now
+    assert (told == f"promoted {now}") == (now != old), disk.failed
+    assert told.startswith("promoted") or "cannot be stored: [Errno" in told
+    kill(agent)
+    again = Agent(config(folder))
+    assert again.status().version == now, disk.failed
+    assert not [note for note in again.status().notes if "cannot be read" in note or "refused" in note]
+    last = offer(again, moved(start[1]))
+    assert last == f"promoted {again.status().version}"
+    assert [model.state for model, _ in again.models()] == ["kept", "served"]
+    again.close()
+    shutil.rmtree(folder)
+    return disk
+
+
+def test_a_model_that_cannot_be_stored_is_refused_and_the_served_one_goes_on(
+    trained: tuple[Path, Evaluate], tmp_path: Path
+) -> None:
+    seen = offered(trained, tmp_path / "a", lambda number: False).seen
+    for number in numbers(seen):
+        assert len(offered(trained, tmp_path / "a", once(number)).failed) == 1
 
 
 def test_an_agent_that_cannot_save_says_so_and_saves_later(
