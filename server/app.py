@@ -18,6 +18,7 @@ from fedtta.server.environment import describe
 from fedtta.server.events import Events, JsonLines, Listener, RunError
 from fedtta.server.progress import TerminalProgress
 from fedtta.server.report import METRICS_FILE, read_results, write_report, write_table
+from fedtta.server.report.journal import COPY
 from fedtta.server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
 from fedtta.server.run import run
 from fedtta.settings import Settings, SettingsError, class_names, from_config, to_toml
@@ -104,6 +105,7 @@ def serve(
             checkpoints = _resume(settings, events, progress)
         else:
             write_atomically(folder / "settings.toml", to_toml(settings).encode())
+            (folder / COPY).unlink(missing_ok=True)  # of a run whose events were removed
             checkpoints = Checkpoints(folder, settings)
         try:
             with progress:

@@ -122,6 +122,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self._journal, self.path = folder / METRICS_FILE, folder / COPY
+        self._lines = Lines(self.path)
         self._size: int | None = None
 
     def update(self) -> int:
@@ -139,7 +140,7 @@ class Copy:
             file.seek(self._size)
             gained = file.read()
         if gained:
-            Lines(self.path).append(gained)
+            self._lines.append(gained)
             self._size += len(gained)
         return self._size
 
@@ -156,10 +157,11 @@ def restored(folder: Path) -> tuple[bytes, str]:
     """
     path, copy = folder / METRICS_FILE, folder / COPY
     kept = copy.read_bytes() if copy.exists() else b""
+    kept = kept[: kept.rfind(b"\n") + 1]  # a killed run may have left half a line
     if not kept:
         return path.read_bytes(), ""
     content, good = path.read_bytes() if path.exists() else b"", read_lines(kept)
-    if content.startswith(kept) or not kept.endswith(b"\n") or any(line.fault for line in good):
+    if content.startswith(kept) or not good or any(line.fault for line in good):
         return content, ""
     faults = [f"line {line.number} is {line.fault}" for line in read_lines(content) if line.fault]
     what = faults[0] if faults else "lines were lost"

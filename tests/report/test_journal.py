@@ -127,6 +127,8 @@ def test_a_file_that_is_cut_or_gone_is_restored_as_far_as_the_copy_goes(tmp_path
     assert restored(tmp_path) == (copied, f"{METRICS_FILE}: lines were lost; restored from {COPY}")
     path.unlink()
     assert restored(tmp_path)[0] == copied
+    (tmp_path / COPY).write_bytes(copied[:-9])  # killed while it was copied
+    assert restored(tmp_path)[0] == content_of(EVENTS[:1])
     (tmp_path / COPY).unlink()
     with pytest.raises(FileNotFoundError):
         restored(tmp_path)
