@@ -194,9 +194,9 @@ class NodeKey:
         if new:
             key = ec.generate_private_key(ec.SECP384R1())
             openssh, none = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-            write_atomically(self.path, key.private_bytes(serialization.Encoding.PEM, openssh, none), private=True)
+            write(self.path, key.private_bytes(serialization.Encoding.PEM, openssh, none), private=True)
             form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-            write_atomically(self._public, key.public_key().public_bytes(*form) + b"\n")
+            write(self._public, key.public_key().public_bytes(*form) + b"\n", private=False)
         return f"{'made' if new else 'kept'} {self._public.name[:-4]}: valid until it is unregistered"
 
 
@@ -229,6 +229,11 @@ def hosts_of(certificate: x509.Certificate) -> list[str]:
     return [str(name.value) for name in _names(certificate)]
 
 
+def write(path: Path, content: bytes, private: bool) -> None:
+    """Write a file atomically; a private one is never readable by others."""
+    write_atomically(path, content, private=private)
+
+
 def _builder(subject: str, issuer: str, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
     now = _now()
     return (
@@ -257,8 +262,8 @@ def _usage(signs: bool) -> x509.KeyUsage:
 def _write_pair(stem: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
     form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     path, private = files_of(stem)
-    write_atomically(private, key.private_bytes(serialization.Encoding.PEM, *form), private=True)
-    write_atomically(path, certificate.public_bytes(serialization.Encoding.PEM))
+    write(private, key.private_bytes(serialization.Encoding.PEM, *form), private=True)
+    write(path, certificate.public_bytes(serialization.Encoding.PEM), private=False)
 
 
 def _valid(path: Path, kind: str) -> x509.Certificate:

@@ -10,8 +10,9 @@ import argparse
 import contextlib
 import os
 import random
+import statistics
+import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -21,21 +22,20 @@ from pathlib import Path
 import grpc
 import numpy as np
 
-from fedtta.client.agent.core import Agent
-from fedtta.client.agent.server import serve
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 from tests.client.agent.fake import folder
 from tests.client.agent.test_encoded import encoded, model_file
-from tests.client.agent.world import config
+from tests.client.agent.test_main import ROOT, START, command
 
-GROWTH = 1.05  # of memory in the second half that is still flat
+GROWTH = 1.05  # of memory from the first half to the second that is still flat
+LOOKS = 40  # at memory
 SIZES = (1, 2, 8, 64, 400, 2000)  # samples of a request
 
 
-def resident() -> float:
-    """Return this process's resident memory in MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def resident(process: int) -> float:
+    """Return a process's resident memory in MiB."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def images(draw: random.Random, shape: tuple[int, ...]) -> pb.Images:
@@ -59,7 +59,7 @@ def images(draw: random.Random, shape: tuple[int, ...]) -> pb.Images:
     return protobuf.to_images(pixels)
 
 
-def caller(address: str, shape: tuple[int, ...], seed: int, ended: Callable[[], bool], seen: Counter[str]) -> None:
+def caller(seed: int, address: str, shape: tuple[int, ...], ended: Callable[[], bool], seen: Counter[str]) -> None:
     """Send requests until the end, one after the other."""
     draw = random.Random(seed)
     while not ended():
@@ -92,31 +92,32 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--callers", type=int, default=6)
     chosen = parser.parse_args()
-    with folder() as short, tempfile.TemporaryDirectory() as place:
-        path = Path(place)
+    seen: Counter[str] = Counter()
+    with folder() as path:
         model_file(path / "m.safetensors")
-        keys = {"adapter": "t3a", "model": str(path / "m.safetensors"), "save_every_samples": 256}
-        agent = Agent(config(path, listen=f"unix:{short}/a", relay=f"unix:{short}/r", **keys))
-        sockets, end = serve(agent, agent.config), time.monotonic() + chosen.seconds
-        seen: Counter[str] = Counter()
-        about = (sockets.listen, agent.status().shape)
-        threads = [
-            threading.Thread(target=caller, args=(*about, seed, lambda: time.monotonic() > end, seen))
-            for seed in range(chosen.callers)
-        ]
-        for thread in threads:
-            thread.start()
-        sizes = [resident()]
-        while time.monotonic() < end:
-            time.sleep(chosen.seconds / 20)
-            sizes.append(resident())
-            print(f"{chosen.seconds - end + time.monotonic():6.0f} s {sizes[-1]:6.0f} MiB {dict(seen)}", flush=True)
-        for thread in threads:
-            thread.join()
-        sockets.stop()
-        lost = agent.close()
-    half = sizes[len(sizes) // 2 :]
-    return int(bool(lost) or max(half) > GROWTH * max(sizes[: len(sizes) // 2]))
+        keys = {"name": "0", "state-dir": "s", "device": "cpu", "adapter": "t3a", "model": "m.safetensors"}
+        (path / "device.toml").write_text("".join(f'{key} = "{value}"\n' for key, value in keys.items()))
+        address, sizes = f"unix:{path}/s/agent.sock", []
+        with subprocess.Popen(command(path), cwd=ROOT, stderr=subprocess.DEVNULL) as agent:
+            with grpc.insecure_channel(address) as line:
+                stub = agent_pb2_grpc.PredictorStub(line)
+                shape = tuple(stub.Status(pb.StatusRequest(), timeout=START, wait_for_ready=True).shape)
+            end = time.monotonic() + chosen.seconds
+            about = (address, shape, lambda: time.monotonic() > end, seen)
+            threads = [threading.Thread(target=caller, args=(seed, *about)) for seed in range(chosen.callers)]
+            for thread in threads:
+                thread.start()
+            while time.monotonic() < end:
+                time.sleep(chosen.seconds / LOOKS)
+                sizes.append(resident(agent.pid))
+                print(f"{chosen.seconds - end + time.monotonic():6.0f} s {sizes[-1]:6.0f} MiB {dict(seen)}", flush=True)
+            for thread in threads:
+                thread.join()
+            agent.terminate()
+            status = agent.wait(START)
+    first, second = (statistics.median(part) for part in (sizes[LOOKS // 8 : LOOKS // 2], sizes[LOOKS // 2 :]))
+    print(f"median of the first half {first:.0f} MiB, of the second {second:.0f} MiB; exit status {status}")
+    return int(status != 0 or second > GROWTH * first)
 
 
 if __name__ == "__main__":

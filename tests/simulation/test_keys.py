@@ -14,9 +14,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
-from fedtta.settings.files import write_atomically
 from fedtta.simulation import certificates
-from fedtta.simulation.certificates import KeysError, hosts_of, read_certificate
+from fedtta.simulation.certificates import KeysError, hosts_of, read_certificate, write
 from fedtta.simulation.keys import AUTHORITY_DAYS, DAYS, Keys, main, make_keys
 
 
@@ -168,7 +167,7 @@ def test_refusals_name_file_and_cure_and_change_nothing(tmp_path: Path) -> None:
             make_keys(tmp_path, nodes, **more)
         assert contents(tmp_path) == before
         for name, content in whole.items():
-            write_atomically(tmp_path / name, content, private=not name.endswith((".crt", ".pub")))
+            write(tmp_path / name, content, private=not name.endswith((".crt", ".pub")))
 
     refused(
         r"server\.crt is not valid for b\.example\.org, only for localhost, .*--replace server", hosts=["b.example.org"]
@@ -193,7 +192,7 @@ def test_refusals_name_file_and_cure_and_change_nothing(tmp_path: Path) -> None:
 def test_what_another_authority_has_signed_is_refused(tmp_path: Path) -> None:
     ours, theirs = (make_keys(tmp_path / name, 1)[0].folder for name in ("ours", "theirs"))
     for name in ("ca.crt", "ca.key"):
-        write_atomically(ours / name, (theirs / name).read_bytes(), private=name == "ca.key")
+        write(ours / name, (theirs / name).read_bytes(), private=name == "ca.key")
     with pytest.raises(KeysError, match=r"server\.crt is not signed by .*ca\.crt; .*--replace server"):
         make_keys(ours, 1)
 
