@@ -284,6 +284,38 @@ def test_a_model_that_cannot_be_stored_is_refused_and_the_served_one_goes_on(
         assert len(offered(trained, tmp_path / "a", once(number)).failed) == 1
 
 
+def test_two_models_and_two_snapshots_are_kept_whatever_the_owner_says(
+    trained: tuple[Path, Evaluate], tmp_path: Path
+) -> None:
+    shutil.copytree(trained[0], tmp_path / "a")
+    agent = Agent(config(tmp_path / "a", models_kept=1, snapshots_kept=1))
+    old = agent.status().version
+    new = offer(agent, moved(trained[1])).removeprefix("promoted ")
+    agent.predict(sample_images(0, 20))
+    agent.snapshot()
+    assert len(agent.status().snapshots) == 2
+    agent.close()
+    newest = max((tmp_path / "a" / "state" / "models").iterdir(), key=lambda path: int(path.name))
+    (newest / "network.safetensors").write_bytes(b"half")
+    agent = Agent(config(tmp_path / "a", models_kept=1, snapshots_kept=1))
+    assert new != agent.status().version == old
+    agent.close()
+
+
+def test_a_damaged_model_is_taken_from_its_file_again(tmp_path: Path) -> None:
+    model_file(tmp_path / "m.safetensors")
+    keys = {"adapter": "t3a", "model": str(tmp_path / "m.safetensors")}
+    agent = Agent(config(tmp_path, **keys))
+    version = agent.status().version
+    agent.close()
+    for path in (tmp_path / "state" / "models").rglob("network.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    agent = Agent(config(tmp_path, **keys))
+    assert agent.status().version == version
+    assert agent.predict(sample_images(0, 3)).version == version
+    agent.close()
+
+
 def test_an_agent_that_cannot_save_says_so_and_saves_later(
     trained: tuple[Path, Evaluate], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
