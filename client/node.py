@@ -18,7 +18,7 @@ from fedtta.client.device import Device
 from fedtta.client.names import check_name
 from fedtta.client.own import ignored, own_of_run, settings_alone
 from fedtta.client.resources import federation_of, network_spec, resolve_device, shared_network
-from fedtta.client.state import DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
+from fedtta.client.state import LOG, DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
 from fedtta.data import Federation, Role, client_number, load_natural
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
@@ -50,6 +50,8 @@ class Node:
         Class name in the node's own data → what the run calls it.
     index : Path, optional
         File that remembers the scans of its own data; default: `fedtta.client.own.index_path` in `state-dir`.
+    note : callable, optional
+        Called with a line of text about a damaged file of the private state; default: a warning in the log.
 
     Raises
     ------
@@ -66,6 +68,7 @@ class Node:
     lends: bool = False
     class_map: Mapping[str, str] = field(default_factory=dict)
     index: Path | None = None
+    note: Callable[[str], None] = LOG.warning
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -108,9 +111,9 @@ def make_device(request: Request, node: Node) -> Device:
     torch.set_num_threads(1)
     settings = _settings_of(request.settings, tuple(node.settings.items()))
     folder = Path(settings.state_dir).expanduser() if settings.state_dir and node.memory is None else None
-    state = DirectoryState(folder, request.run, node.name) if folder else node.state
+    state = DirectoryState(folder, request.run, node.name, node.note) if folder else node.state
     # on disk unless the node lives as long as the run: Flower would ship its context with every message
-    memory = node.memory or DirectoryState(private_folder(settings), request.run, node.name)
+    memory = node.memory or DirectoryState(private_folder(settings), request.run, node.name, node.note)
     given, own, natural = settings, None, None
     if node.source:
         settings = settings_alone(settings)

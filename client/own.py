@@ -22,6 +22,7 @@ from fedtta.client.state import PrivateState, private_folder
 from fedtta.data import Federation, Images, Role, Split, client_number
 from fedtta.data.sources import OwnData, own_data
 from fedtta.settings import Settings, SettingsError, from_config
+from fedtta.settings.files import make_folder
 
 #: Key of the entry of the private state that says which samples a run uses.
 PINNED = "own-data"
@@ -94,7 +95,7 @@ def index_path(folder: Path, name: str) -> Path:
 @contextlib.contextmanager
 def scanning(index: Path) -> Iterator[Path]:
     """Make the folder of an index file; scans with the same file run one after the other, as each adds to it."""
-    index.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(index.parent, 0o700)
     with _LOCKS.setdefault(index, threading.Lock()):
         yield index
 

@@ -2,18 +2,20 @@
 
 Entries are named arrays under a key, tagged with the training round after which they hold. The last two tags are kept,
 and the newest up to each round that the server could resume from, so that a device that is ahead of a resumed server
-can step back. Networks that are sent once are kept by their digest.
+can step back, and one whose newest file is damaged has an older one. Networks that are sent once are kept by their
+digest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from fedtta.messages.arrays import Arrays
 from fedtta.models import load_arrays, save_arrays
 from fedtta.settings import Settings
 
+LOG = logging.getLogger("fedtta.state")
 KEPT = 2  # tags kept for each key
 NETWORKS_KEPT = 4  # networks kept on a device, the last ones used
 FORGOTTEN = ".forgotten"  # ends the name of a run that is being removed
@@ -105,10 +108,13 @@ class DirectoryState:
         Identifies the run; a resumed run has the identity of the run that it resumes.
     name : str
         The client's name.
+    note : callable
+        Called with a line of text about a file that cannot be used while an older one can.
     """
 
-    def __init__(self, root: str | Path, run: str, name: str) -> None:
+    def __init__(self, root: str | Path, run: str, name: str, note: Callable[[str], None] = LOG.warning) -> None:
         self.folder = Path(root) / plain_name("run identity", run) / plain_name("client", name)
+        self._owner, self._note = {"run": run, "client": name}, note
 
     def _files(self) -> dict[tuple[str, int], Path]:
         paths = list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -120,24 +126,55 @@ class DirectoryState:
         return by_key(self._files())
 
     def load(self, key: str, round: int) -> Arrays | None:
-        """See `PrivateState.load`; ValueError names a file that cannot be read."""
+        """See `PrivateState.load`; of entries that cannot be read, an older one is returned, and a note says so.
+
+        Raises
+        ------
+        ValueError
+            There are entries, and none can be read; the message names their files.
+        """
         files = {tag: path for (name, tag), path in self._files().items() if name == key and tag <= round}
-        if not files:
-            return None
-        tag = max(files)
-        arrays, metadata = load_arrays(files[tag])
+        refused: list[str] = []
+        for tag in sorted(files, reverse=True):
+            try:
+                arrays = self._read(files[tag], tag)
+            except (ValueError, OSError) as error:
+                refused.append(str(error))
+                continue
+            if refused:
+                self._note(f"private state refused: {'; '.join(refused)}; that of round {tag} is used")
+            return arrays
+        if refused:
+            raise ValueError("; ".join(refused))
+        return None
+
+    def _read(self, path: Path, tag: int) -> Arrays:
+        """Read an entry; ValueError for another round's, run's or client's. Older files do not state the last two."""
+        arrays, metadata = load_arrays(path)
         if metadata.get("round") != str(tag):
-            raise ValueError(f"{files[tag]}: tagged {metadata.get('round')} inside, {tag} in its name")
+            raise ValueError(f"{path}: tagged {metadata.get('round')} inside, {tag} in its name")
+        for what, own in self._owner.items():
+            if metadata.get(what, own) != own:
+                raise ValueError(f"{path}: private state of {what} {metadata[what]!r}, not {own!r}")
         return arrays
 
     def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
-        """See `PrivateState.save`; the file appears whole or not at all."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """See `PrivateState.save`; the file appears whole or not at all.
+
+        Raises
+        ------
+        OSError
+            It could not be written, or an entry with a later tag could not be removed.
+        """
         path = self.folder / f"{plain_name('key', key)}@{round}.safetensors"
-        save_arrays(path, dict(arrays), {"round": str(round)})
+        save_arrays(path, dict(arrays), {"round": str(round), **self._owner})
         files = {tag: path for (name, tag), path in self._files().items() if name == key}
         for tag in outdated(list(files), round, keep):
-            files[tag].unlink()
+            try:
+                files[tag].unlink()
+            except OSError:
+                if tag > round:  # it would be taken for the newest; an old one goes with the next save
+                    raise
 
 
 def forget_runs(root: Path, current: str, kept: int) -> list[str]:
@@ -227,12 +264,11 @@ class NetworkStore:
         """
         path = self._path(digest)
         if not path.exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
             save_arrays(path, dict(arrays), {"digest": digest})
         _use(path)
         files = sorted(self.folder.glob("*.safetensors"), key=_last_used)
         for old in files[:-NETWORKS_KEPT]:
-            old.unlink(missing_ok=True)
+            _remove(old)
 
     def load(self, digest: str) -> Arrays:
         """Return a network.
@@ -248,10 +284,10 @@ class NetworkStore:
         except FileNotFoundError:
             raise ValueError(f"network {digest[:12]} is not here; it must be sent again") from None
         except ValueError as error:
-            path.unlink(missing_ok=True)
+            _remove(path)
             raise ValueError(f"{error}; it must be sent again") from error
         if notes.get("digest") != digest:
-            path.unlink(missing_ok=True)
+            _remove(path)
             raise ValueError(f"{path} holds network {notes.get('digest')}; it must be sent again")
         _use(path)
         return arrays
@@ -262,8 +298,14 @@ class NetworkStore:
 
 def _use(path: Path) -> None:
     """Note that a file was used; one that another client has just removed stays removed."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         os.utime(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file; one that cannot be removed now is found again."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _last_used(path: Path) -> float:

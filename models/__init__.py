@@ -12,7 +12,7 @@ such images. `balance` replaces the BatchNorm layers of a network by `BalancedBa
 The package depends on torch and Pillow: not on federated learning, adaptation or data sets.
 """
 
-from fedtta.models.arrays import load_arrays, save_arrays, write_atomically
+from fedtta.models.arrays import load_arrays, save_arrays
 from fedtta.models.balanced import BalancedBatchNorm, balance
 from fedtta.models.checkpoint import load_model, save_model
 from fedtta.models.info import ModelInfo
@@ -21,6 +21,7 @@ from fedtta.models.libraries import normalization
 from fedtta.models.preprocessing import Preprocessing
 from fedtta.models.registry import MODELS, abilities, build, check_name, without_weights
 from fedtta.models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
+from fedtta.settings.files import write_atomically
 
 __all__ = [
     "MODELS",

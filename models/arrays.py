@@ -1,9 +1,9 @@
-"""Safe storage of named arrays: atomic writes, checksums, finiteness checks, no pickle."""
+"""Safe storage of named arrays: atomic writes, checksums, finiteness checks, no pickle; equal content, equal bytes."""
 
 from __future__ import annotations
 
+import json
 import os
-import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
+
+from fedtta.settings.files import write_atomically
 
 CHECKSUM = "checksum"  # reserved metadata key
 
@@ -39,32 +41,6 @@ def array_finite(value: NDArray[Any]) -> bool:
     """Return whether all numbers of a floating-point array are finite; see `all_finite`."""
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(value.sum())) or bool(np.isfinite(value).all())
-
-
-def write_atomically(path: str | os.PathLike[str], content: bytes) -> Path:
-    """Write `content` to `path` atomically and durably, and return the path.
-
-    The content is written to a temporary file in the same folder (created if missing), flushed to the disk and renamed:
-    a reader sees the complete old file or the complete new one, also after a crash. Nothing is left behind on failure.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # the rename is durable only once the folder is flushed
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    return path
 
 
 def save_arrays(
@@ -99,7 +75,7 @@ def save_arrays(
         if not isinstance(key, str) or not isinstance(value, str) or key == CHECKSUM:
             raise ValueError(f"{path}: metadata {key!r}={value!r} must be text under a name other than {CHECKSUM!r}")
     notes[CHECKSUM] = _checksum(named, notes)
-    write_atomically(path, save(named, metadata=notes))
+    write_atomically(path, _ordered(save(named, metadata=notes)))
 
 
 def load_arrays(path: str | os.PathLike[str], *, finite: bool = True) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
@@ -131,6 +107,16 @@ def load_arrays(path: str | os.PathLike[str], *, finite: bool = True) -> tuple[d
         for name, array in arrays.items():
             _require_finite(path, name, array)
     return arrays, notes
+
+
+def _ordered(content: bytes) -> bytes:
+    """Return a safetensors file with its metadata in name order; the library's order differs from file to file."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the arrays stay aligned
+    return b"".join((len(text).to_bytes(8, "little"), text, memoryview(content)[8 + size :]))
 
 
 def _array(path: Path, name: str, value: ArrayLike, finite: bool) -> NDArray[Any]:

@@ -13,15 +13,16 @@ from rich.console import Console
 
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.transport import Transport
-from fedtta.models import write_atomically
 from fedtta.server.checkpoints import FOLDER, Checkpoints
 from fedtta.server.environment import describe
-from fedtta.server.events import Events, JsonLines, Listener
+from fedtta.server.events import Events, JsonLines, Listener, RunError
 from fedtta.server.progress import TerminalProgress
 from fedtta.server.report import METRICS_FILE, read_results, write_report, write_table
+from fedtta.server.report.journal import COPY
 from fedtta.server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
 from fedtta.server.run import run
 from fedtta.settings import Settings, SettingsError, class_names, from_config, to_toml
+from fedtta.settings.files import make_folder, write_atomically
 
 #: Events that progress counts as a step of the plan.
 STEPS = ("round", "statistics", "rates_round", "adapt_round", "leak_check")
@@ -89,12 +90,14 @@ def serve(
     SettingsError, RunError
         As `run`, and as `resume.find_checkpoint` before any file is changed.
     RunError
-        Another process is writing this folder.
+        Another process is writing this folder; or the run is complete, and its report could not be written.
+    OSError
+        The run's files could not be written; it can be resumed from its last checkpoint.
     """
     settings = settings.replace(classes=class_names(settings.classes))
     if settings.resume and folder.resolve() != run_folder_of(settings.resume).resolve():
         raise SettingsError(f"resume = {settings.resume!r}: a run is resumed in its own folder, not in {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with locked(folder):
         progress = TerminalProgress(Console(stderr=True))
         events = Events(JsonLines(folder / METRICS_FILE), progress, *listeners)
@@ -102,17 +105,39 @@ def serve(
             checkpoints = _resume(settings, events, progress)
         else:
             write_atomically(folder / "settings.toml", to_toml(settings).encode())
+            (folder / COPY).unlink(missing_ok=True)  # of a run whose events were removed
             checkpoints = Checkpoints(folder, settings)
         try:
             with progress:
                 run(transport, settings, folder, events, class_counts, checkpoints)
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            events("end", seconds=checkpoints.seconds(), status=f"failed: {text}")
+        except BaseException as error:
+            try:
+                if isinstance(error, Exception):
+                    text = f"{type(error).__name__}: {error}"
+                    events("end", seconds=checkpoints.seconds(), status=f"failed: {text}")
+                _write_results(folder)
+            except (OSError, ValueError, RunError) as unwritten:  # the first failure is the reason
+                error.add_note(f"{folder} does not say so: {unwritten}")
             raise
-        finally:
-            write_report(folder)
-            write_table(read_results(folder / METRICS_FILE), folder / "table.csv")
+        _write_results(folder)
+
+
+def _write_results(folder: Path) -> None:
+    """Write the files that are generated from a run's events.
+
+    Raises
+    ------
+    RunError
+        They could not be written; the events are there.
+    """
+    try:
+        write_report(folder)
+        write_table(read_results(folder / METRICS_FILE), folder / "table.csv")
+    except OSError as error:
+        raise RunError(
+            f"the report of {folder} could not be written: {error}; its events are there: "
+            f"python -m fedtta.server.report {folder} writes it again"
+        ) from error
 
 
 def _resume(settings: Settings, events: Events, progress: Listener) -> Checkpoints:
@@ -123,10 +148,12 @@ def _resume(settings: Settings, events: Events, progress: Listener) -> Checkpoin
     steps = sum(event["event"] in STEPS for event in earlier)
     for event in earlier:
         if event["event"] in ("run", "clients", "joined", "plan"):
-            progress({**event, "steps": event["steps"] - steps} if event["event"] == "plan" else event)
+            progress({**event, "steps": event.get("steps", 0) - steps} if event["event"] == "plan" else event)
     position, name = found.checkpoint.position, f"{FOLDER}/{found.path.name}"
     about = {key: value for key, value in describe(settings).items() if key != "settings"}
     events("resumed", **about, checkpoint=name, **asdict(position), cut=tail)
+    if found.restored:
+        events("note", text=found.restored)
     for path, reason in found.damaged.items():
         events("note", text=f"a checkpoint was not used: {FOLDER}/{path.name}: {reason.removeprefix(f'{path}: ')}")
     events("note", text=f"resumed after {position} ({name})" + (f"; later events are in {tail}" if tail else ""))

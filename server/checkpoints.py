@@ -5,6 +5,7 @@ All randomness comes from (seed, purpose, round, partition), so settings and rou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -18,7 +19,7 @@ from fedtta.messages.arrays import Arrays
 from fedtta.models import load_arrays, save_arrays
 from fedtta.server.events import Event
 from fedtta.server.members import FederationInfo
-from fedtta.server.report import METRICS_FILE
+from fedtta.server.report.journal import Copy
 from fedtta.settings import Settings
 
 SCHEMA = 1
@@ -184,6 +185,7 @@ class Checkpoints:
         self.records: Records = {}
         self.notes: Mapping[str, Any] = {}
         self._kept = dict(kept or {})
+        self._copy = Copy(folder)
         self._counter = max(checkpoint_files(folder), default=0)
         self._start = time.perf_counter() - (0.0 if resumed is None else resumed.seconds)
 
@@ -251,12 +253,18 @@ class Checkpoints:
         return every > 0 and (round % every == 0 or round == last)
 
     def save(self, position: Position, records: Records, notes: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint with these records and those of earlier stages, unless checkpoints are turned off."""
+        """Write a checkpoint with these records and those of earlier stages, unless checkpoints are turned off.
+
+        Raises
+        ------
+        OSError
+            It could not be written; earlier ones are as before.
+        """
         earlier = {key: value for key, value in self.records.items() if not key.startswith(STRATEGY)}
         self.position, self.records, self.notes = position, {**earlier, **records}, notes or {}
         if not self.settings.checkpoint_every:
             return
-        metrics = self.folder / METRICS_FILE
+        offset = self._copy.update()
         self._counter += 1
         write_checkpoint(
             self.folder / FOLDER / f"{self._counter:06d}.safetensors",
@@ -268,7 +276,7 @@ class Checkpoints:
                 self.finished,
                 self.replied,
                 self.seconds(),
-                metrics.stat().st_size if metrics.exists() else 0,
+                offset,
                 self.records,
                 self.notes,
             ),
@@ -277,7 +285,8 @@ class Checkpoints:
         self._kept = dict(list(self._kept.items())[-self.settings.checkpoints_kept :])
         for counter, path in checkpoint_files(self.folder).items():
             if counter not in self._kept:
-                path.unlink()
+                with contextlib.suppress(OSError):  # the next save tries again
+                    path.unlink()
 
     def rounds(self, key: str) -> list[int]:
         """Return the rounds that the server could resume from, in a training, or in a cell by its `memory_key`."""

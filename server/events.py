@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from fedtta.server.report.journal import Journal
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -56,7 +56,7 @@ class Events:
 
 
 class JsonLines:
-    """A listener that appends each event to a file as one JSON line, synced, so that a killed run keeps it.
+    """A listener that appends each event to a run's journal as one JSON line, synced, so that a killed run keeps it.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._journal = Journal(path)
 
     def __call__(self, event: Event) -> None:
         """Append one line.
@@ -73,11 +73,8 @@ class JsonLines:
         ------
         ValueError
             A number is not finite.
+        OSError
+            The line could not be written; the file is as before.
         """
-        if event["event"] in TRANSIENT:
-            return
-        line = json.dumps(event, allow_nan=False)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if event["event"] not in TRANSIENT:
+            self._journal.append(event)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedtta.models import write_atomically
 from fedtta.server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_files, read_checkpoint, write_checkpoint
 from fedtta.server.events import Event
 from fedtta.server.members import FederationInfo
 from fedtta.server.methods import Training, plan
-from fedtta.server.report import METRICS_FILE
+from fedtta.server.report.journal import COPY, METRICS_FILE, line_of
 from fedtta.server.resume import FREE, earlier_events
 from fedtta.server.run import count_steps, initial_model, model_spec, notes
 from fedtta.settings import Settings, SettingsError, keys_in, to_toml
+from fedtta.settings.files import write_atomically
 
 #: Settings that have no effect before the last training round is complete.
 LATER = keys_in("evaluation", "rates")
@@ -54,11 +53,15 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
     found = _trained(source, trainings[0], settings)
     _require_same_training(found.settings, settings, trainings[0], source)
     events = _events(earlier_events(source, found.offset), settings, trainings, FederationInfo(**found.world))
-    content = "".join(json.dumps(event) + "\n" for event in events).encode()
+    content, digest = b"", ""
+    for event in events:
+        line, digest = line_of(event, digest)
+        content += line
     write_atomically(target / "settings.toml", to_toml(settings).encode())
     world = {key: value for key, value in found.world.items() if key not in LATER_INFO}
     start = dataclasses.replace(found, settings=settings.flat(), world=world, offset=len(content), finished=())
     write_checkpoint(target / FOLDER / "000001.safetensors", start)
+    (target / COPY).unlink(missing_ok=True)  # of a fork that is overwritten
     write_atomically(target / METRICS_FILE, content)  # last: a folder without it is no run
     return settings.replace(resume=str(target))
 

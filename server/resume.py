@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import json
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from fedtta.messages.replies import Identity
-from fedtta.models import write_atomically
 from fedtta.server.checkpoints import FOLDER, TAGGED, Checkpoint, Position, checkpoint_files, read_checkpoint
 from fedtta.server.events import Event, RunError
 from fedtta.server.members import COMMON, FederationInfo, member_names
-from fedtta.server.report import METRICS_FILE
+from fedtta.server.report.journal import COPY, METRICS_FILE, Line, read_lines, restored
 from fedtta.settings import Settings, SettingsError, keys_in
+from fedtta.settings.files import cut, write_atomically
 
 #: Settings that a resumed run may change: they decide where and how it runs, not what results.
 FREE = keys_in("source", "storage", "execution", "availability")
@@ -38,6 +38,10 @@ class Found:
         File → why it cannot be used; newer than this one.
     later : list of Path
         Usable ones that are given up.
+    metrics : bytes
+        The run's events, with what could be restored of damaged lines.
+    restored : str
+        What that is; empty: nothing was damaged.
     """
 
     folder: Path
@@ -46,6 +50,8 @@ class Found:
     kept: Mapping[int, Position]
     damaged: Mapping[Path, str] = field(default_factory=dict)
     later: list[Path] = field(default_factory=list)
+    metrics: bytes = b""
+    restored: str = ""
 
 
 def run_folder_of(resume: str) -> Path:
@@ -58,7 +64,7 @@ def run_folder_of(resume: str) -> Path:
     """
     path = Path(resume).expanduser()
     folder = path.parent.parent if path.is_file() and path.parent.name == FOLDER else path
-    if not (folder / METRICS_FILE).is_file():
+    if not (folder / METRICS_FILE).is_file() and not (folder / COPY).is_file():
         raise SettingsError(f"resume = {resume!r}: allowed is the folder of a run, or a file in its {FOLDER}/")
     return folder
 
@@ -74,8 +80,9 @@ def find_checkpoint(settings: Settings) -> Found:
         No checkpoint can be used; all are named with the reason.
     """
     folder = run_folder_of(settings.resume)
-    metrics = (folder / METRICS_FILE).read_bytes()
-    if any(event["event"] == "end" and event["status"] == "completed" for event in _events(metrics)):
+    metrics, repair = restored(folder)
+    lines = read_lines(metrics)
+    if any(line.event.get("event") == "end" and line.event.get("status") == "completed" for line in lines):
         raise SettingsError(f"resume = {settings.resume!r}: this run is complete; there is nothing to resume")
     files = checkpoint_files(folder)
     named = Path(settings.resume).expanduser()
@@ -84,7 +91,7 @@ def find_checkpoint(settings: Settings) -> Found:
     bad: dict[Path, str] = {}
     for counter, path in files.items():
         try:
-            good[counter] = _fitting(path, metrics)
+            good[counter] = _fitting(path, metrics, lines)
         except ValueError as error:
             bad[path] = str(error)
     usable = [counter for counter in wanted if counter in good]
@@ -100,6 +107,8 @@ def find_checkpoint(settings: Settings) -> Found:
         {counter: one.position for counter, one in good.items() if counter <= chosen},
         {path: reason for path, reason in bad.items() if path > files[chosen]},
         [files[counter] for counter in good if counter > chosen],
+        metrics,
+        repair,
     )
 
 
@@ -107,28 +116,45 @@ def roll_back(found: Found) -> str:
     """Roll the run folder back to the checkpoint, and return the name of the file with the events that came later.
 
     No data are lost: those events are kept in `metrics-<n>.cut.jsonl` ("" where there are none), later checkpoints as
-    `<counter>.cut`, damaged ones as `<counter>.damaged`. If it is interrupted, it can be repeated.
+    `<counter>.cut`, damaged ones as `<counter>.damaged`, and a damaged metrics file as `metrics-<n>.damaged.jsonl`. If
+    it is interrupted, it can be repeated.
     """
-    metrics, name = found.folder / METRICS_FILE, ""
-    tail = metrics.read_bytes()[found.checkpoint.offset :]
+    metrics, copy = found.folder / METRICS_FILE, found.folder / COPY
+    if found.restored:
+        if metrics.exists():
+            write_atomically(_free(found.folder, "damaged"), metrics.read_bytes())
+        write_atomically(metrics, found.metrics)
+    tail, name = found.metrics[found.checkpoint.offset :], ""
     if tail:
-        number = 1
-        while (found.folder / (name := f"metrics-{number}.cut.jsonl")).exists():
-            number += 1
-        write_atomically(found.folder / name, tail)
+        name = write_atomically(_free(found.folder, "cut"), tail).name
     for path in found.damaged:
         path.rename(path.with_suffix(".damaged"))
     for path in found.later:
         path.rename(path.with_suffix(".cut"))
-    with metrics.open("r+b") as file:
-        file.truncate(found.checkpoint.offset)
-        os.fsync(file.fileno())
+    for file in (copy, metrics):  # the copy is never ahead
+        if file.exists():
+            cut(file, found.checkpoint.offset)
     return name
 
 
+def _free(folder: Path, what: str) -> Path:
+    """Return the first of `metrics-<n>.<what>.jsonl` that is not there."""
+    return next(path for n in itertools.count(1) if not (path := folder / f"metrics-{n}.{what}.jsonl").exists())
+
+
 def earlier_events(folder: Path, offset: int | None = None) -> list[Event]:
-    """Return the events of a run folder, or those in the first `offset` bytes of its metrics file."""
-    return _events((folder / METRICS_FILE).read_bytes()[:offset])
+    """Return the events of a run folder, or those in the first `offset` bytes of its metrics file.
+
+    Raises
+    ------
+    ValueError
+        A line is damaged, and there is no copy of it; the message names file and line.
+    """
+    lines = read_lines(restored(folder)[0][:offset])
+    for line in lines:
+        if line.fault:
+            raise ValueError(f"{folder / METRICS_FILE}, line {line.number}: {line.fault}")
+    return [line.event for line in lines]
 
 
 def require_fit(checkpoint: Checkpoint, identities: Mapping[str, Identity]) -> None:
@@ -207,14 +233,13 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _events(content: bytes) -> list[Event]:
-    """Return the events of complete lines; a killed run may have left half a line at the end."""
-    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines() if line.strip()]
-
-
-def _fitting(path: Path, metrics: bytes) -> Checkpoint:
+def _fitting(path: Path, metrics: bytes, lines: Sequence[Line]) -> Checkpoint:
     """Read a checkpoint; ValueError when it is damaged or its events are not all in the metrics file."""
-    checkpoint = read_checkpoint(path)
+    checkpoint, begin = read_checkpoint(path), 0
+    for line in lines:
+        if line.fault and begin < checkpoint.offset:
+            raise ValueError(f"{path}: {METRICS_FILE}, line {line.number}, which came before it: {line.fault}")
+        begin = line.end
     if checkpoint.offset > len(metrics) or not metrics[: checkpoint.offset].endswith(b"\n"):
         raise ValueError(
             f"{path}: {METRICS_FILE} has {len(metrics)} bytes, the checkpoint was written after {checkpoint.offset}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import re
-import secrets
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedtta.settings.files import write_atomically
 
 Purpose = Literal["server", "client"]
 SKEW = datetime.timedelta(minutes=10)  # clocks of devices may be behind by this much
@@ -231,16 +231,7 @@ def hosts_of(certificate: x509.Certificate) -> list[str]:
 
 def write(path: Path, content: bytes, private: bool) -> None:
     """Write a file atomically; a private one is never readable by others."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, content, private=private)
 
 
 def _builder(subject: str, issuer: str, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fedtta.benchmarks.speed.measurement import Measured, Ratio
 from fedtta.benchmarks.speed.served import SETTINGS, fabricate, running, sample_images
 from fedtta.benchmarks.speed.streams import Load, batches, many_streams, one_stream, requests, unary
-from fedtta.client.agent.live import images
+from fedtta.client.agent.live import as_floats, checked
 from fedtta.client.serving import Served
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc
@@ -149,7 +149,7 @@ def forward(served: Served, parts: Sequence[NDArray[np.uint8]]) -> list[float]:
     """Return the seconds of the network's forward pass for each batch; making the tensors is not counted."""
     seconds = []
     for part in parts:
-        x = torch.from_numpy(images(part, served.shape)).contiguous(memory_format=torch.channels_last)
+        x = torch.from_numpy(as_floats(checked(part, served.shape))).contiguous(memory_format=torch.channels_last)
         start = time.perf_counter()
         served.network(x)
         seconds.append(time.perf_counter() - start)

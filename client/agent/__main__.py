@@ -14,7 +14,7 @@ from fedtta.client.agent.config import AgentConfig
 from fedtta.settings import SettingsError
 
 LOG = logging.getLogger("fedtta.agent")
-USAGE = 2  # exit status for an invalid config
+USAGE, LOST = 2, 3  # exit status for an invalid config, and where the adapter's state could not be saved
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,12 +53,16 @@ def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
     LOG.info("stopping on %s", signal.Signals(asked.get()).name)
     if left := running.stop(config.deadline):
         LOG.warning("%d calls were not answered within %g s", left, config.deadline)
-    agent.close()
-    LOG.info("stopped; the adapter's state is saved")
+    lost = agent.close()
+    if lost:
+        LOG.error("stopped; %s", lost)
+    else:
+        LOG.info("stopped; the adapter's state is saved")
+    status = LOST if lost else 0
     if left or agent.scanning:  # the thread of a training or a scan must neither keep the process nor end inside torch
         logging.shutdown()
-        os._exit(0)
-    return 0
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

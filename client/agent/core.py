@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -18,11 +19,11 @@ from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.lifecycle import Changed, Lifecycle
-from fedtta.client.agent.live import Live, images
+from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
 from fedtta.client.agent.own_data import Scan, samples_of, scan
-from fedtta.client.agent.predictions import NoModel, Prediction
+from fedtta.client.agent.predictions import NoModel, Prediction, joined, parts_of
 from fedtta.client.agent.status import Saved, Status
 from fedtta.client.agent.store import Store
 from fedtta.client.names import parse_class_map
@@ -33,7 +34,9 @@ from fedtta.client.state import MemoryState, forget_runs
 from fedtta.messages.replies import Evaluated, Identity, Reply
 from fedtta.messages.requests import AdapterRow, Base, Evaluate, Request
 
+LOG = logging.getLogger("fedtta.agent")
 NOTES = 100  # notes kept, the newest ones
+ATTEMPTS = 2  # to save before the agent stops
 PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
 LOG_FILE = "agent.log"
 SCANNING = "its data are being scanned"
@@ -56,6 +59,8 @@ class Agent:
     ----------
     log : EventLog
         `<state-dir>/agent.log`.
+    trouble : str
+        Why the adapter's state could not be saved the last time; empty: it could.
 
     Raises
     ------
@@ -77,8 +82,9 @@ class Agent:
         self._node = self._own_node()
         self._current, self._data = "", Scan()
         self._working, self._scanning = threading.Lock(), threading.Lock()
-        self._store = Store(config.state_folder, config.snapshots_kept, self._note, config.models_kept)
+        self.trouble = ""
         self.log = EventLog(config.state_folder / LOG_FILE, config.log_mb << 20)
+        self._store = Store(config.state_folder, config.snapshots_kept, self._note, config.models_kept)
         self._models = Lifecycle(config, self._row, self._device, self._store, self._note, self.log, self._save)
         try:
             self._models.start()
@@ -101,8 +107,8 @@ class Agent:
         live = self._live
         return "batch" if live is None else live.adapter.per
 
-    def check(self, pixels: NDArray[Any] | Encoded) -> NDArray[np.float32]:
-        """Return images as the network takes them, float32 in [0, 1].
+    def check(self, pixels: NDArray[Any] | Encoded) -> NDArray[Any]:
+        """Return images [B, C, H, W] that the network can take, uint8 or float32 in [0, 1].
 
         Raises
         ------
@@ -114,10 +120,13 @@ class Agent:
         served = self._model().served
         if isinstance(pixels, Encoded):
             pixels = pixels.prepared(served.preprocessing, self.config.max_megapixels)
-        return images(pixels, served.shape)
+        return checked(pixels, served.shape)
 
     def predict(self, pixels: NDArray[Any]) -> Prediction:
         """Adapt to images in order of arrival and predict them.
+
+        Many images are predicted in parts (`parts_of`), each of which is a batch for the adapter: what a request needs
+        beside its images is bounded.
 
         Parameters
         ----------
@@ -131,14 +140,17 @@ class Agent:
         """
         with self._models.predicting:
             live = self._model()
-            position, checked = live.samples, images(pixels, live.served.shape)
-            rows, weights, adapted = live.predict(checked)
+            position, known = live.samples, checked(pixels, live.served.shape)
+            parts = parts_of(known, self.per, self.config.batch_limit)
+            with live.undone_on_error() if len(parts) > 1 else nullcontext():
+                answers = [live.predict(as_floats(part)) for part in parts]
             live.changed = True
-            self._models.shade(checked, rows)
+            for part, answer in zip(parts, answers, strict=True):
+                self._models.shade(as_floats(part), answer[0])
             waiting = live.samples - max(live.saved, live.tried)
         if waiting >= self.config.save_every_samples or self._models.due:
             self._due.set()
-        return Prediction(rows, weights, live.version, adapted, position)
+        return joined(answers, live.version, position)
 
     def status(self) -> Status:
         """Return the state of the agent."""
@@ -183,10 +195,10 @@ class Agent:
                 if self._store.served is None or self._store.served.digest != live.digest:  # another adapter
                     self._store.refit(live.served)
                 entry = self._store.save(arrays, samples, live.digest)
-            except (OSError, ValueError):
+            except BaseException:
                 live.changed = True
                 raise
-            live.saved = samples
+            live.saved, self.trouble = samples, ""
         self.log.write("saved", version=live.version, snapshot=entry.name, samples=samples)
         return Saved(entry.name, live.version, entry.samples)
 
@@ -308,21 +320,37 @@ class Agent:
         except OSError as error:
             self._note(f"old runs could not be removed: {error}")
 
-    def close(self) -> None:
-        """Save unsaved state and release the state directory; predictions must have ended."""
+    def close(self) -> str:
+        """Save unsaved state and release the state directory; predictions must have ended.
+
+        Returns
+        -------
+        str
+            What could not be saved, and why; empty: everything is saved.
+        """
         if self._closed:
-            return
+            return ""
         self._closed = True
         self._due.set()
         self._saver.join()
-        self._save()
-        self.log.write("stop")
-        self._store.close()
+        try:
+            for _ in range(ATTEMPTS):
+                self._save()
+            live, lost = self._live, ""
+            if live is not None and live.changed:
+                learned = f"what it learned from {live.samples - live.saved} samples is lost"
+                lost = f"the adapter's state is not saved: {self.trouble}; {learned}"
+            self.log.write("stop", error=lost)
+            return lost
+        finally:
+            self._store.close()
 
     def _note(self, text: str) -> None:
-        """Keep a note, unless it repeats the last one."""
+        """Keep a note and log it, unless it repeats the last one."""
         if not self._notes or self._notes[-1] != text:
             self._notes.append(text)
+            LOG.warning("%s", text)
+            self.log.write("note", text=text)
 
     def _own_node(self) -> Node:
         config = self.config
@@ -330,7 +358,7 @@ class Agent:
         if config.data_dir:
             settings["data-dir"] = config.data_dir
         facts = (config.name, MemoryState(), config.data, config.role or None, settings)
-        return Node(*facts, class_map=parse_class_map(config.class_map), index=config.index)
+        return Node(*facts, class_map=parse_class_map(config.class_map), index=config.index, note=self._note)
 
     @property
     def _live(self) -> Live | None:
@@ -359,7 +387,7 @@ class Agent:
         """Offer the model file of the config, unless its content was accepted before."""
         try:
             served, digest = from_file(path, self._row, self._device)
-            if digest != self._store.file:
+            if digest != self._store.file or self._live is None:  # its copy here may be damaged
                 self._models.offer(served, samples_of(self.config, served), digest)
         except (ValueError, OSError) as error:
             if self._live is None:
@@ -374,9 +402,13 @@ class Agent:
                 return
             try:
                 self.snapshot()
-            except (OSError, ValueError) as error:
-                self._note(f"not saved: {error}")
-                self.log.write("not saved", error=str(error))
+            except Exception as error:  # whatever it is, the agent goes on
+                self._not_saved(error)
+
+    def _not_saved(self, error: Exception) -> None:
+        self.trouble = str(error) or type(error).__name__
+        self._note(f"not saved: {error}")
+        self.log.write("not saved", error=str(error))
 
     def _save_when_due(self) -> None:
         """Save after the configured numbers of samples and seconds, until the agent is closed."""
@@ -389,5 +421,4 @@ class Agent:
                 self._models.conclude()
                 self._save()
             except Exception as error:  # this thread must go on
-                self._note(f"not saved: {error}")
-                self.log.write("not saved", error=str(error))
+                self._not_saved(error)

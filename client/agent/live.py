@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from fedtta.tta.heads import two_heads
 from fedtta.tta.registry import info
 
 ADAPTER, GUARD = "adapter.", "guard."  # prefixes of names in a snapshot
+LISTED = 20  # images that an error names
 #: Adapters with this need report e, the weight of the global head, for every sample.
 MIXES = "personal_head"
 
@@ -95,6 +98,21 @@ class Live:
         if runs:
             self._go_back(before if verdict.kind == "small-batch" else self._good.state)
         return plain, np.ones(len(x), np.float32) if self._mixes else None, False
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Undo all predictions of a block that raises."""
+        adapter, good, guard = self.adapter.state_dict(), copy.copy(self._good), copy.copy(self.guard)
+        if guard is not None:
+            guard.events = dict(guard.events)
+        samples, before = self.samples, self._before
+        try:
+            yield
+        except BaseException:
+            self.adapter.load_state_dict(adapter)
+            self.adapter.take_report()
+            self._good, self.guard, self.samples, self._before = good, guard, samples, before
+            raise
 
     def reset(self) -> None:
         """Reset the adapter to its state before the stream."""
@@ -174,8 +192,8 @@ def _array(values: Tensor) -> NDArray[np.float32]:
     return np.asarray(values.detach().cpu().numpy(), np.float32)
 
 
-def images(pixels: NDArray[Any], shape: tuple[int, int, int]) -> NDArray[np.float32]:
-    """Return images as float32 in [0, 1].
+def checked(pixels: NDArray[Any], shape: tuple[int, int, int]) -> NDArray[Any]:
+    """Return images that a network can take, as they are.
 
     Parameters
     ----------
@@ -194,13 +212,17 @@ def images(pixels: NDArray[Any], shape: tuple[int, int, int]) -> NDArray[np.floa
     if pixels.ndim != 4 or pixels.shape[1:] != shape or not len(pixels):
         expected = f"[B, {', '.join(map(str, shape))}]"
         raise ValueError(f"images have shape {list(pixels.shape)}; allowed is {expected}, B at least 1")
-    if pixels.dtype == np.uint8:
-        return as_floats(pixels)
-    inside = ((pixels >= 0) & (pixels <= 1)).reshape(len(pixels), -1).all(1)  # NaN is in no range
-    if not inside.all():
-        bad = np.flatnonzero(~inside).tolist()
-        raise ValueError(f"images {bad} of the request hold values that are not finite or outside [0, 1]")
+    if pixels.dtype == np.float32:
+        inside = ((pixels >= 0) & (pixels <= 1)).reshape(len(pixels), -1).all(1)  # NaN is in no range
+        if not inside.all():
+            bad = np.flatnonzero(~inside).tolist()
+            raise ValueError(f"images {_some(bad)} of the request hold values that are not finite or outside [0, 1]")
     return pixels
+
+
+def _some(numbers: list[int]) -> str:
+    """Return numbers in words, the first ones of many."""
+    return str(numbers) if len(numbers) <= LISTED else f"{numbers[:LISTED]} and {len(numbers) - LISTED} more"
 
 
 def as_floats(pixels: NDArray[Any]) -> NDArray[np.float32]:

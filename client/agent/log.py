@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fedtta.settings.files import Lines
+
 LOG = logging.getLogger("fedtta.agent")
 ROTATED = ".1"  # ending of the former file
 
@@ -17,7 +19,8 @@ ROTATED = ".1"  # ending of the former file
 class EventLog:
     """A file of JSON lines, each with `time` (ISO 8601, UTC) and `event`.
 
-    A write never raises: a full disk must not fail a prediction.
+    A write never raises: a full disk must not fail a prediction. Events that could not be written are counted, and the
+    next one that can be follows an event "not written" with their number.
 
     Parameters
     ----------
@@ -29,23 +32,29 @@ class EventLog:
     def __init__(self, path: Path, limit: int) -> None:
         self.path, self.limit = path, limit
         self._lock = threading.Lock()
-        self._failing = False
+        self._lines = Lines(path, sync=False)
+        self._lost = 0
 
     def write(self, event: str, **values: Any) -> None:
         """Append an event; values that JSON does not have are written as text."""
-        try:
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            line = json.dumps({"time": now, "event": event, **values}, default=_plain) + "\n"
-            with self._lock:
+        with self._lock:
+            try:
+                lost = _line("not written", {"count": self._lost}) if self._lost else b""
+                line = lost + _line(event, values)
                 if self.path.exists() and self.path.stat().st_size + len(line) > self.limit:
                     self.path.replace(self.path.with_name(self.path.name + ROTATED))
-                with self.path.open("a", encoding="utf-8") as file:
-                    file.write(line)
-            self._failing = False
-        except Exception as error:
-            if not self._failing:  # said once
-                LOG.warning("%s cannot be written: %s", self.path, error)
-            self._failing = True
+                self._lines.append(line)
+                self._lost = 0
+            except Exception as error:
+                self._lost += 1
+                if self._lost == 1:  # said once
+                    LOG.warning("%s cannot be written: %s", self.path, error)
+
+
+def _line(event: str, values: Mapping[str, Any]) -> bytes:
+    """Return an event as a line."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return (json.dumps({"time": now, "event": event, **values}, default=_plain) + "\n").encode()
 
 
 def _plain(value: Any) -> Any:

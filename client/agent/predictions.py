@@ -13,6 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.client.agent.encoded import Encoded
+from fedtta.client.agent.live import as_floats
+
+#: Bytes of images, as float32, that are predicted at once by an adapter that takes them one by one: the network's
+#: activations are many times as large.
+PART_BYTES = 4 << 20
+
+#: What a served model answers: probabilities [B, K], weights [B] or None, and whether they are adapted.
+Answer = tuple[NDArray[np.float32], NDArray[np.float32] | None, bool]
 
 
 class NoModel(RuntimeError):
@@ -36,7 +44,8 @@ class Prediction:
     version : str
         "<run>/<training>/<round>/<digest>" of the model.
     adapted : bool
-        False: the guard holds the adapter, and these are the unadapted model's probabilities.
+        False: the guard holds the adapter, and these are the unadapted model's probabilities; of a request in parts,
+        those of at least one part.
     position : int
         Samples predicted before these, since the model was installed or the adapter was reset.
     """
@@ -58,6 +67,37 @@ class Prediction:
         return parts
 
 
+def parts_of(pixels: NDArray[Any], per: str, limit: int) -> list[NDArray[Any]]:
+    """Divide images into nearly equal parts that are predicted one after the other.
+
+    Parameters
+    ----------
+    pixels : [B, C, H, W]
+        B at least 1.
+    per : "sample" or "batch"
+        A part has at most `limit` samples, and for adapters per sample at most `PART_BYTES` as float32. A request of at
+        most `limit` samples stays one batch for adapters whose results depend on it.
+    limit : int
+    """
+    most = limit if per == "batch" else min(limit, max(1, PART_BYTES // (4 * pixels[0].size)))
+    return np.array_split(pixels, -(-len(pixels) // most))
+
+
+def joined(answers: Sequence[Answer], version: str, position: int) -> Prediction:
+    """Return the answers to the parts of a request as one prediction."""
+    if len(answers) == 1:
+        return Prediction(*answers[0][:2], version, answers[0][2], position)
+    weights = [one if one is not None else np.ones(len(rows), np.float32) for rows, one, _ in answers]
+    mixed = any(one is not None for _, one, _ in answers)
+    return Prediction(
+        np.concatenate([rows for rows, _, _ in answers]),
+        np.concatenate(weights) if mixed else None,
+        version,
+        all(adapted for _, _, adapted in answers),
+        position,
+    )
+
+
 @dataclass
 class _Request:
     pixels: NDArray[Any] | Encoded
@@ -71,8 +111,8 @@ class Predicts(Protocol):
     def per(self) -> Literal["sample", "batch"]:
         """Return "sample" if requests may be joined into one batch, otherwise "batch"."""
 
-    def check(self, pixels: NDArray[Any] | Encoded) -> NDArray[np.float32]:
-        """Return images as the network takes them."""
+    def check(self, pixels: NDArray[Any] | Encoded) -> NDArray[Any]:
+        """Return images that the network can take."""
 
     def predict(self, pixels: NDArray[Any]) -> Prediction:
         """Adapt to images in order of arrival and predict them."""
@@ -160,7 +200,7 @@ class PredictQueue:
     def _predict(self, batch: list[_Request]) -> None:
         """Predict a batch; a bad request fails alone."""
         good: list[_Request] = []
-        checked: list[NDArray[np.float32]] = []
+        checked: list[NDArray[Any]] = []
         for request in batch:
             try:
                 checked.append(self._agent.check(request.pixels))
@@ -170,7 +210,7 @@ class PredictQueue:
         if not good:
             return
         try:
-            prediction = self._agent.predict(checked[0] if len(good) == 1 else np.concatenate(checked))
+            prediction = self._agent.predict(_one_batch(checked))
         except Exception as error:
             if len(good) == 1:
                 good[0].future.set_exception(error)
@@ -181,6 +221,13 @@ class PredictQueue:
             return
         for request, part in zip(good, prediction.split([len(pixels) for pixels in checked]), strict=True):
             request.future.set_result(part)
+
+
+def _one_batch(images: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the images of requests as one array; of different types, as float32 in [0, 1]."""
+    if len(images) == 1:
+        return images[0]
+    return np.concatenate(images if len({one.dtype for one in images}) == 1 else [as_floats(one) for one in images])
 
 
 def _length(request: _Request) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedtta.client.agent.config import UNIX, AgentConfig
@@ -29,6 +30,7 @@ from fedtta.messages.protobuf import PROTOCOL
 
 LOG = logging.getLogger("fedtta.agent")
 PREDICTOR, RELAY = f"{PROTOCOL}.Predictor", f"{PROTOCOL}.Relay"
+STATE = f"{PROTOCOL}.State"  # in the health service
 SPARE = 16  # calls beside streams and waiting requests: status, health, and those refused as busy
 SENT = 1.0  # seconds for sending the last replies
 _Result = TypeVar("_Result")
@@ -97,9 +99,9 @@ def serve(agent: Agent, config: AgentConfig) -> Running:
 
 async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Running:
     calls = Calls(agent.log)
-    predictor = _server(config.message_limit_mb << 20, config.max_streams + config.queue_limit + SPARE)
+    predictor = _server(config.message_limit_mb << 20, config.max_streams + config.queue_limit + SPARE, calls)
     agent_pb2_grpc.add_PredictorServicer_to_server(Predictor(agent, queue, calls), predictor)
-    relay = _server(MAX_BYTES, SPARE)
+    relay = _server(MAX_BYTES, SPARE, calls)
     requests = Relay(agent, calls)
     agent_pb2_grpc.add_RelayServicer_to_server(requests, relay)
     bound: list[_Socket] = []
@@ -108,7 +110,7 @@ async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Runn
             (predictor, config.listen_address, PREDICTOR),
             (relay, config.relay_address, RELAY),
         ):
-            state = health.aio.HealthServicer()
+            state = Health(agent)
             await state.set(service, health_pb2.HealthCheckResponse.SERVING)
             health_pb2_grpc.add_HealthServicer_to_server(state, server)
             server.add_generic_rpc_handlers([Unknown(service)])
@@ -125,14 +127,64 @@ async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Runn
     return Running(bound, calls, (queue.close, requests.close))
 
 
-def _server(limit: int, calls: int) -> grpc.aio.Server:
-    """Return a server that takes messages of `limit` bytes and `calls` concurrent calls."""
+def _server(limit: int, most: int, calls: Calls) -> grpc.aio.Server:
+    """Return a server that takes messages of `limit` bytes, and at most so many concurrent calls."""
     options = [
         ("grpc.max_receive_message_length", limit),
         ("grpc.max_send_message_length", limit),
         ("grpc.so_reuseport", 0),  # or a second agent would share the port
     ]
-    return grpc.aio.server(options=options, maximum_concurrent_rpcs=calls)
+    return grpc.aio.server(options=options, maximum_concurrent_rpcs=most, interceptors=[Malformed(calls)])
+
+
+class Health(health.aio.HealthServicer):
+    """The health of a socket's service, and under the name `STATE` whether what the adapter learns is saved.
+
+    An agent that cannot save still predicts: its services go on serving.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__()
+        self._agent = agent
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Any) -> health_pb2.HealthCheckResponse:
+        """Return the health of the service that is asked for."""
+        if request.service != STATE:
+            return await super().Check(request, context)
+        status = health_pb2.HealthCheckResponse
+        return status(status=status.NOT_SERVING if self._agent.trouble else status.SERVING)
+
+
+class Malformed(grpc.aio.ServerInterceptor):
+    """Refuses bytes that are no message as an invalid argument; gRPC itself would log a traceback for each.
+
+    Parameters
+    ----------
+    calls : Calls
+        Logs the refusal.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    async def intercept_service(self, continuation: Callable[..., Any], details: grpc.HandlerCallDetails) -> Any:
+        """Return the handler of a call, whose messages are read here; those of a stream are read by its handler."""
+        handler = await continuation(details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+
+        def read(content: bytes) -> Any:
+            try:
+                return handler.request_deserializer(content)
+            except DecodeError as error:
+                return error
+
+        async def answer(request: Any, context: Any) -> Any:
+            if isinstance(request, DecodeError):
+                await context.abort(*self._calls.refused(request))
+            return await handler.unary_unary(request, context)
+
+        return grpc.unary_unary_rpc_method_handler(answer, read, handler.response_serializer)
 
 
 class Unknown(grpc.GenericRpcHandler):

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from urllib.parse import quote
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.core import Agent
@@ -54,6 +56,7 @@ STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (FloatingPointError, grpc.StatusCode.OUT_OF_RANGE),
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
+    (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),
 )
 
 
@@ -108,7 +111,9 @@ class Calls:
         """Log a refused request; return its status and text."""
         code, text = status_of(error)
         if code is grpc.StatusCode.INTERNAL:
-            LOG.error("a call failed", exc_info=error)
+            where = traceback.extract_tb(error.__traceback__)[-1:]
+            LOG.error("a call failed: %s%s", text, "".join(f" at {one.filename}:{one.lineno}" for one in where))
+            LOG.debug("its traceback", exc_info=error)
         self._log.write("request refused", code=code.name, reason=text)
         return code, text
 

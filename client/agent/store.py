@@ -2,7 +2,8 @@
 
 `lock`; `manifest.json`; `models/<n>/`, see `fedtta.client.serving`; `snapshots/<counter>.safetensors`, states of an
 adapter. Files are written first, then the manifest, then files that it no longer names are removed: a process killed at
-any point leaves the old state or the new one.
+any point, and a write that fails, leave the old state or the new one. At least two models and two snapshots of each are
+kept, so that a damaged file leaves something to serve.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -22,10 +24,12 @@ import torch
 from fedtta.client.agent.manifest import SCHEMA, Entry, Manifest, Model, NewerSchema, State, rebuilt
 from fedtta.client.serving import Served
 from fedtta.messages.arrays import Arrays
-from fedtta.models import load_arrays, save_arrays, write_atomically
+from fedtta.models import load_arrays, save_arrays
+from fedtta.settings.files import make_folder, write_atomically
 
 __all__ = ["SCHEMA", "Lock", "NewerSchema", "StateInUse", "Store"]
 
+LEAST = 2  # models, and snapshots of each, that are kept
 FORMAT, VERSION = "fedtta-adapter-state", "1"
 #: Raised by files that cannot be read.
 DAMAGED = (ValueError, OSError, KeyError, TypeError)
@@ -45,7 +49,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(folder, 0o700)
         self._file = (folder / "lock").open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,9 +58,9 @@ class Lock:
             owner = self._file.read().strip() or "unknown"
             self._file.close()
             raise StateInUse(f"{folder} is in use by the agent with process id {owner}") from None
-        self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n")
-        self._file.flush()
+        with contextlib.suppress(OSError):  # a full disk; what is written there only helps a reader
+            self._file.truncate(0)
+            os.write(self._file.fileno(), f"{os.getpid()}\n".encode())
 
     def release(self) -> None:
         """Release the folder."""
@@ -71,11 +75,11 @@ class Store:
     folder : Path
         Made when needed, for this user alone.
     kept : int
-        Snapshots to keep of each model, at least 1.
+        Snapshots to keep of each model, not fewer than `LEAST`.
     note : callable
         Called with a line of text about events such as refused files.
     models : int
-        Models to keep, the served one included, at least 1.
+        Models to keep, the served one included, not fewer than `LEAST`.
 
     Raises
     ------
@@ -86,7 +90,7 @@ class Store:
     """
 
     def __init__(self, folder: Path, kept: int, note: Callable[[str], None], models: int = 3) -> None:
-        self.folder, self._note, self._limits = folder, note, (models, kept)
+        self.folder, self._note, self._limits = folder, note, (max(models, LEAST), max(kept, LEAST))
         self._lock = Lock(folder)
         try:
             self._manifest = self._open()
@@ -166,7 +170,7 @@ class Store:
             served.save(self._models / model.name)
             self._commit(_served(manifest, model.name) if state == "served" else manifest)
         except OSError:
-            shutil.rmtree(self._models / model.name, ignore_errors=True)
+            self._sweep()
             raise
         return next(one for one in self.models if one.name == model.name)
 
@@ -184,7 +188,7 @@ class Store:
             served.save(self._models / model.name)
             self._commit(self._manifest.without(old.name).with_model(model))
         except OSError:
-            shutil.rmtree(self._models / model.name, ignore_errors=True)
+            self._sweep()
             raise
 
     def refuse(self, digest: str, origin: str, reason: str, check: Mapping[str, float] | None = None) -> Model:
@@ -228,7 +232,8 @@ class Store:
         """
         if self.served is None or model != self.served.digest:
             raise ValueError(f"{self.folder} holds another model than that of the state")
-        name = f"{max([0, *(int(entry.name) for entry in self._manifest.snapshots)]) + 1:06d}"
+        counters = [int(path.stem) for path in self._snapshots()]
+        name = f"{max([0, *counters, *(int(entry.name) for entry in self._manifest.snapshots)]) + 1:06d}"
         path = self._path(name)
         metadata = {"format": FORMAT, "version": VERSION, "model": model, "samples": str(samples)}
         try:
@@ -236,8 +241,7 @@ class Store:
             entry = Entry(name, samples, model, _sha256(path))
             self._commit(replace(self._manifest, snapshots=(*self._manifest.snapshots, entry)))
         except OSError:
-            with contextlib.suppress(OSError):  # the disk may be gone, and the manifest does not name the file
-                path.unlink(missing_ok=True)
+            self._sweep()
             raise
         return entry
 
@@ -299,6 +303,10 @@ class Store:
         found = [path for path in _listed(self._models) if path.name.isdigit()]
         return sorted(found, key=lambda path: int(path.name))
 
+    def _snapshots(self) -> list[Path]:
+        """Return the snapshots' files, oldest first."""
+        return [path for path in _listed(self.folder / "snapshots") if re.fullmatch(r"\d+\.safetensors", path.name)]
+
     def _read(self, entry: Entry) -> Arrays:
         path = self._path(entry.name)
         arrays, metadata = load_arrays(path)
@@ -323,7 +331,7 @@ class Store:
         return self._rebuild()
 
     def _rebuild(self) -> Manifest:
-        """Write and return a manifest of all intact files."""
+        """Return a manifest of all intact files, and write it; where that fails, the next change does."""
         models = {}
         for folder in self._folders():
             try:
@@ -334,15 +342,16 @@ class Store:
             models[folder.name] = served.digest(), served.origin
         self._manifest = rebuilt(models, self._found(), time.time)
         if models:
-            self._commit(self._manifest)
+            try:
+                self._commit(self._manifest)
+            except OSError as error:
+                self._note(f"{self._manifest_file} cannot be written: {error}")
         return self._manifest
 
     def _found(self) -> tuple[Entry, ...]:
         """Return the intact snapshots, oldest first."""
         entries = []
-        for path in _listed(self.folder / "snapshots"):
-            if path.suffix != ".safetensors" or not path.stem.isdigit():
-                continue
+        for path in self._snapshots():
             try:
                 _, metadata = load_arrays(path)
                 entries.append(Entry(path.stem, int(metadata["samples"]), metadata["model"], _sha256(path)))
@@ -351,16 +360,33 @@ class Store:
         return tuple(entries)
 
     def _commit(self, manifest: Manifest) -> None:
-        """Write the manifest, then remove files that it does not name."""
+        """Write the manifest, then remove files that it does not name; on OSError the former one is in force."""
         manifest = manifest.pruned(*self._limits)
-        write_atomically(self._manifest_file, manifest.to_json())
+        try:
+            write_atomically(self._manifest_file, manifest.to_json())
+        except OSError:
+            with contextlib.suppress(OSError):  # the new one may be there already, but not flushed
+                write_atomically(self._manifest_file, self._manifest.to_json())
+            raise
         self._manifest = manifest
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove models and snapshots that the manifest does not name, and half-written files of a killed process."""
-        folders = [self._models / model.name for model in self.models if model.state != "refused"]
-        named = {self._path(entry.name) for entry in self._manifest.snapshots} | set(folders)
+        """Remove models and snapshots that no manifest names, and half-written files of a killed process.
+
+        The manifest on the disk may differ from that in force after a write that failed; if it cannot be read, nothing
+        is removed.
+        """
+        try:
+            there = Manifest.from_json(self._manifest_file, self._models)
+        except FileNotFoundError:
+            there = Manifest()
+        except (OSError, ValueError, TypeError, KeyError):
+            return
+        models = [model for model in (*self.models, *there.models) if model.state != "refused"]
+        folders = [self._models / model.name for model in models]
+        snapshots = (*self._manifest.snapshots, *there.snapshots)
+        named = {self._path(entry.name) for entry in snapshots} | set(folders)
         unfinished = [path for path in _listed(self.folder) if path.name.startswith(".manifest.json.")]
         inside = [path for folder in folders for path in _listed(folder) if path.suffix == ".tmp"]
         for path in [*_listed(self._models), *_listed(self.folder / "snapshots"), *unfinished, *inside]:

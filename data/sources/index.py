@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedtta.models.arrays import write_atomically
+from fedtta.settings.files import write_atomically
 
 SCHEMA = 1
 

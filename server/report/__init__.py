@@ -6,8 +6,9 @@
 
 from fedtta.server.report.collaboration import Matrix, Outcome, matrix
 from fedtta.server.report.events import WEIGHT_BINS, Evaluation
+from fedtta.server.report.journal import METRICS_FILE
 from fedtta.server.report.page import build_page, write_report
-from fedtta.server.report.results import METRICS_FILE, Results, read_results
+from fedtta.server.report.results import Results, read_results
 from fedtta.server.report.scores import METRICS, Cell, Metric, Row, table
 from fedtta.server.report.tables import (
     COLLABORATION_FILE,

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from html import escape
 
 from fedtta.server.report.events import Membership
+from fedtta.server.report.journal import METRICS_FILE
 from fedtta.server.report.markup import breakable, counted, data_table, folded, missing, text
-from fedtta.server.report.results import METRICS_FILE, Member, Results
+from fedtta.server.report.results import Member, Results
 from fedtta.settings import name_order
 
 LISTED = 50  # clients and incidents shown; the metrics file has them all

@@ -22,6 +22,7 @@ from fedtta.server.report.clients import data_section, served_table
 from fedtta.server.report.collaboration import Matrix, matrix
 from fedtta.server.report.drawing import Plot
 from fedtta.server.report.events import AdaptRound, RatesRound, Round
+from fedtta.server.report.journal import METRICS_FILE
 from fedtta.server.report.markup import (
     CSS,
     breakable,
@@ -37,7 +38,7 @@ from fedtta.server.report.markup import (
     text,
 )
 from fedtta.server.report.rates import block_of, module_type, variant_labels
-from fedtta.server.report.results import METRICS_FILE, Results, read_results
+from fedtta.server.report.results import Results, read_results
 from fedtta.server.report.scores import Row, percent, table
 from fedtta.server.report.tables import COLLABORATION_FILE, write_collaboration
 from fedtta.settings import Settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,9 +27,9 @@ from fedtta.server.report.events import (
     Served,
     parse_event,
 )
+from fedtta.server.report.journal import METRICS_FILE, read_lines, restored
 from fedtta.settings import name_order
 
-METRICS_FILE = "metrics.jsonl"
 Kind = TypeVar("Kind", bound=Event)
 
 
@@ -173,7 +172,9 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """Read and check a metrics file.
+    """Read and check a metrics file; of a run folder's, damaged lines are read from the copy, and a note says so.
+
+    Half a line at the end, which a killed run leaves, is ignored.
 
     Raises
     ------
@@ -182,16 +183,20 @@ def read_results(path: Path) -> Results:
     ValueError
         A line is no valid event; the message names the file and, where possible, the line.
     """
+    in_folder = path.name == METRICS_FILE
+    content, damage = restored(path.parent) if in_folder else (path.read_bytes(), "")
     events: list[Event] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for line in read_lines(content):
         try:
-            event = parse_event(json.loads(line.decode("utf-8")))
+            if line.fault:
+                raise ValueError(line.fault)
+            event = parse_event(line.event)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            raise ValueError(f"{path}, line {line.number}: {error}") from error
         if event is not None:
             events.append(event)
+    if damage:
+        events.append(Note(damage))
     try:
         return Results.of(events)
     except ValueError as error:

@@ -285,6 +285,40 @@ class TestDirectory:
         save_arrays(path, entry(1), metadata)
         self.refused(tmp_path, path)
 
+    @pytest.mark.parametrize("how", ["half", "empty", "another round's"])
+    def test_of_a_damaged_file_the_older_one_is_used_and_that_is_noted(self, tmp_path: Path, how: str) -> None:
+        notes: list[str] = []
+        state = DirectoryState(tmp_path, "run", "0", notes.append)
+        for round in (1, 2, 3):
+            state.save("t", round, entry(round))
+        path = tmp_path / "run" / "0" / "t@3.safetensors"
+        other = path.with_name("t@2.safetensors").read_bytes()
+        path.write_bytes({"half": path.read_bytes()[:90], "empty": b"", "another round's": other}[how])
+        assert value_of(state, 3) == 2
+        assert len(notes) == 1
+        assert notes[0].startswith(f"private state refused: {path}: ")
+        assert notes[0].endswith("; that of round 2 is used")
+        assert path.exists()  # it is left for inspection
+        path.with_name("t@2.safetensors").write_bytes(b"")
+        with pytest.raises(ValueError, match=r"t@3\.safetensors: .*; .*t@2\.safetensors: "):
+            state.load("t", 3)  # never as if there had been nothing
+        state.save("t", 4, entry(4))
+        assert value_of(state, 4) == 4
+
+    @pytest.mark.parametrize("place", [("run2", "0"), ("run", "1")])
+    def test_a_file_of_another_run_or_client_is_refused(self, tmp_path: Path, place: tuple[str, str]) -> None:
+        path = self.saved(tmp_path)
+        run, name = place
+        (tmp_path / run / name).mkdir(parents=True)
+        shutil.copy(path, tmp_path / run / name / path.name)
+        what, other, own = ("run", "run", "run2") if run != "run" else ("client", "0", "1")
+        with pytest.raises(ValueError, match=f"private state of {what} '{other}', not '{own}'"):
+            DirectoryState(tmp_path, run, name).load("t", 1)
+
+    def test_a_file_of_an_earlier_version_is_read(self, tmp_path: Path) -> None:
+        save_arrays(self.saved(tmp_path), entry(7), {"round": "1"})
+        assert value_of(DirectoryState(tmp_path, "run", "0"), 1) == 7
+
     def test_a_failed_save_changes_nothing_and_leaves_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -54,6 +54,15 @@ def test_pretrained_weights_are_not_needed_again(tmp_path: Path) -> None:
     assert torch.equal(loaded.head.weight, model.head.weight)
 
 
+def test_equal_models_are_equal_bytes(tmp_path: Path) -> None:
+    """The library writes metadata in an order of its own for each file."""
+    for number in range(20):
+        models.save_model(tmp_path / str(number), models.build(**SPEC, seed=1), SPEC)
+    contents = {path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(contents) == 1
+    assert int.from_bytes(contents.pop()[:8], "little") % 8 == 0  # the arrays are aligned
+
+
 DESCRIBED = {
     **SPEC,
     "classes": ["a", "b", "c", "d"],

@@ -21,6 +21,7 @@ from fedtta.models import load_arrays
 from fedtta.server.app import serve
 from fedtta.server.checkpoints import checkpoint_files, read_checkpoint
 from fedtta.server.environment import describe
+from fedtta.server.events import RunError
 from fedtta.settings import Settings
 from tests import transports
 from tests.transports import FakeTransport
@@ -56,8 +57,9 @@ ROUNDS: dict[str, dict[str, Any]] = {
         "stream_rounds": 2, **BATCHNORM,
     },
 }  # fmt: skip
-#: What differs between two runs of the same thing: time, and the network that a client is sent once more.
-UNEQUAL = ("at", "seconds", "wall_seconds", "train_seconds", "bytes_down")
+#: What differs between two runs of the same thing: time, what is computed from it, and the network that a client is
+#: sent once more.
+UNEQUAL = ("at", "digest", "seconds", "wall_seconds", "train_seconds", "bytes_down")
 RESULTS = (
     "plan", "clients", "round", "statistics", "rates_round", "rates", "adapt_round", "adapted", "evaluation",
     "leak_check",
@@ -327,3 +329,45 @@ def test_an_older_checkpoint_can_be_named(tmp_path: Path) -> None:
     assert str(read_checkpoint(files[2]).position) == "round 1 of fedrep"
     assert_same(whole, run(tmp_path / "cut", settings, resume=str(files[2])))
     assert sorted(path.name for path in (folder / "checkpoints").glob("*.cut")) == ["000003.cut", "000004.cut"]
+
+
+def killed_in_round(folder: Path, round: int) -> Settings:
+    """Run until a round is asked for the second time; return the settings of the run."""
+    settings = SMALL.replace(methods="fedrep", rounds=3, state_dir=str(folder / "state"))
+    killer = Killer("answered", only=lambda point: point[2] == str(round))
+    with pytest.raises(Killed):
+        serve(devices(settings, killer=killer), settings, folder / "r")
+    return settings
+
+
+def test_damaged_events_are_restored_and_the_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", SMALL.replace(methods="fedrep", rounds=3))
+    settings = killed_in_round(tmp_path / "cut", 3)
+    folder = tmp_path / "cut" / "r"
+    metrics = folder / "metrics.jsonl"
+    harmed = metrics.read_bytes().replace(b'"event": "round"', b'"evemt": "round"', 1)
+    metrics.write_bytes(harmed)
+    assert_same(whole, run(tmp_path / "cut", settings, resume=str(folder)))
+    notes = [event["text"] for event in events(folder, "note")]
+    assert any("is damaged" in note and "restored from checkpoints/metrics.jsonl" in note for note in notes)
+    assert (folder / "metrics-1.damaged.jsonl").read_bytes() == harmed
+
+
+def test_events_that_are_gone_come_from_the_copy(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", SMALL.replace(methods="fedrep", rounds=3))
+    settings = killed_in_round(tmp_path / "cut", 3)
+    (tmp_path / "cut" / "r" / "metrics.jsonl").unlink()
+    assert_same(whole, run(tmp_path / "cut", settings, resume=str(tmp_path / "cut" / "r")))
+
+
+@pytest.mark.parametrize("harm", [b'"evemt": "round"', b'"event" : "round"', b"\xff\x00"])
+def test_damage_without_a_copy_is_named_by_its_line(tmp_path: Path, harm: bytes) -> None:
+    settings = killed_in_round(tmp_path, 3)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    (tmp_path / "r" / "checkpoints" / "metrics.jsonl").unlink()
+    number = next(n for n, line in enumerate(metrics.read_bytes().splitlines(), 1) if b'"event": "round"' in line)
+    metrics.write_bytes(metrics.read_bytes().replace(b'"event": "round"', harm, 1))
+    with pytest.raises(
+        RunError, match=rf"no checkpoint can be used: .*metrics\.jsonl, line {number}, which came before"
+    ):
+        run(tmp_path, settings, resume=str(tmp_path / "r"))

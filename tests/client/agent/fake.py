@@ -73,6 +73,7 @@ class FakeAgent:
         self.requests: list[Request] = []
         self.answer: Callable[[Any], Reply] = trained
         self.closed = False
+        self.trouble = ""
 
     def check(self, pixels: NDArray[Any]) -> NDArray[Any]:
         if not self.model:

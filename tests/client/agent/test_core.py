@@ -20,6 +20,7 @@ from fedtta.client.agent.core import Agent
 from fedtta.client.agent.predictions import NoModel
 from fedtta.client.agent.store import StateInUse
 from fedtta.client.node import Node
+from fedtta.client.state import DirectoryState
 from fedtta.messages.replies import Evaluated, Reply
 from fedtta.messages.requests import Evaluate, Identify, Request, TrainingTask
 from tests.client.agent.world import common, config, evaluation, fork, killed, labels, said, sample_images, train
@@ -248,7 +249,9 @@ def test_old_runs_are_forgotten_and_that_is_noted(
     private = folder / "state" / "private"
     monkeypatch.setattr(agent, "_take_over", lambda request: None)
     for run in ("run2", "run3"):
-        shutil.copytree(private / "run1", private / run)
+        again = DirectoryState(private, run, "0")
+        for key, tags in (one := DirectoryState(private, "run1", "0")).tags().items():
+            again.save(key, tags[-1], one.load(key, tags[-1]) or {})
         agent.perform(evaluation(request.arrays, None, run=run))
     assert sorted(path.name for path in private.iterdir() if path.name.startswith("run")) == ["run2", "run3"]
     assert "run run1 forgotten: it is not among the last 2" in agent.status().notes
@@ -353,3 +356,42 @@ def test_kill_at_any_moment_loses_only_what_was_not_saved(folder: Path) -> None:
         assert not [note for note in agent.status().notes if "refused" in note]
         agent._closed = True
         agent._store.close()
+
+
+@pytest.mark.parametrize("adapter", ["fedthe", "btfl", "t3a"])
+def test_a_large_request_is_predicted_in_parts_as_small_ones_are(folder: Path, adapter: str) -> None:
+    agent = Agent(config(folder, adapter=adapter, batch_limit=16))
+    whole = agent.predict(sample_images(0, 40))
+    agent.reset()
+    parts = np.concatenate(
+        [agent.predict(sample_images(*part)).probabilities for part in ((0, 14), (14, 13), (27, 13))]
+    )
+    np.testing.assert_array_equal(whole.probabilities, parts)
+    assert whole.position == 0
+    assert agent.status().samples == 40
+    assert agent.predict(sample_images(0, 1)).position == 40
+    agent.close()
+
+
+@pytest.mark.parametrize("adapter", ["fedthe", "tent", "cotta"])
+def test_a_large_request_that_fails_half_way_changes_nothing(folder: Path, adapter: str) -> None:
+    agent = Agent(config(folder, adapter=adapter, batch_limit=16))
+    predictions(agent, 0, 20)
+    before = agent._live.state()
+    real, calls = agent._live._unadapted, []
+
+    def fails(x: Any) -> Any:
+        calls.append(len(x))
+        if len(calls) == 3:
+            raise ValueError("the network's output is not finite")
+        return real(x)
+
+    agent._live._unadapted = fails
+    with pytest.raises(ValueError, match="not finite"):
+        agent.predict(sample_images(20, 40))
+    assert calls == [14, 13, 13]
+    agent._live._unadapted = real
+    after = agent._live.state()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert agent.status().samples == 20
+    agent.close()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import COLLAPSES, Guard, LastGood, Verdict, flat_images
-from fedtta.client.agent.live import Live, images
+from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.client.serving import Baseline, entropy
 from tests.client.agent.world import served, unseen
 
@@ -198,7 +198,9 @@ def degenerate() -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int64] | N
 def answers(name: str, pixels: NDArray[np.uint8], size: int, limits: Limits | None) -> tuple[NDArray[np.int64], Live]:
     live = Live(served(name), limits, torch.device("cpu"), lambda text: None)
     parts = [pixels[begin : begin + size] for begin in range(0, len(pixels), size)]
-    return np.concatenate([live.predict(images(part, live.served.shape))[0].argmax(1) for part in parts]), live
+    return np.concatenate(
+        [live.predict(as_floats(checked(part, live.served.shape)))[0].argmax(1) for part in parts]
+    ), live
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
@@ -253,7 +255,7 @@ def test_small_batches_are_noted_once_and_other_events_each_time(monkeypatch: py
 
     monkeypatch.setattr(live.guard, "judge", judge)
     for part in np.split(pixels[:4], 4):
-        live.predict(images(part, live.served.shape))
+        live.predict(as_floats(checked(part, live.served.shape)))
     assert notes == [
         "guard: small-batch after 0 samples: hold",
         "guard: noise after 2 samples: hold",

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedtta.client.agent.live import Live, images
-from fedtta.client.agent.predictions import Busy, Prediction, PredictQueue
+from fedtta.client.agent.live import Live, as_floats, checked
+from fedtta.client.agent.predictions import PART_BYTES, Busy, Prediction, PredictQueue, parts_of
 from tests.client.agent.world import sample_images, served
 
 
@@ -173,13 +175,13 @@ class Slow:
         self.live = Live(served(adapter), None, torch.device("cpu"), lambda text: None)
         self.per, self.may, self.calls = self.live.adapter.per, threading.Event(), 0
 
-    def check(self, pixels: NDArray[Any]) -> NDArray[np.float32]:
-        return images(pixels, self.live.served.shape)
+    def check(self, pixels: NDArray[Any]) -> NDArray[Any]:
+        return checked(pixels, self.live.served.shape)
 
-    def predict(self, pixels: NDArray[np.float32]) -> Prediction:
+    def predict(self, pixels: NDArray[Any]) -> Prediction:
         assert self.may.wait(60)
         self.calls += 1
-        rows, weights, adapted = self.live.predict(pixels)
+        rows, weights, adapted = self.live.predict(as_floats(pixels))
         return Prediction(rows, weights, "v", adapted, self.live.samples - len(pixels))
 
 
@@ -204,3 +206,30 @@ def test_joined_is_the_same_as_one_by_one(adapter: str) -> None:
                 assert single.weights is not None
                 np.testing.assert_allclose(answer.weights[i], single.weights[0], atol=1e-6)
         assert answer.position == begin
+
+
+@given(st.integers(1, 3000), st.sampled_from([(3, 32, 32), (1, 8, 8), (3, 224, 224)]), st.integers(1, 300))
+def test_parts_are_nearly_equal_and_bounded(samples: int, shape: tuple[int, int, int], limit: int) -> None:
+    pixels = np.broadcast_to(np.uint8(0), (samples, *shape))  # takes no memory
+    for per in ("sample", "batch"):
+        sizes = [len(part) for part in parts_of(pixels, per, limit)]
+        assert sum(sizes) == samples
+        assert max(sizes) <= limit
+        assert max(sizes) - min(sizes) <= 1
+        if per == "batch":
+            assert len(sizes) == -(-samples // limit)  # what fits stays one batch
+        else:
+            assert max(sizes) == 1 or max(sizes) * int(np.prod(shape)) * 4 <= PART_BYTES
+
+
+def test_requests_of_different_types_are_joined_as_floats() -> None:
+    bytes_, floats = sample_images(0, 2), sample_images(2, 3).astype(np.float32) / np.float32(255)
+    agent = Slow("none")
+    queue = queue_of(agent, limit=8, batch_limit=64)
+    waiting = [queue.submit(pixels) for pixels in (sample_images(0, 1), bytes_, floats)]
+    agent.may.set()
+    joined = np.concatenate([future.result(60).probabilities for future in waiting[1:]])
+    queue.close()
+    alone = Slow("none")
+    alone.may.set()
+    np.testing.assert_allclose(joined, alone.predict(alone.check(sample_images(0, 5))).probabilities, atol=1e-6)

@@ -56,6 +56,38 @@ def test_each_socket_offers_its_own_service_and_other_versions_are_told_which_is
             assert ask(line, name) == f"{name}: this agent speaks fedtta.agent.v1"
 
 
+def test_bytes_that_are_no_message_are_refused_with_a_line_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with running() as (fake, sockets), channel(sockets.listen) as own, channel(sockets.relay) as relay:
+        names = [f"Predictor/{name}" for name in ("Predict", "Status", "Rollback")] + ["Relay/Perform"]
+        for name in names:
+            call = (relay if name.startswith("Relay") else own).unary_unary(f"/fedtta.agent.v1.{name}")
+            refused(lambda call=call: call(b"\xff\xff no message", timeout=TIMEOUT), grpc.StatusCode.INVALID_ARGUMENT)
+        stream = own.stream_stream("/fedtta.agent.v1.Predictor/PredictStream")
+        refused(lambda: list(stream(iter([b"\xff\xff"]), timeout=TIMEOUT)), grpc.StatusCode.INVALID_ARGUMENT)
+        predictor(own).Predict(request(), timeout=TIMEOUT)
+    assert [event for event, _ in fake.log.events] == ["request refused"] * (len(names) + 1)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_what_fails_unexpectedly_is_one_line_that_names_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    with running() as (fake, sockets), channel(sockets.listen) as line:
+        fake.status = lambda: {}["nothing"]  # type: ignore[method-assign]
+        refused(lambda: predictor(line).Status(pb.StatusRequest(), timeout=TIMEOUT), grpc.StatusCode.INTERNAL)
+    (record,) = [record for record in caplog.records if "a call failed" in record.message]
+    assert re.search(r"KeyError: 'nothing' at .*test_sockets\.py:\d+$", record.message)
+    assert not record.exc_info
+
+
+def test_health_says_whether_the_adapters_state_is_saved() -> None:
+    with running() as (fake, sockets), channel(sockets.listen) as line:
+        stub, asked = health_pb2_grpc.HealthStub(line), health_pb2.HealthCheckRequest(service=server.STATE)
+        assert stub.Check(asked, timeout=TIMEOUT).status == health_pb2.HealthCheckResponse.SERVING
+        fake.trouble = "[Errno 28] No space left on device"
+        assert stub.Check(asked, timeout=TIMEOUT).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        other = health_pb2.HealthCheckRequest(service=server.PREDICTOR)
+        assert stub.Check(other, timeout=TIMEOUT).status == health_pb2.HealthCheckResponse.SERVING
+
+
 def test_both_sockets_say_that_they_serve() -> None:
     with running() as (_, sockets):
         for address, name in ((sockets.listen, "Predictor"), (sockets.relay, "Relay")):
