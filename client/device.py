@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,8 @@ class Device:
         The client's name; seeds and private state go by it.
     own : Own or None
         Its own data, if it has any; `federation` is of this device alone then.
+    least_batch : int
+        See `Node`.
     """
 
     federation: Federation
@@ -135,6 +137,7 @@ class Device:
     lends: bool = False
     name: str = "0"
     own: Own | None = None
+    least_batch: int = 1
 
     @property
     def number(self) -> int:
@@ -220,7 +223,7 @@ class Device:
         self._require_source()
         private = self._receive(request.arrays, request.task, request.round - 1, request.aggregated)
         federation = self.federation.in_round(request.round)
-        return Turn(request, private, TrainingSet.of_client(federation, self.partition, self.settings, self.device))
+        return Turn(request, private, self._training_set(federation))
 
     def measure(self, turn: Turn) -> None:
         """Validate the received network, and the new personal head if the local algorithm has one."""
@@ -258,7 +261,7 @@ class Device:
         self._require_source()
         before = self._receive(request.arrays, request.task, request.round - 1)
         federation = self.federation.in_round(request.round)
-        data = TrainingSet.of_client(federation, self.partition, self.settings, self.device)
+        data = self._training_set(federation)
         personal = self._algorithm(request.task).uses_personal_head
         if personal:
             self._train_head(data, "final", request.round)
@@ -385,6 +388,10 @@ class Device:
         if self.role == "target":
             raise ValueError(f"client {self.name} is a target: it has no labels to train on")
 
+    def _training_set(self, federation: Federation) -> TrainingSet:
+        data = TrainingSet.of_client(federation, self.partition, self.settings, self.device)
+        return replace(data, least_batch=self.least_batch)
+
     def _algorithm(self, task: TrainingTask) -> LocalAlgorithm:
         return find_algorithm(task.algorithm)
 
@@ -426,7 +433,7 @@ class Device:
         """Personalize the network in place, as the training's local algorithm does."""
         self._require_source()
         federation = self.federation.in_round(request.round)
-        data = TrainingSet.of_client(federation, self.partition, self.settings, self.device)
+        data = self._training_set(federation)
         context = self._context(data, request.task, private, "personalise", request.round)
         self._algorithm(request.task).personalize(context)
 
