@@ -251,6 +251,28 @@ class Device:
             **turn.measured,
         )
 
+    @torch.no_grad()
+    def effective_samples(self, request: Train | Summarize) -> float:
+        """Return how many training samples stand behind a reply, (Σ c)² / Σ c² for their contributions c.
+
+        A network can be made so that a single sample contributes, whatever the sizes of split and batch: for all others
+        it has no active feature, or no loss (Boenisch et al., EuroS&P 2023; Wen et al., ICML 2022). The contribution
+        of a sample is the norm of the loss's gradient with respect to its active features z, or of z for statistics.
+        """
+        training = isinstance(request, Train)
+        self._receive(request.arrays, request.task, request.round - 1, getattr(request, "aggregated", None))
+        data, size = self._training_set(self.federation.in_round(request.round)), self.settings.eval_batch_size
+        found = []
+        for pixels, labels in zip(data.pixels.split(size), data.labels.split(size), strict=True):
+            z = self.model.features(pixels.float() / 255)  # [B, d]
+            if training:
+                p = torch.softmax(self.model.head(z).float(), 1)
+                error = p - torch.nn.functional.one_hot(labels, p.shape[1])  # [B, K]
+                z = (error @ self.model.head.weight) * (z != 0)
+            found.append(z.double().norm(dim=1))
+        c = torch.cat(found)
+        return float(c.sum() ** 2 / (c**2).sum().clamp(min=1e-300))
+
     def summarize(self, request: Summarize) -> Summarized:
         """Train the personal head on the final model and return the client's statistics under it.
 

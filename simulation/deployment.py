@@ -199,6 +199,7 @@ TRUSTING: dict[str, Scalar] = {
         ("most-epochs", "most-memory-mb", "most-state-mb", "messages-per-hour", "evaluations-per-day"), 10**6
     ),
     "least-train-part": 0.0,
+    "least-effective-samples": 1.0,
     "most-image-size": 1024,
     "most-message-mb": 1024,
     "least-days-kept": 0.0,

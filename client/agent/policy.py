@@ -33,7 +33,7 @@ ANY = "*"  # a list of names that has everything
 BUILT_IN = "built-in"  # stands for the networks of this package
 MIB = 1 << 20
 SETTINGS_BYTES = 1 << 20  # of a message's settings as text: the classes' names are the longest
-RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 #: Names in the folder of private states that no run may have.
 RESERVED = ("networks",)
 FORGOTTEN = ".forgotten"
@@ -100,6 +100,9 @@ class Policy:
         "block_scores", "statistics that are sent on request; label_prior and confusion tell the class mix"
     )
     least_samples: int = setting(8, "least samples behind a trained model, statistics or rates", low=1)
+    least_effective_samples: float = setting(
+        4.0, "least (Σ c)² / Σ c² for the samples' contributions c under the received weights; 1: no check", low=1
+    )
     least_batch_size: int = setting(8, "least samples of a batch: smaller last ones are left out", low=1)
     least_clients: int = setting(2, "least clients of a run, as the server states them", low=1)
     count_step: int = setting(
@@ -205,9 +208,26 @@ class Policy:
             kind = "validation" if what == "rates" else "training"
             raise PolicyError("least-samples", f"{behind} {kind} samples", f"{least} or more")
 
+    def check_effective(self, effective: float) -> None:
+        """Refuse weights under which a few samples make the update; see `Device.effective_samples`.
+
+        Raises
+        ------
+        PolicyError
+        """
+        least = self.least_effective_samples
+        if not effective >= least:  # NaN: the weights are no numbers
+            raise PolicyError(
+                "least-effective-samples", f"the weights single out {effective:.1f} samples", f"{least:g} or more"
+            )
+
     def _check_run(self, request: Request, settings: Settings) -> None:
-        if not RUN.fullmatch(request.run) or request.run in RESERVED or request.run.endswith(FORGOTTEN):
-            raise PolicyError("run", f"the name {request.run[:40]!r}", "a plain name of at most 128 characters")
+        task: TrainingTask | None = getattr(request, "task", None)
+        names = {"run": request.run, "training": task.training if task else "t"}
+        names |= {what: getattr(request, what) for what in ("cell", "network") if hasattr(request, what)}
+        for what, name in names.items():  # they become names of files
+            if not NAME.fullmatch(name) or (what == "run" and (name in RESERVED or name.endswith(FORGOTTEN))):
+                raise PolicyError("names", f"{what} {name[:40]!r}", "a plain name of at most 128 characters")
         if settings.clients < self.least_clients:
             raise PolicyError("least-clients", f"clients = {settings.clients}", f"{self.least_clients} or more")
         if settings.collaborations and "adapt" not in _names(self.phases) and self.phases != ANY:

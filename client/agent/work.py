@@ -18,7 +18,7 @@ from fedtta.client.device import Device
 from fedtta.client.node import Node, settings_of
 from fedtta.messages.arrays import array_bytes
 from fedtta.messages.replies import Adapted, Evaluated, RefinedRates, Reply, Validated
-from fedtta.messages.requests import Request
+from fedtta.messages.requests import Request, Summarize, Train
 from fedtta.models.deadline import Deadline, Stopped
 
 
@@ -123,6 +123,8 @@ class Work:
         split = federation.splits[device.partition]
         training = 0 if device.role == "target" else len(split.train)
         self.policy.check_samples(request, training, len(split.validation))
+        if isinstance(request, Train | Summarize) and training and self.policy.least_effective_samples > 1:
+            self.policy.check_effective(device.effective_samples(request))
 
 
 def rounded(reply: Reply, step: int) -> Reply:
