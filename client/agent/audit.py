@@ -21,9 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedtta.client.agent.policy import PolicyError, phase_of
+from fedtta.messages.protobuf import to_bytes
 from fedtta.messages.record import Record
 from fedtta.settings import SettingsError, from_toml
 
@@ -124,7 +123,7 @@ def sent(record: Record) -> list[dict[str, Any]]:
     rows = [{"name": ",".join(sorted(record.values)), "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}]
     for name, arrays in record.arrays.items():
         for key, value in arrays.items():
-            digest = hashlib.sha256(np.ascontiguousarray(value)).hexdigest()
+            digest = hashlib.sha256(to_bytes(value)).hexdigest()
             about = {"shape": list(value.shape), "dtype": str(value.dtype), "bytes": value.nbytes}
             rows.append({"name": f"{name}.{key}", **about, "sha256": digest})
     return rows
