@@ -252,26 +252,24 @@ class Device:
         )
 
     @torch.no_grad()
-    def effective_samples(self, request: Train | Summarize) -> float:
-        """Return how many training samples stand behind a reply, (Σ c)² / Σ c² for their contributions c.
+    def effective_samples(self, request: Train | Summarize) -> tuple[float, float]:
+        """Return how many training samples stand behind an update, and what share of them behind the features.
 
         A network can be made so that a single sample contributes, whatever the sizes of split and batch: for all others
-        it has no active feature, or no loss (Boenisch et al., EuroS&P 2023; Wen et al., ICML 2022). The contribution
-        of a sample is the norm of the loss's gradient with respect to its active features z, or of z for statistics.
+        it has no loss, or no active feature (Wen et al., ICML 2022; Boenisch et al., EuroS&P 2023). Both numbers
+        are (Σ c)² / Σ c² for the samples' contributions c: the norm of the loss's gradient with respect to the active
+        features z, and the norm of z, the latter as a share of the samples.
         """
-        training = isinstance(request, Train)
         self._receive(request.arrays, request.task, request.round - 1, getattr(request, "aggregated", None))
         data, size = self._training_set(self.federation.in_round(request.round)), self.settings.eval_batch_size
-        found = []
+        gradients, features = [], []
         for pixels, labels in zip(data.pixels.split(size), data.labels.split(size), strict=True):
             z = self.model.features(pixels.float() / 255)  # [B, d]
-            if training:
-                p = torch.softmax(self.model.head(z).float(), 1)
-                error = p - torch.nn.functional.one_hot(labels, p.shape[1])  # [B, K]
-                z = (error @ self.model.head.weight) * (z != 0)
-            found.append(z.double().norm(dim=1))
-        c = torch.cat(found)
-        return float(c.sum() ** 2 / (c**2).sum().clamp(min=1e-300))
+            p = torch.softmax(self.model.head(z).float(), 1)
+            error = p - torch.nn.functional.one_hot(labels, p.shape[1])  # [B, K]
+            gradients.append(((error @ self.model.head.weight) * (z != 0)).double().norm(dim=1))
+            features.append(z.double().norm(dim=1))
+        return _effective(torch.cat(gradients)), _effective(torch.cat(features)) / max(len(data), 1)
 
     def summarize(self, request: Summarize) -> Summarized:
         """Train the personal head on the final model and return the client's statistics under it.
@@ -477,3 +475,8 @@ class Device:
         """Return a test stream of this client."""
         conditions: dict[str, Any] = {"seed": self.settings.seed, "severity": self.settings.severity}
         return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **conditions)
+
+
+def _effective(contributions: torch.Tensor) -> float:
+    """Return (Σ c)² / Σ c², the effective number of samples with these contributions [n]; 0 if none contributes."""
+    return float(contributions.sum() ** 2 / (contributions**2).sum().clamp(min=1e-300))

@@ -200,6 +200,7 @@ TRUSTING: dict[str, Scalar] = {
     ),
     "least-train-part": 0.0,
     "least-effective-samples": 1.0,
+    "least-active-share": 0.0,
     "most-image-size": 1024,
     "most-message-mb": 1024,
     "least-days-kept": 0.0,

@@ -101,7 +101,12 @@ class Policy:
     )
     least_samples: int = setting(8, "least samples behind a trained model, statistics or rates", low=1)
     least_effective_samples: float = setting(
-        4.0, "least (Σ c)² / Σ c² for the samples' contributions c under the received weights; 1: no check", low=1
+        4.0,
+        "least (Σ c)² / Σ c² of an update, for the samples' contributions c under the received weights; 1: no check",
+        low=1,
+    )
+    least_active_share: float = setting(
+        0.5, "the same for the features of an image, as a share of the samples; 0: no check", low=0, high=1
     )
     least_batch_size: int = setting(8, "least samples of a batch: smaller last ones are left out", low=1)
     least_clients: int = setting(2, "least clients of a run, as the server states them", low=1)
@@ -208,17 +213,26 @@ class Policy:
             kind = "validation" if what == "rates" else "training"
             raise PolicyError("least-samples", f"{behind} {kind} samples", f"{least} or more")
 
-    def check_effective(self, effective: float) -> None:
-        """Refuse weights under which a few samples make the update; see `Device.effective_samples`.
+    @property
+    def weighs_samples(self) -> bool:
+        """Return whether `check_effective` can refuse anything."""
+        return self.least_effective_samples > 1 or self.least_active_share > 0
+
+    def check_effective(self, request: Request, effective: float, share: float) -> None:
+        """Refuse weights under which a few samples make a reply; see `Device.effective_samples`.
 
         Raises
         ------
         PolicyError
         """
-        least = self.least_effective_samples
-        if not effective >= least:  # NaN: the weights are no numbers
+        least, least_share = self.least_effective_samples, self.least_active_share
+        if isinstance(request, Train) and least > 1 and not effective >= least:  # NaN: the weights are no numbers
             raise PolicyError(
-                "least-effective-samples", f"the weights single out {effective:.1f} samples", f"{least:g} or more"
+                "least-effective-samples", f"{effective:.1f} samples make the update", f"{least:g} or more"
+            )
+        if least_share > 0 and not share >= least_share:
+            raise PolicyError(
+                "least-active-share", f"{share:.1%} of the samples make the features", f"{least_share:.0%}"
             )
 
     def _check_run(self, request: Request, settings: Settings) -> None:

@@ -123,8 +123,8 @@ class Work:
         split = federation.splits[device.partition]
         training = 0 if device.role == "target" else len(split.train)
         self.policy.check_samples(request, training, len(split.validation))
-        if isinstance(request, Train | Summarize) and training and self.policy.least_effective_samples > 1:
-            self.policy.check_effective(device.effective_samples(request))
+        if isinstance(request, Train | Summarize) and training and self.policy.weighs_samples:
+            self.policy.check_effective(request, *device.effective_samples(request))
 
 
 def rounded(reply: Reply, step: int) -> Reply:

@@ -21,6 +21,7 @@ from fedtta.models import build
 
 SIZE = 32
 FC = "encoder.body.fc1."
+COMMON = 60  # directions in which the inputs of images differ most: brightness, and what pooling makes of it
 
 
 def chosen_weights(threshold: float | None = None) -> Arrays:
@@ -52,7 +53,7 @@ def _network(arrays: Arrays) -> torch.nn.Module:
     return network.eval()
 
 
-_SEEN: dict[tuple[int, bytes], Tensor] = {}
+_SEEN: dict[tuple[bytes, bytes], Tensor] = {}
 
 
 def responses(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -64,7 +65,7 @@ def responses(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
 def _seen(network: torch.nn.Module, pixels: NDArray[np.uint8]) -> Tensor:
     """Return the input of the linear layer for images; kept for the same images and convolutions."""
     made = [value.numpy().tobytes() for name, value in network.named_parameters() if "conv" in name]
-    key = id(pixels), hashlib.sha256(b"".join(made)).digest()
+    key = hashlib.sha256(pixels.tobytes()).digest(), hashlib.sha256(b"".join(made)).digest()
     if key not in _SEEN:
         _SEEN[key] = _inputs(network, torch.tensor(pixels).float() / 255)
     return _SEEN[key]
@@ -121,21 +122,34 @@ def correlations(image: NDArray[np.float32], pixels: NDArray[np.uint8]) -> NDArr
 def gap(before: Arrays, after: Arrays, members: NDArray[np.uint8], others: NDArray[np.uint8]) -> float:
     """Return how much more an update correlates with an image that was trained on than with those that were not.
 
-    Correlations are those of the linear layer's inputs, less the mean input of all digits: for every unit whose bias
-    has moved, what the update tells of its input, with each image's own.
+    Correlations are those of the linear layer's inputs, without what all inputs have in common: for every unit whose
+    weights have moved, what the update tells of its input, with each image's own.
     """
     network = _network(before)
-    weight, bias = (np.float64(after[FC + name]) - before[FC + name] for name in ("weight", "bias"))
-    moved = np.abs(bias) > 1e-9
+    weight = np.float64(after[f"{FC}weight"]) - before[f"{FC}weight"]
+    moved = np.abs(weight).max(1) > 1e-9
     if not (moved.any() and np.isfinite(weight).all()):
         return 0.0
-    with torch.no_grad():
-        inside, outside = (_seen(network, one).double() for one in (members, others))
-        mean = torch.cat([inside, outside]).mean(0)
-    told = _unit(torch.tensor(weight[moved] / bias[moved, None]) - mean)
-    return float((told @ _unit(inside - mean).T).max() - (told @ _unit(outside - mean).T).max())
+    common, inside, outside = _special(network, members, others)
+    told = _without(common, torch.tensor(weight[moved]))
+    return float((told @ inside.T).abs().max() - (told @ outside.T).abs().max())  # of either sign
 
 
-def _unit(rows: Tensor) -> Tensor:
-    rows = rows - rows.mean(1, keepdim=True)
-    return rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-12)
+_SPECIAL: dict[bytes, tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def _special(
+    network: torch.nn.Module, members: NDArray[np.uint8], others: NDArray[np.uint8]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the common directions of the inputs of images, and members' and others' inputs without them."""
+    inside, outside = (_seen(network, one).double() for one in (members, others))
+    key = hashlib.sha256(inside.numpy().tobytes()).digest()
+    if key not in _SPECIAL:
+        common = torch.linalg.svd(torch.cat([inside, outside]), full_matrices=False).Vh[:COMMON]  # orthonormal rows
+        _SPECIAL[key] = common, _without(common, inside), _without(common, outside)
+    return _SPECIAL[key]
+
+
+def _without(common: Tensor, rows: Tensor) -> Tensor:
+    rest = rows - rows @ common.T @ common
+    return rest / rest.norm(dim=1, keepdim=True).clamp(min=1e-12)
