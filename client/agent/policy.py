@@ -40,7 +40,7 @@ FORGOTTEN = ".forgotten"
 #: Arguments of a network that follow from other settings: as options they would replace what has been checked.
 DERIVED = ("name", "num_classes", "in_channels", "image_size", "preprocessing", "classes")
 LARGEST_OPTION = 256  # of an adapter's whole numbers, such as views and steps
-EPOCHS = ("local-epochs", "personal-epochs", "finetune-epochs", "classifier-epochs", "rates-epochs")
+EPOCHS = "-epochs"  # ends the keys of settings that say how long something is trained
 
 
 class PolicyError(ValueError):
@@ -277,7 +277,7 @@ class Policy:
 
     def _check_training(self, request: Request, settings: Settings) -> None:
         flat: dict[str, Any] = dict(settings.flat())
-        for key in EPOCHS:
+        for key in (one for one in flat if one.endswith(EPOCHS)):
             if flat[key] > self.most_epochs:
                 raise PolicyError("most-epochs", f"{key} = {flat[key]}", f"at most {self.most_epochs}")
         batches = ["batch-size", *(["stream-batch"] if isinstance(request, Adapt) else [])]
