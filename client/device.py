@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,8 @@ class Device:
         The client's name; seeds and private state go by it.
     own : Own or None
         Its own data, if it has any; `federation` is of this device alone then.
+    least_batch : int
+        See `Node`.
     """
 
     federation: Federation
@@ -135,6 +137,7 @@ class Device:
     lends: bool = False
     name: str = "0"
     own: Own | None = None
+    least_batch: int = 1
 
     @property
     def number(self) -> int:
@@ -220,7 +223,7 @@ class Device:
         self._require_source()
         private = self._receive(request.arrays, request.task, request.round - 1, request.aggregated)
         federation = self.federation.in_round(request.round)
-        return Turn(request, private, TrainingSet.of_client(federation, self.partition, self.settings, self.device))
+        return Turn(request, private, self._training_set(federation))
 
     def measure(self, turn: Turn) -> None:
         """Validate the received network, and the new personal head if the local algorithm has one."""
@@ -248,6 +251,26 @@ class Device:
             **turn.measured,
         )
 
+    @torch.no_grad()
+    def effective_samples(self, request: Train | Summarize) -> tuple[float, float]:
+        """Return how many training samples stand behind an update, and what share of them behind the features.
+
+        A network can be made so that a single sample contributes, whatever the sizes of split and batch: for all others
+        it has no loss, or no active feature (Wen et al., ICML 2022; Boenisch et al., EuroS&P 2023). Both numbers
+        are (Σ c)² / Σ c² for the samples' contributions c: the norm of the loss's gradient with respect to the active
+        features z, and the norm of z, the latter as a share of the samples.
+        """
+        self._receive(request.arrays, request.task, request.round - 1, getattr(request, "aggregated", None))
+        data, size = self._training_set(self.federation.in_round(request.round)), self.settings.eval_batch_size
+        gradients, features = [], []
+        for pixels, labels in zip(data.pixels.split(size), data.labels.split(size), strict=True):
+            z = self.model.features(pixels.float() / 255)  # [B, d]
+            p = torch.softmax(self.model.head(z).float(), 1)
+            error = p - torch.nn.functional.one_hot(labels, p.shape[1])  # [B, K]
+            gradients.append(((error @ self.model.head.weight) * (z != 0)).double().norm(dim=1))
+            features.append(z.double().norm(dim=1))
+        return _effective(torch.cat(gradients)), _effective(torch.cat(features)) / max(len(data), 1)
+
     def summarize(self, request: Summarize) -> Summarized:
         """Train the personal head on the final model and return the client's statistics under it.
 
@@ -258,7 +281,7 @@ class Device:
         self._require_source()
         before = self._receive(request.arrays, request.task, request.round - 1)
         federation = self.federation.in_round(request.round)
-        data = TrainingSet.of_client(federation, self.partition, self.settings, self.device)
+        data = self._training_set(federation)
         personal = self._algorithm(request.task).uses_personal_head
         if personal:
             self._train_head(data, "final", request.round)
@@ -385,6 +408,10 @@ class Device:
         if self.role == "target":
             raise ValueError(f"client {self.name} is a target: it has no labels to train on")
 
+    def _training_set(self, federation: Federation) -> TrainingSet:
+        data = TrainingSet.of_client(federation, self.partition, self.settings, self.device)
+        return replace(data, least_batch=self.least_batch)
+
     def _algorithm(self, task: TrainingTask) -> LocalAlgorithm:
         return find_algorithm(task.algorithm)
 
@@ -426,7 +453,7 @@ class Device:
         """Personalize the network in place, as the training's local algorithm does."""
         self._require_source()
         federation = self.federation.in_round(request.round)
-        data = TrainingSet.of_client(federation, self.partition, self.settings, self.device)
+        data = self._training_set(federation)
         context = self._context(data, request.task, private, "personalise", request.round)
         self._algorithm(request.task).personalize(context)
 
@@ -448,3 +475,8 @@ class Device:
         """Return a test stream of this client."""
         conditions: dict[str, Any] = {"seed": self.settings.seed, "severity": self.settings.severity}
         return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **conditions)
+
+
+def _effective(contributions: torch.Tensor) -> float:
+    """Return (Σ c)² / Σ c², the effective number of samples with these contributions [n]; 0 if none contributes."""
+    return float(contributions.sum() ** 2 / (contributions**2).sum().clamp(min=1e-300))

@@ -52,6 +52,8 @@ class Node:
         File that remembers the scans of its own data; default: `fedtta.client.own.index_path` in `state-dir`.
     note : callable, optional
         Called with a line of text about a damaged file of the private state; default: a warning in the log.
+    least_batch : int
+        Least samples of a training batch; smaller last ones are left out.
 
     Raises
     ------
@@ -69,13 +71,19 @@ class Node:
     class_map: Mapping[str, str] = field(default_factory=dict)
     index: Path | None = None
     note: Callable[[str], None] = LOG.warning
+    least_batch: int = 1
 
     def __post_init__(self) -> None:
         check_name(self.name)
 
 
-def perform(request: Request, node: Node) -> Reply:
+def perform(request: Request, node: Node, admit: Callable[[Request, Device], None] | None = None) -> Reply:
     """Answer a request.
+
+    Parameters
+    ----------
+    admit : callable, optional
+        Called before anything is computed; what it raises refuses the request.
 
     Raises
     ------
@@ -85,6 +93,8 @@ def perform(request: Request, node: Node) -> Reply:
         As the methods of `Device`.
     """
     device = make_device(request, node)
+    if admit is not None:
+        admit(request, device)
     methods: dict[type[Request], Callable[[Any], Reply]] = {
         Identify: device.identify,
         Train: device.train,
@@ -109,7 +119,7 @@ def make_device(request: Request, node: Node) -> Device:
         Data that cannot be read, or a role that they do not allow.
     """
     torch.set_num_threads(1)
-    settings = _settings_of(request.settings, tuple(node.settings.items()))
+    settings = settings_of(request, node)
     folder = Path(settings.state_dir).expanduser() if settings.state_dir and node.memory is None else None
     state = DirectoryState(folder, request.run, node.name, node.note) if folder else node.state
     # on disk unless the node lives as long as the run: Flower would ship its context with every message
@@ -140,7 +150,13 @@ def make_device(request: Request, node: Node) -> Device:
         node.lends,
         node.name,
         own,
+        node.least_batch,
     )
+
+
+def settings_of(request: Request, node: Node) -> Settings:
+    """Return a request's settings, with those that the node overrides; SettingsError if they are none."""
+    return _settings_of(request.settings, tuple(node.settings.items()))
 
 
 def _partition(name: str, settings: Settings) -> int:

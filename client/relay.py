@@ -35,6 +35,7 @@ OPTIONS = [
 #: The exception for a status of the agent; any other status is a RuntimeError.
 RAISED: dict[grpc.StatusCode, type[Exception]] = {
     grpc.StatusCode.INVALID_ARGUMENT: ValueError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionError,
     grpc.StatusCode.OUT_OF_RANGE: FloatingPointError,
     grpc.StatusCode.DEADLINE_EXCEEDED: TimeoutError,
     grpc.StatusCode.UNAVAILABLE: ConnectionError,
@@ -107,6 +108,8 @@ def relay(request: Request, node_config: Mapping[str, Any], timeout: float, read
         The address is not that of a Unix socket, the agent refuses the request, or its reply cannot be read.
     FloatingPointError, RuntimeError
         The agent failed; the text is its reason.
+    PermissionError
+        The owner's policy refuses the request; the text names the rule.
     TimeoutError
         The agent took too long.
     ConnectionError

@@ -14,6 +14,8 @@ from fedtta.settings import Settings, SettingsError, from_toml, keys_in, name_or
 
 #: Keys of a device's file that say where it runs, which the simulation decides.
 ELSEWHERE = ("state-dir", "device")
+#: Tables of the agent alone.
+TABLES = ("policy",)
 #: Values by which an agent's file leaves a setting to the run.
 LEFT = {"max-skipped": -1, "image-cache-mb": 0}
 
@@ -68,7 +70,7 @@ def _from_files(pattern: str) -> Sequence[Node]:
 
 def _from_file(path: Path) -> Node:
     """Return the node of a `device.toml`; keys of the agent alone play no part."""
-    content = from_toml(path)
+    content = from_toml(path, TABLES)
     if missing := [key for key in ("name", "data") if not content.get(key)]:
         raise SettingsError(f"{', '.join(missing)}: must be set")
     return Node(

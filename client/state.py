@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,13 +178,15 @@ class DirectoryState:
                     raise
 
 
-def forget_runs(root: Path, current: str, kept: int) -> list[str]:
+def forget_runs(root: Path, current: str, kept: int, days: float = 0.0) -> list[str]:
     """Remove from a `DirectoryState`'s root all runs but the current one and those used last; return their names.
 
     Parameters
     ----------
     kept : int
         Runs that stay, with the current one; at least 1.
+    days : float
+        A run that was used within so many days stays in any case: short runs must not remove the state of others.
     """
     for left in root.glob(f"*{FORGOTTEN}"):  # by a process that was killed at it
         shutil.rmtree(left)
@@ -193,6 +196,7 @@ def forget_runs(root: Path, current: str, kept: int) -> list[str]:
         if clients and run.name != current:  # other folders, such as networks, have no folders of clients
             used[run] = max(path.stat().st_mtime for path in clients)
     old = sorted(used, key=lambda run: used[run])[: max(0, len(used) - kept + 1)]
+    old = [run for run in old if not days or used[run] < time.time() - days * 86400]
     for run in old:  # gone at once, though its files take their time
         shutil.rmtree(run.rename(run.with_name(run.name + FORGOTTEN)))
     return [run.name for run in old]

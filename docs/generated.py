@@ -63,11 +63,20 @@ def agent() -> str:
     return _reference(AgentConfig, {})
 
 
+def policy() -> str:
+    """Return the reference of all rules of an owner's policy."""
+    from fedtta.client.agent.policy import Policy
+
+    return _reference(Policy, {})
+
+
 def _reference(kind: type, about: Mapping[str, str]) -> str:
     """Return tables of the fields of a class of settings; `about` describes its groups."""
     hints = get_type_hints(kind)
     sections: dict[str, list[list[str]]] = {}
     for field in dataclasses.fields(kind):
+        if dataclasses.is_dataclass(hints[field.name]):  # a table of its own
+            continue
         section, *others = field.metadata.get("groups") or ("",)
         default = "required" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
         meaning = field.metadata["help"] + (f" (also: {', '.join(others)})" if others else "")
@@ -194,6 +203,7 @@ def _names(names: Iterable[str]) -> str:
 SECTIONS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "agent": agent,
+    "policy": policy,
     "commands": commands,
     "methods": methods,
     "adapters": adapters,

@@ -182,6 +182,7 @@ program("bench", "fedtta.benchmarks.__main__", TRY, "Tables of the papers, and m
 program("keys", "fedtta.simulation.keys", FEDERATION, "Make the keys and certificates of a federation.")
 program("deploy-local", "fedtta.simulation.deploy_local", FEDERATION, "A federation as processes of this machine.")
 program("agent", "fedtta.client.agent.__main__", DEVICE, "Run a device's agent: --config device.toml.")
+program("audit", "fedtta.client.agent.audit", DEVICE, "What a device was asked, and what left it.")
 program("data", "fedtta.data.sources.__main__", DEVICE, "What a device's folder holds: classes, skipped files.")
 program("report", "fedtta.server.report.__main__", RESULTS, "Write the table and the report of a run folder again.")
 program("export", "fedtta.models.export", RESULTS, "Write a run's model as a file that loads without this project.")

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -54,7 +54,7 @@ def from_json(text: str) -> Settings:
     """
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"settings: not JSON: {error}") from error
     if not isinstance(config, dict):
         raise SettingsError(f"settings: allowed is a JSON object, not {type(config).__name__}")
@@ -67,8 +67,13 @@ def to_json(settings: Settings) -> str:
     return json.dumps(settings.flat(), allow_nan=False)
 
 
-def from_toml(path: str | Path) -> dict[str, Any]:
+def from_toml(path: str | Path, tables: Collection[str] = ()) -> dict[str, Any]:
     """Read a TOML file of flat hyphenated keys and return it as a mapping for `from_config`.
+
+    Parameters
+    ----------
+    tables : collection of str
+        Names of tables that the file may have, each a mapping in the result.
 
     Raises
     ------
@@ -78,15 +83,15 @@ def from_toml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            return flatten_toml(tomllib.load(file), path)
+            return flatten_toml(tomllib.load(file), path, tables)
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"settings file {path}: {error}") from error
 
 
-def flatten_toml(content: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """Refuse tables in a settings file: every key stands at the top level."""
+def flatten_toml(content: Mapping[str, Any], path: str | Path, tables: Collection[str] = ()) -> dict[str, Any]:
+    """Refuse tables in a settings file, other than `tables`: every other key stands at the top level."""
     for key, value in content.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in tables:
             raise SettingsError(f"settings file {path}: table [{key}]; allowed are keys at the top level only")
     return dict(content)
 

@@ -138,11 +138,12 @@ def _agents_of(files: str, settings: Settings, common: dict[str, Any]) -> dict[s
     found: dict[str, dict[str, Any]] = {}
     for path in device_files(files):
         try:
-            content = from_toml(path)
+            content = from_toml(path, ("policy",))
             config = AgentConfig.from_mapping({"state-dir": ".", **content}, path.parent)
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from error
-        own = {key: getattr(config, key.replace("-", "_")) for key in content if key not in PLACE}
+        own = {key: getattr(config, key.replace("-", "_")) for key in content if key not in (*PLACE, "policy")}
+        own |= {key: content[key] for key in content if key == "policy"}
         found[config.name] = {**common, **own}
     return {node.name: found[node.name] for node in simulated_nodes(settings.replace(devices=files))}
 

@@ -191,6 +191,24 @@ def logs(home: Path, pattern: str) -> str:
     return "\n".join(f"{path.parent.name}:\n" + "\n".join(text.splitlines()[-TAIL:]) for path, text in texts.items())
 
 
+#: Policy of agents on the operator's own machine: what a simulation may do, they do, with the same numbers.
+TRUSTING: dict[str, Scalar] = {
+    **dict.fromkeys(("phases", "models", "datasets", "dataset-options", "statistics"), "*"),
+    **dict.fromkeys(("least-samples", "least-batch-size", "least-clients", "count-step"), 1),
+    **dict.fromkeys(
+        ("most-epochs", "most-memory-mb", "most-state-mb", "messages-per-hour", "evaluations-per-day"), 10**6
+    ),
+    "least-train-part": 0.0,
+    "least-effective-samples": 1.0,
+    "least-active-share": 0.0,
+    "most-image-size": 1024,
+    "most-message-mb": 1024,
+    "least-days-kept": 0.0,
+    "download": True,
+    "serve": "any",
+}
+
+
 def agent_config(folder: Path, sockets: Path, name: str, chosen: Mapping[str, Any]) -> Path:
     """Write an agent's `device-<name>.toml` and return its path; the agent's state is in `agent-<name>` beside it.
 
@@ -208,6 +226,7 @@ def agent_config(folder: Path, sockets: Path, name: str, chosen: Mapping[str, An
         "state-dir": str(folder / f"agent-{name}"),
         "listen": f"unix:{sockets}/a{name}",
         "relay": f"unix:{sockets}/r{name}",
+        "policy": TRUSTING,
         **chosen,
     }
     path = folder / f"device-{name}.toml"

@@ -115,7 +115,7 @@ def with_devices(settings: Settings) -> Settings:
 
     for path in device_files(settings.devices):
         try:
-            AgentConfig.from_mapping({"state-dir": ".", **from_toml(path)}, path.parent)
+            AgentConfig.from_mapping({"state-dir": ".", **from_toml(path, ("policy",))}, path.parent)
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from error
     pattern = str(Path(settings.devices).expanduser().absolute())  # workers may run in another folder

@@ -107,6 +107,7 @@ def test_help_imports_neither_torch_nor_flower() -> None:
         ("deploy-local --set rounds=1 seed=2 --nodes 2", "simulation.deploy_local", "--set rounds=1 seed=2 --nodes 2"),
         ("report results/r --plots", "server.report.__main__", "results/r --plots"),
         ("export results/r --format onnx", "models.export", "results/r --format onnx"),
+        ("audit --config device.toml --run 3f", "client.agent.audit", "--config device.toml --run 3f"),
         ("data folder:/d --classes a,b", "data.sources.__main__", "folder:/d --classes a,b"),
         ("demo --help", "simulation.demo.__main__", "--help"),
         ("models --agent unix:/a", "client.agent.control", "--socket unix:/a models"),

@@ -8,7 +8,8 @@ Refused is a model
 - of whose predictions one class has more than `one_class`, and clearly more than of the device's labels, or of the
   served model's predictions where there are no labels;
 - that is less accurate than the served one by more than `margin` on the validation split; or, without labels,
-- that agrees with the served one on less than `agreement` of the samples, or is close to guessing where that is not.
+- that agrees with the served one on less than `agreement` of the samples, or by chance alone, or is close to guessing
+  where that is not.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MOST = 512  # samples of a check, evenly spaced over the split
 LEAST = 16  # with fewer samples, shares of classes and agreement say nothing
 BATCH = 32
+BEYOND_CHANCE = 0.2  # least Cohen's kappa of two models on samples without labels
 SLACK = 0.1  # by which one class's share may exceed its share of the labels
 
 
@@ -134,7 +136,7 @@ def check(candidate: Served, served: Served | None, samples: Samples, limits: Ac
         reasons.append(
             _less_accurate(new, old, labels, limits, figures)
             if labels is not None
-            else _unlike(new.shape[1], limits, figures)
+            else _unlike(new, old, limits, figures)
         )
     return Check(next(filter(None, reasons), ""), figures)
 
@@ -211,11 +213,17 @@ def _less_accurate(
     return f"accuracy {found:.3f} on {len(labels)} validation samples, the served model has {before:.3f}"
 
 
-def _unlike(classes: int, limits: Acceptance, figures: dict[str, float]) -> str:
-    """Return why a model is refused that is unlike the served one on samples without labels."""
+def _unlike(new: NDArray[np.float32], old: NDArray[np.float32], limits: Acceptance, figures: dict[str, float]) -> str:
+    """Return why a model is refused that is unlike the served one on samples without labels.
+
+    Agreement has to exceed that of two models which predict the same shares of classes by chance: of two classes, half.
+    """
     if figures["samples"] < LEAST:
         return ""
-    if figures["agreement"] < limits.agreement:
+    classes = new.shape[1]
+    by_chance = float(_shares(new.argmax(1), classes) @ _shares(old.argmax(1), classes))
+    least = max(limits.agreement, by_chance + BEYOND_CHANCE * (1 - by_chance)) if limits.agreement else 0.0
+    if figures["agreement"] < least:
         return f"it agrees with the served model on {figures['agreement']:.0%} of {figures['samples']:.0f} samples"
     confidence, before, chance = figures["confidence"], figures["served_confidence"], 1 / classes
     if confidence - chance < (before - chance) / 4:

@@ -1,15 +1,15 @@
-"""Configuration of an agent, set by the owner of the device: a TOML file of flat hyphenated keys."""
+"""Configuration of an agent, set by the owner of the device: a TOML file of keys, and the table `[policy]`."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from fedtta.client.agent.policy import Policy, by_field
 from fedtta.client.names import absolute_source, check_name, parse_class_map
 from fedtta.settings import Scalar, SettingsError, assignments, from_toml
 from fedtta.settings.schema import REQUIRED, check, key_of, setting
@@ -19,6 +19,8 @@ PATHS = ("state_dir", "data_dir", "model", "certificate", "key", "client_ca")
 #: Keys that only a TCP address has.
 TLS = ("certificate", "key", "client_ca")
 UNIX = "unix:"
+#: Tables of the file; every other key stands at the top level.
+TABLES = ("policy",)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class AgentConfig:
     data: str = setting("", "its own data, e.g. 'folder:/data/site-a'; empty: its part of the run's data set")
     class_map: str = setting("", "class names of its data that the run calls otherwise: 'pneumo=pneumonia;...'")
     role: str = setting("", "what the client does; empty: what its data allow", ("", "both", "source", "target"))
-    data_dir: str = setting("", "folder of data sets; empty: what the run says")
+    data_dir: str = setting("", "folder of data sets; empty: the environment variable FEDTTA_DATA")
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
 
     # What it predicts with
@@ -143,10 +145,13 @@ class AgentConfig:
     guard_high_entropy: float = setting(0.8, "mean unadapted entropy, as a share of ln K, that is noise", above=0)
     guard_least_batch: int = setting(8, "smaller batches are degenerate for methods defined per batch", low=1)
 
+    # What a run may ask for: the table [policy]
+    policy: Policy = dataclasses.field(default_factory=Policy, metadata={"help": "what a run may ask of the device"})
+
     def __post_init__(self) -> None:
         """Check every key, then combinations of keys."""
         hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
+        for field in (one for one in dataclasses.fields(self) if hints[one.name] is not Policy):
             object.__setattr__(self, field.name, check(field, hints[field.name], getattr(self, field.name)))
         if -1 < self.max_skipped < 0:
             raise SettingsError(f"max-skipped = {self.max_skipped}: allowed are -1 and 0 to 1")
@@ -263,24 +268,17 @@ class AgentConfig:
         """
         path = Path(path)
         try:
-            return cls.from_mapping(from_toml(path), path.parent)
+            return cls.from_mapping(from_toml(path, TABLES), path.parent)
         except SettingsError as error:
             text = str(error)
             raise SettingsError(text if str(path) in text else f"{path}: {text}") from error
 
     @classmethod
-    def from_mapping(cls, content: Mapping[str, Scalar], folder: Path = Path()) -> AgentConfig:
-        """Build a config from flat hyphenated keys; relative paths are relative to `folder`."""
-        fields_by_key = {key_of(field.name): field for field in dataclasses.fields(cls)}
-        for key in content:
-            if key not in fields_by_key:
-                close = difflib.get_close_matches(key, fields_by_key, n=1)
-                hint = f" (did you mean {close[0]}?)" if close else ""
-                raise SettingsError(f"unknown key {key!r}{hint}; there are: {', '.join(sorted(fields_by_key))}")
-        required = [key for key, field in fields_by_key.items() if field.default is dataclasses.MISSING]
-        if missing := [key for key in required if key not in content]:
-            raise SettingsError(f"{', '.join(missing)}: must be set")
-        values: dict[str, Any] = {fields_by_key[key].name: value for key, value in content.items()}
+    def from_mapping(cls, content: Mapping[str, Any], folder: Path = Path()) -> AgentConfig:
+        """Build a config from flat hyphenated keys and the table `policy`; relative paths are relative to `folder`."""
+        values = by_field(cls, content)
+        if isinstance(rules := values.get("policy", {}), Mapping):
+            values["policy"] = Policy.from_mapping(rules)
         for name in PATHS:
             if isinstance(values.get(name), str) and values[name]:
                 values[name] = str(folder / Path(values[name]).expanduser())

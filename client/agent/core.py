@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from numpy.typing import NDArray
 
+from fedtta.client.agent.audit import Audit
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.encoded import Encoded
@@ -26,6 +27,7 @@ from fedtta.client.agent.own_data import Scan, samples_of, scan
 from fedtta.client.agent.predictions import NoModel, Prediction, joined, parts_of
 from fedtta.client.agent.status import Saved, Status
 from fedtta.client.agent.store import Store
+from fedtta.client.agent.work import Work
 from fedtta.client.names import parse_class_map
 from fedtta.client.node import Node, make_device, perform
 from fedtta.client.resources import resolve_device
@@ -33,6 +35,8 @@ from fedtta.client.serving import from_file
 from fedtta.client.state import MemoryState, forget_runs
 from fedtta.messages.replies import Evaluated, Identity, Reply
 from fedtta.messages.requests import AdapterRow, Base, Evaluate, Request
+from fedtta.models.deadline import Deadline
+from fedtta.settings import Scalar, keys_in
 
 LOG = logging.getLogger("fedtta.agent")
 NOTES = 100  # notes kept, the newest ones
@@ -85,6 +89,8 @@ class Agent:
         self.trouble = ""
         self.log = EventLog(config.state_folder / LOG_FILE, config.log_mb << 20)
         self._store = Store(config.state_folder, config.snapshots_kept, self._note, config.models_kept)
+        self.audit = Audit(config.state_folder, config.log_mb << 20)
+        self._work = Work(config.policy, self._node, self._private, self.audit)
         self._models = Lifecycle(config, self._row, self._device, self._store, self._note, self.log, self._save)
         try:
             self._models.start()
@@ -284,25 +290,21 @@ class Agent:
             self._note(f"its data cannot be used: {error}")
             self.log.write("scan", error=str(error))
 
-    def perform(self, request: Request) -> Reply:
+    def perform(self, request: Request, deadline: Deadline | None = None) -> Reply:
         """Answer a federated request; after an evaluation of the served training, offer its model.
 
         Raises
         ------
+        PolicyError, Stopped, OSError
+            As `Work.perform`.
         SettingsError, ValueError, FloatingPointError
-            As `fedtta.client.device.perform`.
+            As `fedtta.client.node.perform`.
         """
         with self._working:
             self._current = request.kind.rpartition(".")[2]
             start, failed = self._clock(), ""
             try:
-                reply = perform(request, self._node)
-                if isinstance(request, Evaluate) and isinstance(reply, Evaluated):
-                    reply = replace(reply, served=self._take_over(request))
-                if isinstance(reply, Identity) and reply.own_data:
-                    used = reply.samples - reply.skipped
-                    self._data = Scan(reply.samples, used, reply.skipped, tuple(reply.notes))
-                self._forget_runs(request.run)
+                reply = self._work.perform(request, self._answer, deadline)
             except BaseException as error:
                 failed = f"{type(error).__name__}: {error}"
                 raise
@@ -312,10 +314,21 @@ class Agent:
                 self.log.write("request", kind=request.kind, seconds=round(self._clock() - start, 3), **about)
         return reply
 
+    def _answer(self, request: Request) -> Reply:
+        """Answer a request that the policy allows."""
+        reply = perform(request, self._node, self._work.admit)
+        if isinstance(request, Evaluate) and isinstance(reply, Evaluated):
+            reply = replace(reply, served=self._take_over(request))
+        if isinstance(reply, Identity) and reply.own_data:
+            used = reply.samples - reply.skipped
+            self._data = Scan(reply.samples, used, reply.skipped, tuple(reply.notes))
+        self._forget_runs(request.run)
+        return reply
+
     def _forget_runs(self, current: str) -> None:
         """Remove the private state of old runs; a failure does not affect the reply."""
         try:
-            for run in forget_runs(self._private, current, self.config.runs_kept):
+            for run in forget_runs(self._private, current, self.config.runs_kept, self.config.policy.least_days_kept):
                 self._note(f"run {run} forgotten: it is not among the last {self.config.runs_kept}")
         except OSError as error:
             self._note(f"old runs could not be removed: {error}")
@@ -354,11 +367,20 @@ class Agent:
 
     def _own_node(self) -> Node:
         config = self.config
-        settings = {"device": config.device, "state-dir": str(self._private), **config.limits_of_data}
-        if config.data_dir:
-            settings["data-dir"] = config.data_dir
-        facts = (config.name, MemoryState(), config.data, config.role or None, settings)
-        return Node(*facts, class_map=parse_class_map(config.class_map), index=config.index, note=self._note)
+        settings: dict[str, Scalar] = dict.fromkeys(keys_in("paths"), "")  # a message names no path of this machine
+        settings |= {"data-dir": config.data_dir, "state-dir": str(self._private), "device": config.device}
+        settings |= {"download": config.policy.download, **config.limits_of_data}
+        return Node(
+            config.name,
+            MemoryState(),
+            config.data,
+            config.role or None,
+            settings,
+            class_map=parse_class_map(config.class_map),
+            index=config.index,
+            note=self._note,
+            least_batch=config.policy.least_batch_size,
+        )
 
     @property
     def _live(self) -> Live | None:
@@ -372,6 +394,8 @@ class Agent:
     def _take_over(self, request: Evaluate) -> str:
         """Offer the model of an evaluation, if it is of the served training; return what became of it."""
         run, training, wanted = request.run, request.task.training, self.config.training
+        if self.config.policy.serve == "never":
+            return "refused: policy serve: no new model is served here"
         if training != (wanted or self._models.training_of(run) or training):
             return ""
         try:

@@ -275,7 +275,14 @@ class Lifecycle:
         return f"{OUTCOME[state]} {version}"
 
     def _next_state(self, live: Live) -> State:
-        """Return the state of a model that has passed its check."""
+        """Return the state of a model that has passed its check.
+
+        One that takes other images or knows other classes than the served one cannot be compared with it: a run could
+        choose these to avoid the comparison.
+        """
+        alike = self.live is None or comparable(live.served, self.live.served)
+        if not alike and self.config.policy.serve != "any":
+            return "candidate"
         if self.config.shadow_samples and self.live is not None and comparable(live.served, self.live.served):
             return "shadow"
         return "candidate" if self.config.approval else "served"
@@ -291,7 +298,9 @@ class Lifecycle:
             self._note(f"candidate {model.version} refused: {error}")
             self.store.refuse(model.digest, model.origin, str(error), model.check)
             return
-        state = self._next_state(live) if model.state == "shadow" else "served"
+        state = self._next_state(live)
+        if model.state == "candidate" and state == "shadow":  # it is no longer to be approved, and has had its trial
+            state = "served"
         if state == "served":
             self._serve(live, lambda: self.store.promote(model.name), "promoted")
         elif state == "shadow":

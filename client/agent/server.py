@@ -101,7 +101,7 @@ async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Runn
     calls = Calls(agent.log)
     predictor = _server(config.message_limit_mb << 20, config.max_streams + config.queue_limit + SPARE, calls)
     agent_pb2_grpc.add_PredictorServicer_to_server(Predictor(agent, queue, calls), predictor)
-    relay = _server(MAX_BYTES, SPARE, calls)
+    relay = _server(min(MAX_BYTES, config.policy.most_message_mb << 20), SPARE, calls)
     requests = Relay(agent, calls)
     agent_pb2_grpc.add_RelayServicer_to_server(requests, relay)
     bound: list[_Socket] = []

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import queue
 import threading
 import traceback
@@ -29,16 +30,19 @@ from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.lifecycle import Changed
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
+from fedtta.client.agent.policy import PolicyError
 from fedtta.client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
 from fedtta.client.agent.status import Saved
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 from fedtta.messages.requests import REQUESTS
+from fedtta.models.deadline import Deadline
 
 LOG = logging.getLogger("fedtta.agent")
 DETAILS = 4000  # bytes of an error's text, as gRPC encodes it in a header of at most 8 KiB
 LOOK = 0.02  # seconds between two looks at a full queue
 STREAMS_SHARE = 75  # per cent of the queue that streams may fill; the rest is for single requests
+KIND = 80  # characters of a message's kind that the audit log keeps
 AHEAD = 4  # replies of a stream that may wait for sending; with the one being sent and the one being read: six requests
 _Result = TypeVar("_Result")
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -55,6 +59,7 @@ STATUS: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (Stopping, grpc.StatusCode.UNAVAILABLE),
     (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (FloatingPointError, grpc.StatusCode.OUT_OF_RANGE),
+    (PolicyError, grpc.StatusCode.PERMISSION_DENIED),
     (ValueError, grpc.StatusCode.INVALID_ARGUMENT),
     (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),
 )
@@ -361,17 +366,28 @@ class Relay(agent_pb2_grpc.RelayServicer):
     async def Perform(self, request: pb.Work, context: Any) -> pb.Done:
         """Answer a request; refuse requests to another client."""
         async with self.calls.answered(context):
-            check_client(request, self.config)
-            return await self._thread.run(self._perform, request)
+            deadline = Deadline(context.time_remaining() or math.inf)
+            try:
+                return await self._thread.run(self._perform, request, deadline)
+            except asyncio.CancelledError:
+                deadline.cancel("its caller is gone")
+                raise
         raise AssertionError("unreachable: the call has been aborted")
 
     def close(self) -> None:
         """End the thread after its current request."""
         self._thread.close()
 
-    def _perform(self, message: pb.Work) -> pb.Done:
-        record = protobuf.from_work(message)
-        return protobuf.to_done(self.agent.perform(REQUESTS[record.kind].from_record(record)).to_record())
+    def _perform(self, message: pb.Work, deadline: Deadline) -> pb.Done:
+        try:
+            check_client(message, self.config)
+            self.config.policy.check_kind(message.phase, message.ByteSize())
+            record = protobuf.from_work(message)
+            request = REQUESTS[record.kind].from_record(record)
+        except Exception as error:  # the others are recorded by the agent
+            self.agent.audit.failed(message.phase[:KIND], error, received=message.ByteSize())
+            raise
+        return protobuf.to_done(self.agent.perform(request, deadline).to_record())
 
 
 def check_client(request: pb.Work, config: AgentConfig) -> None:

@@ -81,6 +81,8 @@ class TrainingSet:
         Samples of each class; they never leave the device.
     augment : callable or None
         `(x [B, C, H, W] in [0, 1], generator) → x`.
+    least_batch : int
+        A last batch with fewer samples is left out: its few samples would weigh as much as a whole batch.
     """
 
     index: NDArray[np.int64]
@@ -88,6 +90,7 @@ class TrainingSet:
     labels: Tensor
     counts: Tensor
     augment: Augment | None = None
+    least_batch: int = 1
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -144,6 +147,7 @@ def epoch(
     """
     order = torch.randperm(len(data), generator=generator).to(data.labels.device)
     at_once = AUGMENTED_AT_ONCE if isinstance(data.pixels, Tensor) else 1
+    smallest = max(smallest, data.least_batch)
     for chosen in order.split(batch_size * at_once):
         x = data.pixels[chosen].float() / 255
         if data.augment is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from fedtta.models.deadline import check_deadline
 from fedtta.models.preprocessing import Preprocessing, RawImage
 
 from .base import EncodedSource, Source, escaped, indices, skipped_of
@@ -147,6 +148,7 @@ def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, st
     stamp_of = getattr(source, "stamp", lambda i: None)
     samples, skipped, entries = [], dict(skipped_of(source)), {}
     for i in order:
+        check_deadline()
         name, stamp = source.name(i), stamp_of(i)
         if labelled and labels[i] is None:
             skipped[name] = "no label"

@@ -58,13 +58,23 @@ class FakeLog:
         self.events.append((event, values))
 
 
+class FakeAudit:
+    """The messages that were refused before the agent saw them."""
+
+    def __init__(self) -> None:
+        self.failures: list[tuple[str, str]] = []
+
+    def failed(self, kind: str, error: BaseException, **values: Any) -> None:
+        self.failures.append((kind, str(error)))
+
+
 class FakeAgent:
     """Answers a sample with its first pixel: probabilities (p, 1 - p, 0), e = p. `seen` has the pixels in order."""
 
     per = "batch"  # one request a batch, so that a test knows how many have begun
 
     def __init__(self, config: AgentConfig) -> None:
-        self.config, self.log = config, FakeLog()
+        self.config, self.log, self.audit = config, FakeLog(), FakeAudit()
         self.seen: list[float] = []
         self.model = True
         self.gate = threading.Event()  # closed: a prediction that has begun does not end
@@ -130,7 +140,7 @@ class FakeAgent:
     def rescan(self) -> Scan:
         return Scan(61, 60, 1, ("'bad.png': damaged",))
 
-    def perform(self, request: Request) -> Reply:
+    def perform(self, request: Request, deadline: Any = None) -> Reply:
         self.requests.append(request)
         return self.answer(request)
 

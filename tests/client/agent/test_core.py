@@ -217,7 +217,7 @@ def test_a_model_that_the_adapter_cannot_use_is_not_served(
 def test_predictions_go_on_beside_requests_which_run_one_at_a_time(agents: Any, monkeypatch: Any) -> None:
     agent, go_on = agents(), threading.Event()
 
-    def slow(request: Request, node: Node) -> Reply:
+    def slow(request: Request, node: Node, admit: object) -> Reply:
         assert go_on.wait(60)
         return Evaluated(num_examples=1, checked=0, leaked=0, results=[])
 

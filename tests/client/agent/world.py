@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.policy import Policy
 from fedtta.client.node import Node, make_device, perform
 from fedtta.client.resources import federation_of
 from fedtta.client.serving import Served
@@ -37,6 +38,8 @@ SETTINGS = Settings(
     model="cnn",
     model_options="norm=batch",
 )
+#: Replies are those of a simulation; runs are forgotten at once.
+EXACT = Policy(count_step=1, least_batch_size=1, least_effective_samples=1.0, least_active_share=0.0, least_days_kept=0.0)
 TASK = TrainingTask("cross_entropy")
 
 
@@ -48,6 +51,7 @@ def config(folder: Path, **changes: Any) -> AgentConfig:
         "device": "cpu",
         "save_every_samples": 10**6,
         "save_every_seconds": 10.0**6,
+        "policy": EXACT,
     }
     return AgentConfig(**{**defaults, **changes})
 

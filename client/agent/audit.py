@@ -1,0 +1,202 @@
+"""The audit log: every message of a federation that reached a device, what was decided, and what left it.
+
+    fedtta audit --config device.toml --run 3f2a
+
+One JSON object a line in `<state-dir>/audit.jsonl`; lines are appended and synced to disk before a reply leaves. Of
+arrays it has names, shapes, sizes and digests, never values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedtta.client.agent.policy import PolicyError, phase_of
+from fedtta.messages.protobuf import to_bytes
+from fedtta.messages.record import Record
+from fedtta.settings import SettingsError, from_toml
+
+FILE = "audit.jsonl"
+FILES = 10  # that are kept, with the current one
+HOUR, DAY = 3600.0, 86400.0
+DONE = "ok"  # result of a message that was worked on
+TEXT = 500  # characters of a reason
+
+
+class Audit:
+    """The audit log of a running agent, which also knows how often messages came.
+
+    Parameters
+    ----------
+    folder : Path
+        The state directory.
+    limit : int
+        Bytes at which the file is renamed to `audit.jsonl.1`, and older ones to `.2` and so on.
+    clock : callable
+        Unix time.
+
+    Raises
+    ------
+    OSError
+        The log of before cannot be read.
+    """
+
+    def __init__(self, folder: Path, limit: int, clock: Callable[[], float] = time.time) -> None:
+        self.path, self.limit, self._clock = folder / FILE, limit, clock
+        self._lock = threading.Lock()
+        self._done: deque[tuple[float, str]] = deque()  # time and phase of what was worked on in the last 24 hours
+        for line in lines(folder):
+            if line.get("result") == DONE and (at := _time(line)) > clock() - DAY:
+                self._done.append((at, line.get("phase", "")))
+
+    def count(self, seconds: float, phase: str = "") -> int:
+        """Return how many messages, or those of a phase, were worked on in the last seconds, 24 hours at most."""
+        now = self._clock()
+        while self._done and self._done[0][0] <= now - DAY:
+            self._done.popleft()
+        return sum(at > now - seconds and phase in ("", one) for at, one in self._done)
+
+    def write(self, phase: str, result: str, **values: Any) -> None:
+        """Append a message.
+
+        Parameters
+        ----------
+        phase : str
+            As `phase_of`.
+        result : str
+            "ok", or the name of the rule or the exception that ended it.
+        values
+            What else is known: run, round, training, seconds, received, sent, reason.
+
+        Raises
+        ------
+        OSError
+            It could not be written: what it tells of must not leave.
+        """
+        now = self._clock()
+        at = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
+        known = {key: value for key, value in values.items() if value not in ("", None)}
+        line = json.dumps({"time": at, "phase": phase, "result": result, **known}).encode() + b"\n"
+        with self._lock:
+            self._rotate(len(line))
+            with self.path.open("ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            if result == DONE:
+                self._done.append((now, phase))
+
+    def failed(self, kind: str, error: BaseException, **values: Any) -> None:
+        """Append a message that was not answered; raises as `write`."""
+        result = f"policy {error.rule}" if isinstance(error, PolicyError) else type(error).__name__
+        self.write(phase_of(kind), result, **values, reason=str(error)[:TEXT])
+
+    def _rotate(self, size: int) -> None:
+        """Rename the file if it would become too large."""
+        if not self.path.exists() or self.path.stat().st_size + size <= self.limit:
+            return
+        numbered = [self.path, *(self.path.with_name(f"{FILE}.{number}") for number in range(1, FILES))]
+        for older, newer in zip(reversed(numbered[1:]), reversed(numbered[:-1]), strict=True):
+            if newer.exists():
+                newer.replace(older)
+
+
+def sent(record: Record) -> list[dict[str, Any]]:
+    """Return what a reply tells, without its values: a row for each array, and one for everything else.
+
+    Parameters
+    ----------
+    record : Record
+        The reply's plain form.
+    """
+    text = json.dumps(record.values, sort_keys=True).encode()
+    rows = [{"name": ",".join(sorted(record.values)), "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}]
+    for name, arrays in record.arrays.items():
+        for key, value in arrays.items():
+            digest = hashlib.sha256(to_bytes(value)).hexdigest()
+            about = {"shape": list(value.shape), "dtype": str(value.dtype), "bytes": value.nbytes}
+            rows.append({"name": f"{name}.{key}", **about, "sha256": digest})
+    return rows
+
+
+def lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a state directory's audit log, the oldest first; a line that is cut short is left out."""
+    found = [(0, folder / FILE), *((number, folder / f"{FILE}.{number}") for number in range(1, FILES))]
+    for _, path in sorted(found, reverse=True):
+        if not path.is_file():
+            continue
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                try:
+                    line = json.loads(text)
+                except ValueError:
+                    continue
+                if isinstance(line, dict):
+                    yield line
+
+
+def _time(line: Mapping[str, Any]) -> float:
+    """Return the Unix time of a line, 0 if it has none."""
+    try:
+        return datetime.fromisoformat(str(line.get("time"))).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def text_of(line: Mapping[str, Any]) -> str:
+    """Return a line for people."""
+    left = line.get("sent", [])
+    arrays = [one for one in left if "shape" in one]
+    total = sum(int(one.get("bytes", 0)) for one in left)
+    what = f"sent {len(arrays)} arrays, {total:,} bytes" if left else str(line.get("reason", ""))
+    about = f"run {line.get('run', '-')} round {line.get('round', '-')}"
+    return f"{line.get('time')}  {line.get('phase', ''):10}  {line.get('result', ''):28}  {about}  {what}".rstrip()
+
+
+def folder_of(config: str) -> Path:
+    """Return the state directory that a device's file names; SettingsError if it names none."""
+    content = from_toml(config, ("policy",))
+    if not isinstance(content.get("state-dir"), str):
+        raise SettingsError(f"{config}: state-dir must be set")
+    return Path(config).parent / Path(content["state-dir"]).expanduser()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a device's audit log and return the exit status."""
+    parser = argparse.ArgumentParser(prog="fedtta audit", description="What a device was asked, and what left it.")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--state-dir", metavar="DIR", help="the agent's state directory")
+    where.add_argument("--config", metavar="FILE", help="the device's file, which names it")
+    parser.add_argument("--run", default="", help="messages of this run only; the beginning of its name is enough")
+    parser.add_argument("--json", action="store_true", help="lines as they are in the file, with digests")
+    chosen = parser.parse_args(arguments)
+    try:
+        folder = Path(chosen.state_dir) if chosen.state_dir else folder_of(chosen.config)
+        if not folder.is_dir():
+            raise SettingsError(f"{folder}: no such folder")
+        for line in lines(folder):
+            if str(line.get("run", "")).startswith(chosen.run):
+                print(json.dumps(line) if chosen.json else _printable(text_of(line)))
+    except (SettingsError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _printable(text: str) -> str:
+    """Return a text without control characters: names come from the server, and a terminal obeys them."""
+    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
