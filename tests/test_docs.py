@@ -260,7 +260,7 @@ PROOFS = (
     Proof("fedtta devices enrol", fedtta_takes, "tests/simulation", 'fedtta("enrol"'),
     Proof("fedtta devices remove", fedtta_takes, "tests/simulation", 'fedtta("remove"'),
     Proof("fedtta devices list", fedtta_takes, "tests/simulation", 'fedtta("list"'),
-    Proof("fedtta submit", fedtta_takes, "tests/simulation", "superlink.main("),
+    Proof("fedtta submit", fedtta_takes, "tests/simulation", "submit.main("),
     Proof("fedtta serve", fedtta_takes, "tests/client/agent", "test_a_model_file_is_served_by_a_process_of_its_own"),
     Proof("fedtta rescan", fedtta_takes, "tests/client/agent", "rescan"),
     Proof("fedtta rollback", fedtta_takes, "tests/faults", "rollback("),

@@ -24,7 +24,7 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from fedtta.client.agent import __main__ as agent
 from fedtta.client.agent.config import AgentConfig
 from fedtta.settings import SettingsError
-from fedtta.simulation import deployment, superlink
+from fedtta.simulation import deployment, submit, superlink
 from fedtta.simulation.keys import Keys, make_keys
 from fedtta.simulation.superlink import PROJECT
 
@@ -193,10 +193,11 @@ def test_the_operators_commands_parse(
         return len(keys)
 
     monkeypatch.setattr(superlink, "register", register)
-    monkeypatch.setattr(superlink, "run", lambda home, config, timeout, show: done.append(config))
+    monkeypatch.setattr(superlink, "start", lambda home, config: done.append(config))
+    monkeypatch.setattr(superlink, "finish", lambda *_, **__: None)
     words = SERVICES[service]["command"]
-    assert words[:3] == ["python", "-m", "fedtta.simulation.superlink"]
-    assert superlink.main(words[3:]) == 0
+    assert words[:3] == ["python", "-m", "fedtta.simulation.submit"]
+    assert submit.main(words[3:]) == 0
     capsys.readouterr()
     (seen,) = done
     if command == "register":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -171,10 +172,24 @@ class Stage:
 
 
 def kill(*pids: int) -> None:
-    """kill -9."""
+    """kill -9, and reap: Flower's processes look for their parent by its id, which a zombie would keep."""
     assert pids
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        wait_until(functools.partial(ended, pid), f"the end of process {pid}")
+
+
+def ended(pid: int) -> bool:
+    """Return whether a process has ended, and reap it if it is a child of this one; others have their own parents."""
+    with contextlib.suppress(ChildProcessError):
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            return False
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except FileNotFoundError:
+        return True
+    return state == "Z" and int(parent) != os.getpid()
 
 
 def flwr_status(home: Path) -> str:
