@@ -2,7 +2,8 @@
 
 One part is killed in each run, and started again as a service manager does; each run is supervised. It has to end with
 the bits of the run that nothing has happened to, by itself or after one `resume`. It prints a line of JSON for each
-kill; the exit status is 1 when a run ended otherwise. Some two minutes a kill, since Flower takes a silent process for alive for one.
+kill; the exit status is 1 when a run ended otherwise. A kill takes some two minutes, since Flower takes a silent
+process for alive for one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ PARTS: dict[str, tuple[str, str]] = {
 #: Momentum: the server has a state of its own. All clients are needed in every round, so the bits are known.
 SETTINGS = Settings(
     clients=CLIENTS, fraction=0.3, image_size=20, device="cpu", rounds=3, local_epochs=6, personal_epochs=1,
-    augment=False, methods="fedavgm,fedthe", shifts="original", node_timeout=300.0, round_timeout=300.0, min_replies=CLIENTS,
+    augment=False, methods="fedavgm,fedthe", shifts="original", node_timeout=300.0, round_timeout=300.0,
+    min_replies=CLIENTS,
 )  # fmt: skip
 
 
