@@ -10,6 +10,7 @@ import grp
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -150,7 +151,7 @@ def device() -> Iterator[tuple[Device, subprocess.Popen[bytes]]]:
         agent = made.command(AGENT, "-m", "fedtta.client.agent", "--config", f"{name}/device.toml")
         log = Path(name) / "log"
         with log.open("wb") as file, subprocess.Popen(
-            ["unshare", "--mount", "--pid", "--net", "--fork", "--kill-child", "sh", "-c", mounted, *agent],
+            ["unshare", "--mount", "--pid", "--net", "--fork", "sh", "-c", mounted, *agent],
             cwd=PROJECT, env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PATH": os.defpath, "HOME": "/"},
             stdout=file, stderr=subprocess.STDOUT,
         ) as process:  # fmt: skip
@@ -162,19 +163,26 @@ def device() -> Iterator[tuple[Device, subprocess.Popen[bytes]]]:
                     time.sleep(0.1)
                 yield made, process
             finally:
-                process.kill()
+                os.kill(
+                    inside(process), signal.SIGKILL
+                )  # which is the first of its namespace, and takes the others along
+
+
+def inside(process: subprocess.Popen[bytes]) -> int:
+    """Return the id of the first process in a namespace that `unshare` has made."""
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(child)
 
 
 def attempts(device: tuple[Device, subprocess.Popen[bytes]], user: int) -> dict[str, Any]:
     """Return what code of the server's achieves as a user."""
     made, process = device
-    (inside,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     _, path = interpreter() or ("", "")
     entered = [
         "nsenter",
         "--mount",
         "--pid",
-        f"--target={inside}",
+        f"--target={inside(process)}",
         *made.command(user, "-c", ATTEMPTS, "1", str(made.folder)),
     ]
     done = subprocess.run(
