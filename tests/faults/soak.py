@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from fedtta.messages.flower import allow_messages
 from fedtta.settings import Settings
 from fedtta.simulation.superlink import FlowerError
 from tests.faults.stage import PATIENCE, Stage, kill, stage
@@ -101,6 +102,7 @@ def one_kill(made: Stage, name: str, part: str, moment: float, reference: Path) 
 
 def soak(folder: Path, kills: int, seed: int, parts: Sequence[str]) -> list[dict[str, Any]]:
     """Deploy, kill so often, and return what became of each run."""
+    allow_messages()
     reference = run(folder / "undisturbed", SETTINGS)
     order, found = random.Random(seed), []
     managed = [f"{kind}-{i}" for kind in ("node", "agent") for i in range(CLIENTS)]
