@@ -177,6 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("app.fab"), help="the bundle (default: app.fab)")
     parser.add_argument("--app", type=Path, default=PROJECT, help="folder of the app (default: this project)")
     arguments = parser.parse_args(words)
+    import click
     from flwr.cli.build import build_fab_from_disk
 
     try:
@@ -189,6 +190,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except (KeysError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (click.ClickException, ValueError) as error:
+        print(f"failed: {arguments.app} is no app: {error}", file=sys.stderr)
+        return 1
     print(f"{arguments.out}: {hashlib.sha256(bundle).hexdigest()}, signed by {signature.key_id}")
     return 0
 

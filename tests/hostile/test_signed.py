@@ -158,6 +158,14 @@ def test_a_key_of_another_kind_and_damaged_files_are_refused(
             signing.read(tmp_path / "app.fab")
 
 
+def test_a_folder_without_an_app_is_not_signed(keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\n')
+    words = [str(keys.app), "--app", str(tmp_path), "--out", str(tmp_path / "app.fab")]
+    assert signing.main(words) == 1
+    assert "is no app" in capsys.readouterr().err
+    assert not (tmp_path / "app.fab").exists()
+
+
 def test_the_key_is_kept_and_private(keys: Keys) -> None:
     before = keys.app.read_bytes()
     _, lines = make_keys(keys.folder, 1, app=True)
