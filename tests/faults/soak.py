@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtta.messages.flower import allow_messages
+from fedtta.server.checkpoints import FOLDER
 from fedtta.settings import Settings
 from fedtta.simulation.superlink import FlowerError
 from tests.faults.stage import PATIENCE, Stage, kill, stage
@@ -93,9 +94,12 @@ def one_kill(made: Stage, name: str, part: str, moment: float, reference: Path) 
         running.result(PATIENCE)
         return None
     how = ended(made, name, running)
-    if how == "failed":  # resumable, that is, by a `resume` of the operator's
+    if how == "failed" and list((made.results(name) / FOLDER).glob("*")):  # resumable, by the operator
         how = f"resumed by hand: {ended(made, name, made.run(SETTINGS, resume=str(made.results(name))))}"
-    bits = compared(made, f"{name}-again" if how == "again" else name, reference)
+    elif how == "failed":  # before its first checkpoint: there is nothing to lose
+        made.run(SETTINGS, **{"run-name": f"{name}-again"}).result(PATIENCE)
+        how = "begun again by hand"
+    bits = compared(made, f"{name}-again" if "again" in how else name, reference)
     seconds = time.monotonic() - begun
     return {"part": part, "moment": round(moment, 2), "run": how, "result": bits, "seconds": round(seconds)}
 
