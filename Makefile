@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export FLWR_TELEMETRY_ENABLED := 0
 export OMP_NUM_THREADS := 1
 
-.PHONY: run demo test test-faults lint docs flower keys deploy-local sheet proto requirements clean help
+.PHONY: run demo test test-faults lint docs flower keys deploy-local sheet proto requirements torch-hashes clean help
 
 help:          ## show this
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -74,6 +74,12 @@ requirements: $(VENV)/ready  ## resolve the pinned versions again
 	$(BIN)/uv pip compile pyproject.toml --extra docs --constraint requirements.txt --universal --python-version 3.11 \
 	  --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
 	  $$(sed -nE "/== 'win32'/d; s/^([a-z0-9-]+)==.*/--no-emit-package \1/p" requirements.txt) -o requirements-docs.txt
+
+# PyTorch's wheels of another index have other hashes; an image refuses to install them unchecked.
+torch-hashes: $(VENV)/ready  ## hashes of PyTorch from another index, for images; TORCH_INDEX=<index of CPU wheels>
+	sed -nE 's/^(torch|torchvision)==([^ ]+).*/\1==\2/p' requirements.txt | $(BIN)/uv pip compile - --no-deps --universal \
+	  --python-version 3.11 --generate-hashes --index-url "$(TORCH_INDEX)" --no-emit-index-url --no-annotate \
+	  --custom-compile-command 'make torch-hashes' --quiet -o requirements-torch.txt
 
 # uv installs everything; where the machine has none, it comes into the environment by pip first. Bytecode is made here:
 # where processes must not write it (PYTHONDONTWRITEBYTECODE, a read-only disk), each would take twice as long to start.

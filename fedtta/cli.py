@@ -166,7 +166,7 @@ def program(name: str, module: str, panel: str, about: str) -> None:
     """Add a command that hands all words, `--help` too, to the program of a module."""
 
     def command(context: typer.Context) -> None:
-        if name == "deploy-local":
+        if name in ("deploy-local", "sign"):
             checkout()
         call(module, context.args)
 
@@ -180,6 +180,7 @@ def program(name: str, module: str, panel: str, about: str) -> None:
 program("demo", "fedtta.simulation.demo.__main__", TRY, "Four sites with data of their own, a shift, and a page.")
 program("bench", "fedtta.benchmarks.__main__", TRY, "Tables of the papers, and measurements of speed.")
 program("keys", "fedtta.simulation.keys", FEDERATION, "Make the keys and certificates of a federation.")
+program("sign", "fedtta.simulation.signing", FEDERATION, "Sign the app: devices that trust the key run no other.")
 program("deploy-local", "fedtta.simulation.deploy_local", FEDERATION, "A federation as processes of this machine.")
 program("agent", "fedtta.client.agent.__main__", DEVICE, "Run a device's agent: --config device.toml.")
 program("audit", "fedtta.client.agent.audit", DEVICE, "What a device was asked, and what left it.")
@@ -202,11 +203,20 @@ def submit(
     superlink: SuperLink = LOCAL,
     root: Root = CA,
     timeout: Annotated[float, typer.Option(help="Seconds after which the run is stopped.")] = 86400.0,
+    supervise: Annotated[
+        int, typer.Option(metavar="N", help="Resume, at most so often, a run whose SuperLink or ServerApp died.")
+    ] = 0,
+    signed: Annotated[str, typer.Option(metavar="FILE", help="Run this bundle of `fedtta sign`.")] = "",
+    database: Annotated[str, typer.Option(metavar="FILE", help="With --signed: the SuperLink's database.")] = "",
 ) -> None:
     """Run the app on a SuperLink that is running, and show its log."""
     checkout()
     words = ["--superlink", superlink, "--root-certificates", str(root), "run", "--timeout", str(timeout)]
-    call("fedtta.simulation.superlink", [*words, *(["--set", *pairs] if pairs else [])])
+    words += ["--supervise", str(supervise)] if supervise else []
+    words += [
+        word for name, path in (("signed", signed), ("database", database)) if path for word in (f"--{name}", path)
+    ]
+    call("fedtta.simulation.submit", [*words, *(["--set", *pairs] if pairs else [])])
 
 
 @devices.command("list")

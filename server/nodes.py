@@ -149,6 +149,8 @@ class Nodes:
         while True:
             over = self.clock() >= end
             connected = self.transport.nodes()
+            # a node that was killed while it was asked comes back under the same id, and is asked again
+            self.unknown = {node: one for node, one in self.unknown.items() if one is not None or node in connected}
             fresh = [node for node in connected if node not in self.unknown]
             found = self._fitting(wanted, connected)
             if fresh and (over or len(found) + len(fresh) >= number):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import ipaddress
 import re
 from abc import ABC, abstractmethod
@@ -14,6 +15,8 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedtta.settings.files import write_atomically
@@ -161,43 +164,87 @@ class Leaf(Certificate):
 
 
 @dataclass(frozen=True)
-class NodeKey:
-    """A SuperNode's key pair, `<path>` and `<path>.pub`; it does not expire."""
+class KeyPair:
+    """A key pair in OpenSSH's format, `<path>` and `<path>.pub`; it does not expire.
+
+    Parameters
+    ----------
+    path : Path
+        Of the private key.
+    kind : "nodes" or "app"
+        A SuperNode's (ECDSA P-384), or the one that signs apps (Ed25519); the word for `--replace`.
+    replace : bool
+        Replace an existing one.
+    """
 
     path: Path
+    kind: Literal["nodes", "app"]
     replace: bool
 
     def new(self) -> bool:
         """Return whether `make` makes a new one."""
-        return self.replace or _absent(self.path, self._public)
+        return self.replace or _absent(self.path, self.public)
 
     @property
-    def _public(self) -> Path:
+    def public(self) -> Path:
+        """Return the path of the public key."""
         return self.path.with_name(self.path.name + ".pub")
 
     def check(self) -> None:
         """Raise KeysError if an existing one cannot be used."""
         if self.new():
             return
-        _private(self.path, "nodes")
+        _private(self.path, self.kind)
         try:
             key = serialization.load_ssh_private_key(_read(self.path), None)
-            public = serialization.load_ssh_public_key(_read(self._public))
+            public = serialization.load_ssh_public_key(_read(self.public))
         except (ValueError, TypeError) as error:
-            raise KeysError(f"{self.path} or {self._public} is damaged: {error}") from error
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != public:
-            raise KeysError(f"{self.path} and {self._public} are not one ECDSA pair; {_REPLACE.format('nodes')}")
+            raise KeysError(f"{self.path} or {self.public} is damaged: {error}") from error
+        kind, name = (EllipticCurvePrivateKey, "ECDSA") if self.kind == "nodes" else (Ed25519PrivateKey, "Ed25519")
+        if not isinstance(key, kind) or key.public_key() != public:
+            raise KeysError(f"{self.path} and {self.public} are not one {name} pair; {_REPLACE.format(self.kind)}")
 
     def make(self) -> str:
         """Make or keep it; return a line of text on it."""
         new = self.new()
         if new:
-            key = ec.generate_private_key(ec.SECP384R1())
+            node = self.kind == "nodes"
+            key = ec.generate_private_key(ec.SECP384R1()) if node else Ed25519PrivateKey.generate()
             openssh, none = serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
             write(self.path, key.private_bytes(serialization.Encoding.PEM, openssh, none), private=True)
             form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-            write(self._public, key.public_key().public_bytes(*form) + b"\n", private=False)
-        return f"{'made' if new else 'kept'} {self._public.name[:-4]}: valid until it is unregistered"
+            write(self.public, key.public_key().public_bytes(*form) + b"\n", private=False)
+        until = "it is unregistered" if self.kind == "nodes" else "devices no longer trust it"
+        return f"{'made' if new else 'kept'} {self.path.name}: valid until {until}"
+
+
+def key_id(key: Ed25519PublicKey) -> str:
+    """Return the name of a key, made from its bytes."""
+    raw = key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+    return f"fedtta_{hashlib.sha256(raw).hexdigest()[:16]}"
+
+
+def trusted_entities(key: Ed25519PublicKey) -> str:
+    """Return the file for `flower-supernode --trusted-entities`: YAML, key id → key."""
+    text = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+    return f'{key_id(key)}: "{text}"\n'
+
+
+def app_key(path: Path) -> Ed25519PrivateKey:
+    """Read `app.key` of `fedtta keys --app`.
+
+    Raises
+    ------
+    KeysError
+        It is missing, is damaged, has a password, or is of another kind.
+    """
+    try:
+        key = serialization.load_ssh_private_key(_read(path), None)
+    except (ValueError, TypeError) as error:
+        raise KeysError(f"{path}: {error}; allowed is app.key of `fedtta keys --app`") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise KeysError(f"{path}: allowed is an Ed25519 key, app.key of `fedtta keys --app`")
+    return key
 
 
 def files_of(stem: Path) -> tuple[Path, Path]:

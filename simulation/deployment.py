@@ -95,17 +95,18 @@ def deployment(
 
 
 def supernode(
-    home: Path, fleet: str, config: Mapping[str, Scalar], keys: tuple[Path, Path] | None
+    home: Path, fleet: str, config: Mapping[str, Scalar], keys: tuple[Path, Path] | None, options: Sequence[str] = ()
 ) -> subprocess.Popen[bytes]:
     """Start a SuperNode in its own Flower home and return its process, which the caller stops.
 
-    `keys` are the authority's certificate and the node's private key; None: insecure.
+    `keys` are the authority's certificate and the node's private key; None: insecure. `options` are further arguments
+    of `flower-supernode`.
     """
     home.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
     with (home / NODE_LOG).open("ab") as log:
         return subprocess.Popen(
-            supernode_command(fleet, port, config, keys),
+            [*supernode_command(fleet, port, config, keys), *options],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             cwd=home, env=environment(home) | WORK_POLL, start_new_session=True,
         )  # fmt: skip

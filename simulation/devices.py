@@ -6,7 +6,6 @@ Listing asks Flower's Control API, whose answer has the names that `flwr superno
 from __future__ import annotations
 
 import json
-import ssl
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtta.settings import SettingsError
+from fedtta.simulation.control import client, existing
 from fedtta.simulation.superlink import CONNECTION, REGISTERED, FlowerError, flwr, write_connection
 
 REMOVED = "unregistered"  # Flower's status of a node that may no longer connect
@@ -58,35 +58,13 @@ class Known:
 def listed(superlink: str, ca: Path | None) -> list[Device]:
     """Return all devices that were ever enrolled, by name.
 
-    Parameters
-    ----------
-    superlink : str
-        "<host>:<port>" of its Runtime HTTP API.
-    ca : Path or None
-        Certificate of the authority to trust; None: connect without TLS.
-
-    Raises
-    ------
-    FlowerError
-        It does not answer.
-    FileNotFoundError
-        There is no such certificate.
+    Parameters and errors are those of `control.client`.
     """
-    import httpx
     from flwr.common.constant import HEARTBEAT_PATIENCE
     from flwr.proto.control_pb2 import ListNodesRequest
-    from flwr.supercore.control import ControlHttpClient
-    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-    trust = ssl.create_default_context(cafile=_existing(ca)) if ca else True
-    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")  # the SuperLink compares versions
-    client = ControlHttpClient(f"http{'s' if ca else ''}://{superlink}", verify=trust, interceptors=[version])
-    try:
-        nodes = client.ListNodes(ListNodesRequest()).nodes_info
-    except httpx.HTTPError as error:
-        raise FlowerError(f"no SuperLink answers at {superlink}: {error}") from error
-    finally:
-        client.close()
+    with client(superlink, ca) as control:
+        nodes = control.ListNodes(ListNodesRequest()).nodes_info
     found = []
     for node in nodes:
         seen = None
@@ -109,7 +87,7 @@ def enrol(superlink: str, ca: Path | None, key: Path, name: str) -> str:
     """
     with _home(superlink, ca) as home:
         try:
-            answer = flwr(home, "supernode", "register", str(_existing(key).resolve()), CONNECTION, "--name", name)
+            answer = flwr(home, "supernode", "register", str(existing(key).resolve()), CONNECTION, "--name", name)
         except FlowerError as error:
             if REGISTERED in str(error):
                 return f"{key} is enrolled already"
@@ -143,14 +121,8 @@ def _home(superlink: str, ca: Path | None) -> Iterator[Path]:
     """Make a Flower home that names the SuperLink."""
     with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:
         home = Path(folder).resolve()
-        write_connection(home, superlink, _existing(ca).resolve() if ca else None)
+        write_connection(home, superlink, existing(ca).resolve() if ca else None)
         yield home
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; `fedtta keys` makes keys")
-    return path
 
 
 def from_run(folder: Path) -> dict[str, Known]:

@@ -3,13 +3,15 @@
     ca.crt, ca.key                 authority of the SuperLink; SuperNodes and `flwr` need ca.crt
     server.crt, server.key         the SuperLink under the given hosts and localhost
     node-0, node-0.pub, ...        a SuperNode's key, which is its identity (`flwr supernode register node-0.pub`)
+    app.key, app.key.pub           signs apps (`fedtta sign`); with trusted.yaml, devices run no others
     agents-ca.crt, agents-ca.key   authority of agents that listen on TCP (off by default)
     agent-<host>.crt, .key         such an agent
     program.crt, program.key       a program that may talk to such agents
 
 Agents have their own authority, so that none of them can pass for the SuperLink. The owner of `ca.key` can: keep it
 away from the other machines. Existing files are checked and kept, unless `--replace` names them; private files have
-mode 0600. TLS keys are ECDSA P-256; SuperNode keys are ECDSA P-384 in OpenSSH's format, as Flower requires.
+mode 0600. TLS keys are ECDSA P-256; as Flower requires, SuperNode keys are ECDSA P-384 and the one that signs apps is
+Ed25519, both in OpenSSH's format.
 """
 
 from __future__ import annotations
@@ -20,13 +22,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedtta.simulation.certificates import Authority, Certificate, KeysError, Leaf, NodeKey, Purpose
+from fedtta.simulation.certificates import (
+    Authority,
+    Certificate,
+    KeyPair,
+    KeysError,
+    Leaf,
+    Purpose,
+    app_key,
+    trusted_entities,
+    write,
+)
 
 DAYS = 365  # certificates are valid this long
 AUTHORITY_DAYS = 3650
 LOCAL = ("localhost", "127.0.0.1", "::1")  # names for processes of the same machine
 #: What `--replace` may name. Replacing an authority replaces everything that it has signed.
-KINDS = ("authorities", "server", "agents", "nodes")
+KINDS = ("authorities", "server", "agents", "nodes", "app")
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,16 @@ class Keys:
         """Return the private and the public key of a SuperNode."""
         return self.folder / f"node-{number}", self.folder / f"node-{number}.pub"
 
+    @property
+    def app(self) -> Path:
+        """Return the private key that signs apps."""
+        return self.folder / "app.key"
+
+    @property
+    def trusted(self) -> Path:
+        """Return the file for `flower-supernode --trusted-entities`."""
+        return self.folder / "trusted.yaml"
+
 
 def make_keys(
     folder: Path,
@@ -57,6 +79,7 @@ def make_keys(
     agents: Sequence[str] = (),
     days: int = DAYS,
     replace: Sequence[str] = (),
+    app: bool = False,
 ) -> tuple[Keys, list[str]]:
     """Make the missing files in `folder`; return their absolute paths, and a line of text on each.
 
@@ -72,6 +95,8 @@ def make_keys(
         Validity of new certificates, 1 to `AUTHORITY_DAYS`; authorities are valid for the latter.
     replace : sequence of str
         Members of `KINDS`.
+    app : bool
+        Make the key that signs apps, too, and the file by which devices trust it.
 
     Raises
     ------
@@ -98,17 +123,22 @@ def make_keys(
         return Leaf(keys.folder / stem, kind, days, fresh[kind], tuple(hosts), purpose, by)
 
     main = authority("ca", "FedTTA SuperLink authority")
-    files: list[Certificate | NodeKey] = [main, leaf("server", "server", (*LOCAL, *hosts), main)]
+    files: list[Certificate | KeyPair] = [main, leaf("server", "server", (*LOCAL, *hosts), main)]
     if agents:
         own = authority("agents-ca", "FedTTA agents authority")
         names = dict.fromkeys(agents)
         files += [own, *(leaf(f"agent-{one.replace(':', '_')}", "agents", (*LOCAL, one), own) for one in names)]
         files.append(leaf("program", "agents", (), own, "client"))
-    files += [NodeKey(keys.node(number)[0], fresh["nodes"]) for number in range(nodes)]
+    files += [KeyPair(keys.node(number)[0], "nodes", fresh["nodes"]) for number in range(nodes)]
+    if app or fresh["app"]:
+        files.append(KeyPair(keys.app, "app", fresh["app"]))
     for each in files:  # check all before writing any
         each.check()
     keys.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return keys, [each.make() for each in files]
+    lines = [each.make() for each in files]
+    if app or fresh["app"]:
+        write(keys.trusted, trusted_entities(app_key(keys.app).public_key()).encode(), private=False)
+    return keys, lines
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -134,11 +164,18 @@ def main(words: Sequence[str] | None = None) -> int:
         help="device whose agent listens on TCP; may be repeated",
     )
     parser.add_argument("--days", type=int, default=DAYS, help=f"validity of new certificates (default: {DAYS})")
+    parser.add_argument("--app", action="store_true", help="a key that signs apps, too")
     parser.add_argument("--replace", nargs="+", choices=KINDS, default=[], help="replace these")
     arguments = parser.parse_args(words)
     try:
         keys, lines = make_keys(
-            arguments.folder, arguments.nodes, arguments.host, arguments.agent, arguments.days, arguments.replace
+            arguments.folder,
+            arguments.nodes,
+            arguments.host,
+            arguments.agent,
+            arguments.days,
+            arguments.replace,
+            arguments.app,
         )
     except (KeysError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,5 @@
 """Flower's SuperLink: start and stop one on this machine, register nodes with it, run the app on it.
 
-`python -m fedtta.simulation.superlink --help` registers nodes and runs the app on a SuperLink that is already running.
 Commands go through Flower's own `flwr`, which finds the SuperLink in a Flower home (`write_connection`).
 
 Flower starts simulations, and Ray its workers, in sessions that outlive the SuperLink. Processes of a SuperLink are
@@ -10,7 +9,6 @@ requires Linux; plain `flwr run` does not.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,9 +17,7 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import sysconfig
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -43,12 +39,19 @@ STOPPING = (signal.SIGTERM, 15.0), (signal.SIGKILL, 10.0)  # and the seconds for
 POLL = 0.2  # seconds
 DATABASE = "superlink.db"  # of nodes and runs, so that a SuperLink may be killed and restarted
 Scalar = bool | int | float | str
-SETTLED = 30.0  # seconds for a run whose log has ended to get its final status
+SILENT = 30.0  # seconds for a SuperLink to answer a question about a run
+PAUSES = 0.2, 5.0  # seconds between such questions: the first pause, and the longest, since each is a process
 REGISTERED = "Public key already in use"  # Flower's answer to a known key
+UNKNOWN = "Run ID not found"  # Flower's answer about a run that is not in its database
+APP_FAILED = "ServerApp failed with exception"  # begins Flower's reason for a run that the app itself has ended
 
 
 class FlowerError(RunError):
     """Flower could not be started or stopped, refused a run, or the run did not complete."""
+
+
+class RunLostError(FlowerError):
+    """A run ended because its SuperLink or its ServerApp died; it can be resumed from its last checkpoint."""
 
 
 @contextlib.contextmanager
@@ -207,7 +210,12 @@ def run(
     home: Path, config: Mapping[str, Scalar], timeout: float, show: bool = False, options: Sequence[str] = (),
     project: Path = PROJECT,
 ) -> None:  # fmt: skip
-    """Bundle a project, run it, and wait for its end.
+    """Bundle a project, run it, and wait for its end; see `start` and `finish`."""
+    finish(home, start(home, config, options, project), timeout, show)
+
+
+def start(home: Path, config: Mapping[str, Scalar], options: Sequence[str] = (), project: Path = PROJECT) -> str:
+    """Bundle a project, submit a run of it, and return the run's number.
 
     Parameters
     ----------
@@ -216,10 +224,6 @@ def run(
     config : mapping
         Run config; other keys have the defaults in pyproject.toml. Paths must be absolute, on the SuperLink's
         machine.
-    timeout : float
-        Seconds after which the run is stopped.
-    show : bool
-        Show the run's log on this terminal.
     options : sequence of str
         Further arguments of `flwr run`.
     project : Path
@@ -228,22 +232,48 @@ def run(
     Raises
     ------
     FlowerError
-        Flower refused the run, or it did not complete; the message has Flower's reason.
+        Flower refused the run.
     """
     path = home / "run.toml"  # a file: a command line would need quotes twice
     path.write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
-    number = flwr(home, "run", str(project), CONNECTION, "--run-config", str(path), *options)["run-id"]
-    command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends
+    number: str = flwr(home, "run", str(project), CONNECTION, "--run-config", str(path), *options)["run-id"]
+    return number
+
+
+def finish(home: Path, number: str, timeout: float, show: bool = False, silent: float = SILENT) -> None:
+    """Follow a run's log and wait for the run's end, also when the log breaks off before.
+
+    Parameters
+    ----------
+    number : str
+        The run's number.
+    timeout : float
+        Seconds after which the run is stopped.
+    show : bool
+        Show the run's log on this terminal.
+    silent : float
+        Seconds for which the SuperLink may be away.
+
+    Raises
+    ------
+    RunLostError
+        The SuperLink or the ServerApp died.
+    FlowerError
+        The run did not complete for another reason; the message has Flower's.
+    """
+    end = time.monotonic() + timeout
+    command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends, or the SuperLink
     try:
         log = subprocess.run(
             command, env=environment(home), timeout=timeout, capture_output=not show, text=True, check=False
         ).stdout
-    except subprocess.TimeoutExpired as error:
+        status, details = _final_status(home, number, end, silent)
+    except (subprocess.TimeoutExpired, TimeoutError) as error:
         flwr(home, "stop", number, CONNECTION)
         raise FlowerError(f"not finished after {timeout:g} s, and stopped") from error
-    status, details = _final_status(home, number)
     if status != "finished:completed":
-        raise FlowerError(f"{status}: {details}\n{log or ''}".rstrip())
+        lost = status == "finished:failed" and not details.startswith(APP_FAILED)
+        raise (RunLostError if lost else FlowerError)(f"{status}: {details}\n{log or ''}".rstrip())
 
 
 def flwr(home: Path, *words: str) -> dict[str, Any]:
@@ -281,49 +311,33 @@ def run_config(words: Sequence[str], defaults: Mapping[str, Scalar] | None = Non
     return config
 
 
-def _final_status(home: Path, number: str) -> tuple[str, str]:
-    """Return the status of a run, such as 'finished:failed', and its details."""
-    end = time.monotonic() + SETTLED
+def _final_status(home: Path, number: str, end: float, silent: float) -> tuple[str, str]:
+    """Wait until a run has ended; return its status, such as 'finished:failed', and its details.
+
+    Raises
+    ------
+    RunLostError
+        The SuperLink does not answer for `silent` seconds, or does not know the run.
+    TimeoutError
+        The run has not ended at the time `end`.
+    """
+    pause, longest = PAUSES
+    answered = time.monotonic()
     while True:
-        (entry,) = flwr(home, "ls", CONNECTION, "--run-id", number)["runs"]
-        if entry["status"].startswith("finished") or time.monotonic() > end:
-            return entry["status"], entry["status-details"]
-        time.sleep(POLL)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Register nodes or run the app; return exit status 0 on success, 1 on failure, 2 for bad arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fedtta.simulation.superlink", description=__doc__, allow_abbrev=False
-    )
-    parser.add_argument("--superlink", required=True, metavar="HOST:PORT", help="address of its Runtime HTTP API")
-    parser.add_argument("--root-certificates", required=True, type=Path, metavar="FILE", help="ca.crt of `make keys`")
-    commands = parser.add_subparsers(dest="command", required=True)
-    registers = commands.add_parser("register", help="register nodes; registered ones are no error")
-    registers.add_argument("keys", nargs="+", type=Path, metavar="PUBLIC_KEY", help="node-<i>.pub of `make keys`")
-    runs = commands.add_parser("run", help="run the app and show its log")
-    runs.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings")
-    runs.add_argument("--timeout", type=float, default=86400.0, help="seconds after which the run is stopped")
-    arguments = parser.parse_args(words)
-    try:
-        config = run_config(arguments.set) if arguments.command == "run" else {}
-    except SettingsError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:
-        home = Path(folder).resolve()
-        write_connection(home, arguments.superlink, arguments.root_certificates.resolve())
         try:
-            if arguments.command == "run":
-                run(home, config, arguments.timeout, show=True)
-            else:
-                new = register(home, arguments.keys)
-                print(f"registered: {new} new, {len(arguments.keys) - new} already known")
+            (entry,) = flwr(home, "ls", CONNECTION, "--run-id", number)["runs"]
         except FlowerError as error:
-            print(f"failed: {error}", file=sys.stderr)
-            return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            if UNKNOWN in str(error):
+                raise RunLostError(
+                    "the SuperLink does not know the run: it was restarted without its database"
+                ) from error
+            if time.monotonic() > answered + silent:
+                raise RunLostError(f"the SuperLink has not answered for {silent:g} s: {error}") from error
+        else:
+            answered = time.monotonic()
+            if entry["status"].startswith("finished"):
+                return entry["status"], entry["status-details"]
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(pause)
+        pause = min(2 * pause, longest)

@@ -115,7 +115,7 @@ def test_help_imports_neither_torch_nor_flower() -> None:
          "--socket b:1 --ca c --certificate d --key e status"),
         ("rollback --agent unix:/a", "client.agent.control", "--socket unix:/a rollback"),
         ("approve v3 --agent unix:/a", "client.agent.control", "--socket unix:/a approve v3"),
-        ("submit rounds=3 --superlink h:1 --root-certificates c", "simulation.superlink",
+        ("submit rounds=3 --superlink h:1 --root-certificates c", "simulation.submit",
          "--superlink h:1 --root-certificates c run --timeout 86400.0 --set rounds=3"),
     ],
 )  # fmt: skip

@@ -119,6 +119,7 @@ class AgentConfig:
     # Addresses and limits of the sockets
     listen: str = setting("", "address of the predictor; empty: unix:<state-dir>/agent.sock")
     relay: str = setting("", "address for the Flower ClientApp; empty: unix:<state-dir>/relay.sock")
+    relay_group: str = setting("", "group of the SuperNode's user, which may connect to relay; empty: this user only")
     certificate: str = setting("", "PEM file of this server's certificate (TCP only)")
     key: str = setting("", "PEM file of its private key (TCP only)")
     client_ca: str = setting("", "PEM file of the authority that signs clients' certificates (TCP only)")

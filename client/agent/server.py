@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
 import socket
 import ssl
 import stat
@@ -115,6 +116,8 @@ async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Runn
             health_pb2_grpc.add_HealthServicer_to_server(state, server)
             server.add_generic_rpc_handlers([Unknown(service)])
             bound.append(_Socket(server, _bind(server, address, config), state))
+        if config.relay_group:
+            share(socket_path(bound[-1].address), config.relay_group)
         for one in bound:
             await one.server.start()
     except BaseException:
@@ -248,6 +251,21 @@ def free(path: Path) -> None:
         except OSError as error:
             raise FileExistsError(f"{path} exists, and connecting to it failed: {error}") from error
     raise FileExistsError(f"{path}: another process listens there")
+
+
+def share(path: Path, group: str) -> None:
+    """Let a group connect to a socket.
+
+    Raises
+    ------
+    ValueError
+        There is no such group, or this process does not belong to it.
+    """
+    try:
+        shutil.chown(path, group=group)
+        path.chmod(0o660)
+    except (LookupError, PermissionError) as error:
+        raise ValueError(f"relay-group = {group!r}: allowed is a group that this user belongs to: {error}") from error
 
 
 def credentials(config: AgentConfig) -> grpc.ServerCredentials:

@@ -38,11 +38,12 @@ class Device:
         self.process = deployment.start_agent(self._home, self._config)
 
     def kill(self) -> None:
+        """kill -9, and reap."""
         self.process.kill()
+        self.process.wait()
 
     def restart(self) -> pb.StatusReply:
         """Start it again after a kill and return what it has come back with."""
-        self.process.wait()
         self.start()
         return self.status()
 
@@ -77,4 +78,3 @@ def device(channel: grpc.Channel | None = None, **keys: Any) -> Iterator[Device]
         finally:
             made.channel.close()
             made.kill()
-            made.process.wait()

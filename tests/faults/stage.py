@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import grpc
 
 from fedtta.messages import agent_pb2, agent_pb2_grpc
 from fedtta.settings import Settings
-from fedtta.simulation import deployment, superlink
+from fedtta.simulation import deployment, submit, superlink
 from fedtta.simulation.keys import Keys, make_keys
 
 PATIENCE = 600.0  # seconds that what takes at most two minutes may take on a busy machine
@@ -48,6 +49,7 @@ class Stage:
     names: list[str]
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    restarted: subprocess.Popen[bytes] | None = None  # a SuperLink
 
     @property
     def home(self) -> Path:
@@ -69,17 +71,19 @@ class Stage:
         self.nodes[partition:] = [started, *self.nodes[partition + 1 :]]
 
     @contextlib.contextmanager
-    def supervised_node(self, partition: int) -> Iterator[None]:
-        """Start a SuperNode as often as it ends and clear what it has left, as a service manager does."""
+    def managed(self, *parts: str, delay: float = 2.0) -> Iterator[None]:
+        """Start again what ends, of "node-0", "agent-1", "superlink", and clear what it has left, as a service manager.
+
+        It looks every `delay` seconds.
+        """
         stopping = threading.Event()
 
-        def supervise() -> None:
-            while not stopping.wait(2):
-                if self.nodes[partition].poll() is not None:
-                    superlink.stop(self.home / f"node-{partition}")
-                    self.start_node(partition)
+        def manage() -> None:
+            while not stopping.wait(delay):
+                for part in parts:
+                    self._restart_if_ended(part)
 
-        thread = threading.Thread(target=supervise)
+        thread = threading.Thread(target=manage)
         thread.start()
         try:
             yield
@@ -87,10 +91,19 @@ class Stage:
             stopping.set()
             thread.join()
 
-    def processes(self, word: str) -> list[int]:
-        """Return the ids of what was started here and has a word in its command line."""
+    def _restart_if_ended(self, part: str) -> None:
+        kind, _, partition = part.partition("-")
+        if kind == "superlink":
+            if not self.processes("flower-superlink"):
+                self.restart_superlink()
+        elif (self.nodes if kind == "node" else self.agents)[int(partition)].poll() is not None:
+            superlink.stop(self.home / part)
+            (self.start_node if kind == "node" else self.start_agent)(int(partition))
+
+    def processes(self, word: str, folder: str = "") -> list[int]:
+        """Return the ids of what was started in a folder such as "node-0" and has a word in its command line."""
         found = []
-        for pid in superlink.started(self.home):
+        for pid in superlink.started(self.home / folder):
             with contextlib.suppress(OSError):
                 if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
@@ -133,12 +146,15 @@ class Stage:
         folder = self.home / name if "-" in name else self.home
         return (folder / path).read_text(encoding="utf-8", errors="replace")
 
-    def run(self, settings: Settings, **changes: Any) -> Future[None]:
-        """Submit a run; its results are in `results/<run-name>`."""
+    def run(self, settings: Settings, resumes: int = 0, **changes: Any) -> Future[None]:
+        """Submit a run, supervised with `resumes`; its results are in `results/<run-name>`."""
         config = settings.flat() | {"results": str(self.root / "results")} | changes
         executor = ThreadPoolExecutor(1)
         try:
-            return executor.submit(deployment.run, self.home, config, PATIENCE)
+            if not resumes:
+                return executor.submit(deployment.run, self.home, config, PATIENCE)
+            begin = functools.partial(superlink.start, self.home)
+            return executor.submit(submit.supervise, self.home, config, PATIENCE, resumes, begin)
         finally:
             executor.shutdown(wait=False)
 
@@ -162,26 +178,38 @@ class Stage:
         command = superlink.superlink_command("127.0.0.1", port, self.own_fleet, self.keys)
         log = self.home / "superlink.log"
         with log.open("ab") as file:
-            process = subprocess.Popen(
+            self.restarted = subprocess.Popen(
                 [*command, "--database", str(self.home / superlink.DATABASE)], stdin=subprocess.DEVNULL, stdout=file,
                 stderr=subprocess.STDOUT, cwd=superlink.PROJECT, env=superlink.environment(self.home),
                 start_new_session=True,
             )  # fmt: skip
-        superlink.wait_until_healthy(process, f"https://{own['address']}/health", log, self.keys)
+        superlink.wait_until_healthy(self.restarted, f"https://{own['address']}/health", log, self.keys)
 
 
 def kill(*pids: int) -> None:
-    """kill -9."""
+    """kill -9, and reap: Flower's processes look for their parent by its id, which a zombie would keep."""
     assert pids
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        wait_until(functools.partial(ended, pid), f"the end of process {pid}")
 
 
-def flwr_status(home: Path) -> str:
-    """Return the status of the only run that has been submitted."""
-    (entry,) = superlink.flwr(home, "ls", superlink.CONNECTION)["runs"]
-    status: str = entry["status"]
-    return status
+def ended(pid: int) -> bool:
+    """Return whether a process has ended, and reap it if it is a child of this one; others have their own parents."""
+    with contextlib.suppress(ChildProcessError):
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            return False
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except FileNotFoundError:
+        return True
+    return state == "Z" and int(parent) != os.getpid()
+
+
+def statuses(home: Path) -> list[str]:
+    """Return the status of every run that has been submitted."""
+    return [entry["status"] for entry in superlink.flwr(home, "ls", superlink.CONNECTION)["runs"]]
 
 
 @contextlib.contextmanager
@@ -216,6 +244,6 @@ def stage(
         try:
             yield made
         finally:
-            for process in [*made.nodes, *made.agents]:
+            for process in filter(None, [*made.nodes, *made.agents, made.restarted]):
                 process.kill()
                 process.wait()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
 
 from fedtta.settings import Settings
 from fedtta.simulation.superlink import FlowerError
-from tests.faults.stage import PATIENCE, Stage, flwr_status, kill, stage, wait_until
+from tests.faults.stage import PATIENCE, Stage, kill, stage, statuses, wait_until
 from tests.server.test_run import assert_same_results, run
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
@@ -41,17 +40,19 @@ def test_a_server_app_killed_in_a_round_is_resumed(tmp_path: Path) -> None:
     assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
 
 
-def test_a_run_survives_its_superlink(tmp_path: Path) -> None:
-    """Started again on its database it finds the run, its messages and its nodes; the server has waited."""
+def test_a_run_is_resumed_by_itself_when_its_superlink_was_killed(tmp_path: Path) -> None:
+    """Its ServerApp ends with it; restarted on its database it knows its nodes, and fails the run."""
     with stage(tmp_path) as made:
-        first = made.run(SMALL)
+        first = made.run(SMALL, resumes=2)
         wait_for_training(made, 1)
         kill(*made.processes("flower-superlink"))
+        wait_until(lambda: not made.processes("flwr-serverapp"), "the ServerApp to end")
         made.restart_superlink()
-        with contextlib.suppress(FlowerError):  # who follows the log is cut off, as a rule
-            first.result(PATIENCE)
-        wait_until(lambda: flwr_status(made.home).startswith("finished"), "the run to end")
-        assert flwr_status(made.home) == "finished:completed"
+        first.result(PATIENCE)
+        (entry, resumed) = sorted(statuses(made.home))
+    assert entry == "finished:completed"
+    assert resumed == "finished:failed"
+    assert [event["event"] for event in made.events(RUN)].count("resumed") == 1
     assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
 
 
@@ -60,7 +61,7 @@ def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(tmp_path: Pa
     with stage(tmp_path) as made:
         first = made.run(settings)
         wait_until(lambda: made.rounds(RUN) >= 1, "a round")
-        with made.supervised_node(1):
+        with made.managed("node-1"):
             made.kill_node_at_work(1)
             first.result(PATIENCE)
     (failed,) = [event for event in made.events(RUN) if event["event"] == "failed"]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from fedtta.simulation import deployment, superlink
+from fedtta.settings import Settings
+from fedtta.simulation import deployment, signing, submit, superlink
 from fedtta.simulation.keys import make_keys
 from tests.faults.stage import PATIENCE, wait_until
+from tests.server.test_run import assert_same_results, run
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
 
 CONFIG = {"name": "0"}
+SMALL = Settings(
+    fraction=0.2, image_size=20, device="cpu", rounds=1, local_epochs=1, personal_epochs=0, augment=False,
+    methods="fedavg", shifts="original", round_timeout=300.0,
+)  # fmt: skip
 #: What is wrong → what the SuperNode says before it ends.
 TOLD = {
     "another authority": "CERTIFICATE_VERIFY_FAILED",
@@ -53,6 +60,37 @@ def test_nodes_and_operators_without_the_right_keys_are_refused(tmp_path: Path) 
             wait_until(lambda: "online" in statuses(home), "the node")
             assert node.poll() is None
             node.kill()
+
+
+def test_a_node_that_trusts_a_key_runs_what_it_has_signed_and_nothing_else(tmp_path: Path) -> None:
+    """A folder's app has no signature; the same app, signed, is submitted through the SuperLink's database."""
+    home = tmp_path / "flower"
+    home.mkdir()
+    keys = make_keys(home / "keys", 1, app=True)[0]
+    assert signing.main([str(keys.app), "--out", str(tmp_path / "app.fab")]) == 0
+    settings = SMALL.replace(clients=1, results=str(tmp_path), node_timeout=30.0)
+    own = {**CONFIG, "state-dir": str(tmp_path / "state")}
+    trusting = ["--trusted-entities", str(keys.trusted)]
+    with superlink.superlink(home, simulation=False, keys=keys) as fleet:
+        superlink.register(home, [keys.node(0)[1]])
+        with deployment.supernode(home / "node", fleet, own, (keys.ca, keys.node(0)[0]), trusting) as node:
+            wait_until(lambda: "online" in statuses(home), "the node")
+            with pytest.raises(superlink.FlowerError, match="could not be verified"):
+                deployment.run(home, settings.flat() | {"run-name": "unsigned"}, PATIENCE)
+            address = tomllib.loads((home / "config.toml").read_text())["superlink"][superlink.CONNECTION]["address"]
+            words = ["--superlink", address, "--root-certificates", str(keys.ca), "run", "--signed"]
+            words += [
+                str(tmp_path / "app.fab"),
+                "--database",
+                str(home / superlink.DATABASE),
+                "--timeout",
+                str(PATIENCE),
+            ]
+            pairs = (settings.flat() | {"run-name": "signed"}).items()
+            assert submit.main([*words, "--set", *(f"{key}={value}" for key, value in pairs)]) == 0
+            assert node.poll() is None
+            node.kill()
+    assert_same_results(tmp_path / "signed", run(tmp_path / "alone", settings.replace(state_dir=str(tmp_path / "one"))))
 
 
 def without_key(home: Path, fleet: str, ca: Path, key: Path) -> subprocess.Popen[bytes]:

@@ -95,6 +95,14 @@ def test_it_waits_for_clients_that_fit_and_no_longer() -> None:
     ]  # fmt: skip
 
 
+def test_a_node_that_was_killed_while_it_was_asked_is_asked_again_when_it_is_back() -> None:
+    start = Start({7: says("a"), 8: raises}, {5.0: {8: says("b")}})
+    start.clock.later[3.0] = lambda: start.transport.clients.pop(8)
+    assert start.begin(2) == ["a", "b"]
+    assert 5 <= start.clock.now < 6
+    assert start.left_alone() == [(8, None, "RuntimeError: disk full")]
+
+
 def test_when_the_time_is_over_the_least_are_enough_or_all_are_named() -> None:
     clients = {7: says("b"), 8: says("a"), 6: raises, 9: says("b"), 5: says("odd", channels=1)}
     start = Start(dict(clients))

@@ -13,14 +13,14 @@ import pytest
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
 from fedtta.simulation import __main__ as simulation
-from fedtta.simulation import engine, flower_cli, superlink
+from fedtta.simulation import engine, flower_cli, submit
 from fedtta.simulation.superlink import FlowerError
 from tests.report.runs import evaluation, write_events
 
 Command = Callable[[], int]
 
 
-@pytest.fixture(params=["simulation", "flower_cli", "superlink"])
+@pytest.fixture(params=["simulation", "flower_cli", "submit"])
 def command(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Command, Callable[..., None]]:
@@ -33,7 +33,8 @@ def command(
         words = ["--set", f"results={tmp_path.parent}", f"run-name={tmp_path.name}"]
         return lambda: flower_cli.main(words), lambda run: monkeypatch.setattr(flower_cli, "run", run)
     words = ["--superlink", "127.0.0.1:1", "--root-certificates", str(tmp_path / "ca.crt"), "run", "--set", "seed=3"]
-    return lambda: superlink.main(words), lambda run: monkeypatch.setattr(superlink, "run", run)
+    monkeypatch.setattr(submit.superlink, "start", lambda home, config: "1")
+    return lambda: submit.main(words), lambda run: monkeypatch.setattr(submit.superlink, "finish", run)
 
 
 def test_a_run_that_completed(command: tuple[Command, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

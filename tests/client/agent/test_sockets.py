@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import grp
+import os
 import re
 import socket
 import stat
@@ -106,6 +108,16 @@ def test_sockets_are_their_users_alone_and_go_with_the_agent() -> None:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
         sockets.stop(TIMEOUT)
         assert not [path for path in paths if path.exists()]
+
+
+def test_a_socket_is_shared_with_a_group_that_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "relay.sock"
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+        server.share(path, grp.getgrgid(os.getgid()).gr_name)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660
+        with pytest.raises(ValueError, match="relay-group = 'no-such-group'"):
+            server.share(path, "no-such-group")
 
 
 def test_what_a_dead_agent_has_left_is_removed_and_nothing_else() -> None:

@@ -1,0 +1,183 @@
+"""A run whose SuperLink or ServerApp died is submitted again with `resume`; other failures end it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedtta.server.events import RunError
+from fedtta.server.report import METRICS_FILE
+from fedtta.server.resume import find_checkpoint
+from fedtta.settings import Settings, SettingsError
+from fedtta.simulation import submit, superlink
+from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar
+
+LOST = "finished:failed: No heartbeat received from the task"
+CONFIG: dict[str, Scalar] = {"run-name": "r", "results": "/srv/results"}
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> list[Exception | None]:
+    """What the next runs end with; None: they complete."""
+    made: list[Exception | None] = []
+
+    def finish(*_: Any, **__: Any) -> None:
+        error = made.pop(0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(superlink, "finish", finish)
+    return made
+
+
+def supervised(config: Mapping[str, Scalar], resumes: int) -> list[Mapping[str, Scalar]]:
+    """Return the configs of the runs that are submitted."""
+    begun: list[Mapping[str, Scalar]] = []
+
+    def begin(config: Mapping[str, Scalar]) -> str:
+        begun.append(config)
+        return "1"
+
+    try:
+        submit.supervise(Path("/home"), config, 60.0, resumes, begin)
+    except FlowerError as error:
+        begun.append({"error": str(error)})
+    return begun
+
+
+def test_a_lost_run_is_resumed_in_its_own_folder(
+    outcomes: list[Exception | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes += [RunLostError(LOST), RunLostError(LOST), None]
+    resumed = {**CONFIG, "resume": "/srv/results/r"}
+    assert supervised(CONFIG, 2) == [CONFIG, resumed, resumed]
+    assert capsys.readouterr().err.count("No heartbeat") == 2  # each time with the reason
+
+
+def test_a_run_without_a_name_gets_one_that_its_resumption_names(outcomes: list[Exception | None]) -> None:
+    outcomes += [RunLostError(LOST), None]
+    first, second = supervised({}, 1)
+    assert second["resume"] == f"{Settings().results}/{first['run-name']}"
+
+
+def test_it_is_resumed_no_more_than_so_often(outcomes: list[Exception | None]) -> None:
+    outcomes += [RunLostError(LOST)] * 3
+    *begun, end = supervised(CONFIG, 2)
+    assert len(begun) == 3
+    assert end == {"error": LOST}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["finished:failed: ServerApp failed with exception: no quorum", "finished:stopped: ", "not finished after 60 s"],
+)
+def test_a_run_that_failed_by_itself_or_was_stopped_is_not_resumed(text: str, outcomes: list[Exception | None]) -> None:
+    outcomes += [FlowerError(text)]
+    assert supervised(CONFIG, 5) == [CONFIG, {"error": text}]
+
+
+def test_a_run_lost_before_its_first_checkpoint_begins_once_more(
+    outcomes: list[Exception | None], tmp_path: Path
+) -> None:
+    """The reasons are the server's own words."""
+    reasons = []
+    (tmp_path / METRICS_FILE).write_text(json.dumps({"event": "run"}) + "\n")
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises((SettingsError, RunError)) as raised:
+            find_checkpoint(Settings(resume=str(folder)))
+        reasons.append(f"finished:failed: {superlink.APP_FAILED}: {raised.value}")
+    for reason in reasons:
+        outcomes += [RunLostError(LOST), FlowerError(reason), None]
+        *_, last = supervised(CONFIG, 2)
+        assert last == {**CONFIG, "run-name": "r-again"}
+        outcomes += [FlowerError(reason)]  # a `resume` of the user's own is an error of the user's own
+        assert len(supervised({**CONFIG, "resume": str(tmp_path)}, 2)) == 2
+
+
+# The end of a run, as Flower's commands tell it
+
+
+class Commands:
+    """`flwr` with given answers to `flwr ls`; the last one stays."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.script, self.calls = folder / "flwr", folder / "calls"
+        monkeypatch.setattr(superlink, "program", lambda name: str(folder / name))
+        monkeypatch.setattr(superlink, "PAUSES", (0.01, 0.02))
+
+    def answer(self, *answers: str) -> None:
+        lines = "\n".join(f"{i}) {answer} ;;" for i, answer in enumerate(answers[:-1]))
+        self.calls.write_text("0")
+        self.script.write_text(
+            f"#!/bin/sh\ncase $1 in\nlog) echo a line; exit 1 ;;\nstop) echo '{{\"success\": true}}'; exit ;;\nesac\n"
+            f"n=$(cat {self.calls}); echo $((n+1)) > {self.calls}\ncase $n in\n{lines}\n*) {answers[-1]} ;;\nesac\n"
+        )
+        self.script.chmod(stat.S_IRWXU)
+
+
+def run_is(status: str, details: str = "") -> str:
+    return f"echo '{json.dumps({'success': True, 'runs': [{'status': status, 'status-details': details}]})}'"
+
+
+AWAY = "echo no SuperLink >&2; exit 1"
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(tmp_path, monkeypatch)
+
+
+def test_a_superlink_that_is_away_for_a_while_and_a_log_that_breaks_off_end_no_run(
+    commands: Commands, tmp_path: Path
+) -> None:
+    commands.answer(AWAY, run_is("running"), AWAY, run_is("finished:completed"))
+    superlink.finish(tmp_path, "1", 60.0)
+    assert commands.calls.read_text().strip() == "4"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (run_is("finished:failed", "No heartbeat received from the task"), RunLostError, "No heartbeat"),
+        (run_is("finished:failed", f"{superlink.APP_FAILED}: no quorum"), FlowerError, "no quorum"),
+        (run_is("finished:stopped"), FlowerError, "finished:stopped"),
+        (AWAY, RunLostError, "has not answered"),
+        (f"echo '{superlink.UNKNOWN}'; exit 1", RunLostError, "without its database"),
+    ],
+)
+def test_how_a_run_ended(answer: str, error: type[Exception], text: str, commands: Commands, tmp_path: Path) -> None:
+    commands.answer(answer)
+    with pytest.raises(FlowerError, match=text) as raised:
+        superlink.finish(tmp_path, "1", 60.0, silent=0.1)
+    assert type(raised.value) is error
+
+
+def test_a_run_that_does_not_end_is_stopped(commands: Commands, tmp_path: Path) -> None:
+    commands.answer(run_is("running"))
+    with pytest.raises(FlowerError, match=r"not finished after 0\.2 s"):
+        superlink.finish(tmp_path, "1", 0.2)
+
+
+# The command
+
+
+def test_a_signed_bundle_needs_the_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--superlink", "h:1", "--root-certificates", "ca.crt", "run", "--signed", str(tmp_path / "app.fab")]
+    assert submit.main(words) == 2
+    assert "--database" in capsys.readouterr().err
+    assert submit.main([*words, "--database", str(tmp_path / "nowhere.db")]) == 2
+    assert "app.fab" in capsys.readouterr().err
+
+
+def test_a_lost_run_says_how_to_continue(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def lost(*_: Any) -> None:
+        raise RunLostError(LOST)
+
+    monkeypatch.setattr(superlink, "start", lost)
+    assert submit.main(["--superlink", "h:1", "--root-certificates", "ca.crt", "run"]) == 1
+    assert "--supervise" in capsys.readouterr().err
