@@ -10,9 +10,11 @@ from fedtta.messages.flower import read_arrays, strategy_reply
 from fedtta.messages.replies import EvaluationResult
 from fedtta.messages.requests import Evaluate, Summarize, TrainingTask, Variant
 from fedtta.models import TwoHead
+from fedtta.privacy.gaussian import Privacy
 from fedtta.server.aggregation import robust_aggregator
 from fedtta.server.events import Leak, RunError
 from fedtta.server.methods import Training
+from fedtta.server.privacy import feasible_statistics
 from fedtta.server.rates import Rates, rate_arrays
 from fedtta.server.rounds import Federation, Outcome, Round
 from fedtta.server.validation import EvaluateCheck, SummarizeCheck
@@ -45,6 +47,7 @@ def statistics_round(
         weighting=weighting, aggregator=robust_aggregator(federation.settings), distributions=DISTRIBUTIONS
     )
     shapes = statistics_shapes(training.needs, model)
+    noisy = "statistics" in Privacy.parse(federation.settings.differential_privacy).mechanisms
     federation.update(name, round)
     clients, sent = federation.sources, _Sent(training, arrays, trained)
     common = {**federation.common(name), "round": round, "task": _final_task(training)}
@@ -53,7 +56,7 @@ def statistics_round(
     def request(partition: int) -> Summarize:
         return Summarize(**common, arrays=sent.to(partition), wanted=wanted)
 
-    asking = Round(federation, SummarizeCheck(shapes), name, round, f"statistics {name}")
+    asking = Round(federation, SummarizeCheck(shapes, not noisy), name, round, f"statistics {name}")
     outcome = asking.ask(lambda: federation.addressed(clients, request))
     means = averaging.aggregate_statistics(
         round,
@@ -72,7 +75,8 @@ def statistics_round(
         replied=outcome.replied,
         seconds=[float(one.reply.seconds) for one in outcome.replies],
     )
-    return {name: channels_last(value) for name, value in read_arrays(means).items()}
+    found = feasible_statistics(read_arrays(means)) if noisy else read_arrays(means)
+    return {name: channels_last(value) for name, value in found.items()}
 
 
 def evaluation_round(

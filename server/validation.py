@@ -117,15 +117,24 @@ class TrainCheck(Check):
 
 @dataclass(frozen=True)
 class SummarizeCheck(Check):
-    """Checks the statistics round; `shapes` are those of the statistics that are asked for."""
+    """Checks the statistics round.
+
+    Parameters
+    ----------
+    shapes : mapping
+        Of the statistics that are asked for.
+    ranges : bool
+        Whether values out of range are refused; noise may lead there.
+    """
 
     reply = Summarized
 
     shapes: Shapes
+    ranges: bool = True
 
     def why_refused(self, reply: Summarized, norm: float = 0.0) -> str | None:
         """See `Check.why_refused`; statistics have no distance from what was sent."""
-        return arrays_refused(reply.statistics, self.shapes) or _validation_refused(reply)
+        return arrays_refused(reply.statistics, self.shapes, self.ranges) or _validation_refused(reply)
 
 
 @dataclass(frozen=True)
