@@ -11,6 +11,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
+from fedtta.benchmarks import privacy
 from fedtta.benchmarks.speed import command as speed
 from fedtta.benchmarks.tables import engine, index, methods, pages
 from fedtta.server.events import RunError
@@ -21,6 +22,7 @@ COMMANDS = {
     "run": (engine, "run the cells of a protocol over several seeds, keep the results, print the tables"),
     "page": (pages, "write pages and plots of all kept results"),
     "speed": (speed, "measure ratios of times and memory side by side"),
+    "privacy": (privacy, "what messages tell of a client's class mix, and what hiding it costs"),
     "methods": (methods, "every method: what it trains, adapts, needs and costs at test time"),
 }
 

@@ -1,0 +1,247 @@
+"""`privacy`: what a client's messages tell of its class mix, and what secure aggregation and noise cost.
+
+The attacker is the server, or one who reads what it receives. It knows the model, the settings and the noise, and has
+labelled images of the same kind (here the pooled test samples).
+
+- Statistics: a client's descriptor and DLE are mixtures of the classes' means, so the class mix is estimated by the
+  best linear estimator (Bayes with a Dirichlet prior and the known noise).
+- Models: the bias of the head moves with the class frequencies (label distribution from gradients: "User-level label
+  leakage from gradients in federated learning", Wainakh et al., PETS 2022); round 1 tells most.
+
+Under secure aggregation the attacker reads a client's own message the same way, masked as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from fedtta.benchmarks.clients import client_of
+from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
+from fedtta.client.resources import federation_of
+from fedtta.client.sites import simulated_nodes
+from fedtta.messages.flower import allow_messages
+from fedtta.messages.replies import Reply, Summarized, Trained
+from fedtta.messages.requests import Request
+from fedtta.messages.transport import Addressed, Answer, Transport
+from fedtta.privacy import masking
+from fedtta.privacy.gaussian import Privacy
+from fedtta.server.app import serve
+from fedtta.server.events import Event
+from fedtta.settings import Settings
+from fedtta.simulation.vectorized import VectorizedTransport
+from fedtta.tta.statistics import discretise
+
+FILE = "privacy.json"
+Float = NDArray[np.float64]
+#: The settings whose numbers are kept.
+SETTINGS = Settings(
+    clients=10,
+    rounds=6,
+    local_epochs=3,
+    methods="fedavg,fedthe,btfl",
+    shifts="original,corrupted,out_of_client,mixture",
+    engine="vectorised",
+    device="cpu",
+)
+CLIP = 0.25  # of statistics, root mean square
+NOISES = (0.7, 2.0, 6.0)
+
+
+def modes(noises: Sequence[float]) -> dict[str, dict[str, Any]]:
+    """Return name → changes of the settings."""
+    found: dict[str, dict[str, Any]] = {"none": {}, "secure": {"secure_aggregation": True}}
+    for noise in noises:
+        found[f"noise {noise:g}"] = {"differential_privacy": f"statistics={noise:g}/{CLIP}"}
+    for noise in noises:
+        found[f"secure, noise {noise:g}"] = {**found["secure"], **found[f"noise {noise:g}"]}
+    found["secure, noise 2, model 1"] = {
+        **found["secure"],
+        "differential_privacy": f"statistics=2/{CLIP};model=1/0.5",
+    }
+    return found
+
+
+@dataclass
+class Spy:
+    """A transport that keeps what clients answer, as it arrives at the server."""
+
+    inner: Transport
+    seen: list[tuple[Addressed, Reply]] = field(default_factory=list)
+
+    def nodes(self) -> list[int]:
+        """Return the nodes of the transport below."""
+        return self.inner.nodes()
+
+    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
+        """See `Transport.exchange`."""
+        by_node = {one.node: one for one in requests}
+        for answer in self.inner.exchange(requests, timeout):
+            if isinstance(answer.reply, Trained | Summarized):
+                self.seen.append((by_node[answer.node], answer.reply))
+            yield answer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `privacy`."""
+    parser.add_argument("--dataset", default=SETTINGS.dataset)
+    parser.add_argument("--clients", type=int, default=SETTINGS.clients)
+    parser.add_argument("--rounds", type=int, default=SETTINGS.rounds)
+    parser.add_argument("--seeds", default="1,2,3", metavar="N,N")
+    parser.add_argument("--noise", default=",".join(map(str, NOISES)), metavar="Z,Z", help="of the statistics")
+    parser.add_argument("--only", default="", metavar="NAME;NAME", help="of the modes (default: all)")
+    parser.add_argument("--device", default=SETTINGS.device)
+    parser.add_argument("--out", type=Path, help=f"folder of {FILE} (default: benchmarks/results)")
+
+
+def run(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure every mode over all seeds, print and keep the table.
+
+    Raises
+    ------
+    SettingsError, RunError
+        As a run.
+    """
+    settings = SETTINGS.replace(
+        dataset=arguments.dataset, clients=arguments.clients, rounds=arguments.rounds, device=arguments.device
+    )
+    chosen = modes([float(one) for one in arguments.noise.split(",") if one])
+    names = [one for one in arguments.only.split(";") if one] or list(chosen)
+    seeds = [int(one) for one in arguments.seeds.split(",")]
+    rows = []
+    for name in names:
+        found = [measure(settings.replace(seed=seed, **chosen[name])) for seed in seeds]
+        rows.append({"mode": name, **{key: _mean([one[key] for one in found]) for key in found[0]}})
+        console.print(rows[-1])
+    changed = {k: v for k, v in settings.flat().items() if v != Settings().flat()[k]}
+    content = {"title": "Privacy", **provenance(), "settings": changed, "seeds": seeds, "rows": rows}
+    console.print(rendered(rows))
+    console.print(f"Written: {write_json((arguments.out or RESULTS) / FILE, content)}", highlight=False)
+
+
+def measure(settings: Settings) -> dict[str, float | None]:
+    """Run once and return accuracies (%), what the attacks find, ε, seconds and bytes a client and round sends."""
+    allow_messages()
+    events: list[Event] = []
+    spy = Spy(VectorizedTransport(simulated_nodes(settings), settings.stacked_clients))
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        serve(spy, settings, Path(folder) / "run", [events.append])
+    seconds = time.perf_counter() - start
+    mixes = federation_of(settings).class_counts().astype(np.float64)
+    mixes /= mixes.sum(1, keepdims=True)
+    statistics = [one for one in spy.seen if isinstance(one[1], Summarized)]
+    models = [one for one in spy.seen if isinstance(one[1], Trained) and getattr(one[0].request, "round", 0) == 1]
+    by_statistics = _attacked(statistics, mixes, lambda part: from_statistics(settings, *part, mixes))
+    by_models = _attacked(models, mixes, lambda part: from_model(settings, *part))
+    rounds = [event for event in events if event["event"] == "round"]
+    spent = [event["epsilon"] for event in events if event["event"] == "privacy"]
+    return {
+        **{f"accuracy {name}": _accuracy(events, name) for name in ("fedavg", "fedthe", "btfl")},
+        "statistics r": by_statistics[0],
+        "statistics largest": by_statistics[1],
+        "model r": by_models[0],
+        "model largest": by_models[1],
+        "epsilon": spent[0] if spent else None,
+        "seconds": seconds,
+        "kilobytes": float(np.mean([one["bytes_up"] / len(one["replied"]) for one in rounds])) / 1000,
+    }
+
+
+def from_statistics(settings: Settings, request: Request, reply: Reply, mixes: Float) -> Float:
+    """Estimate a client's class mix [K] from its statistics."""
+    device = client_of(settings.replace(secure_aggregation=False, differential_privacy=""), 0)
+    device.model.load_global_state(
+        {name: torch.tensor(value) for name, value in request.arrays.items()}  # type: ignore[attr-defined]
+    )
+    features, spread = _class_means(settings, device)  # [2 d, K]
+    sent = statistics_in(settings, reply, len(features) // 2)
+    classes = mixes.shape[1]
+    prior = (np.eye(classes) - 1 / classes) / classes / (1 + settings.alpha * classes)  # of a Dirichlet with small α
+    noise = np.full(len(features), 1e-4) + spread / 50
+    if mechanism := Privacy.parse(settings.differential_privacy).mechanisms.get("statistics"):
+        noise += (mechanism.noise * mechanism.clip) ** 2 * 4 * (len(features) // 2)  # four arrays
+    gain = prior @ features.T @ np.linalg.inv(features @ prior @ features.T + np.diag(noise))
+    return 1 / classes + gain @ (sent - features.mean(1))
+
+
+def statistics_in(settings: Settings, reply: Reply, size: int) -> Float:
+    """Return descriptor and DLE as a message shows them [2 d]; under masks these are the first numbers of the vector."""
+    assert isinstance(reply, Summarized)
+    if reply.masked:
+        return _read_masked(settings, reply)[: 2 * size]
+    return np.concatenate([reply.statistics["descriptor"], reply.statistics["dle"]])
+
+
+def from_model(settings: Settings, request: Request, reply: Reply) -> Float:
+    """Return how the bias of the head moved [K], or the numbers in its place under masks."""
+    assert isinstance(reply, Trained)
+    arrays = request.arrays  # type: ignore[attr-defined]
+    name = next(name for name in arrays if name.endswith("head.bias") and "rotation" not in name)
+    if reply.masked:
+        start = sum(arrays[other].size for other in sorted(arrays) if other < name)
+        return _read_masked(settings, reply)[start : start + arrays[name].size]
+    return reply.arrays[name].astype(np.float64) - arrays[name]
+
+
+def _read_masked(settings: Settings, reply: Reply) -> Float:
+    """Return a masked vector as the numbers that it would be without masks, scaled to what such numbers are."""
+    words = reply.masked["sum"]  # type: ignore[attr-defined]
+    return masking.decode(words, 62) / 2  # in [-1, 1)
+
+
+def _class_means(settings: Settings, device: Any) -> tuple[Float, Float]:
+    """Return the classes' means of features and of ẑ = 0 over public images [2 d, K], and the mean variance [2 d]."""
+    federation = federation_of(settings)
+    index = np.concatenate([split.test for split in federation.splits])
+    labels = federation.images.labels[index]
+    with torch.no_grad():
+        x = federation.images.pixels[index]
+        z = device.model.features(torch.as_tensor(x).float() / 255).double()
+    values = torch.cat([z, (discretise(z) <= 0).double()], 1).numpy()
+    classes = federation.images.num_classes
+    means = np.stack([values[labels == k].mean(0) if (labels == k).any() else values.mean(0) for k in range(classes)])
+    return means.T, (values - means[labels]).var(0)
+
+
+def _attacked(seen: list[tuple[Addressed, Reply]], mixes: Float, attack: Any) -> tuple[float, float]:
+    """Return the correlation of estimated and true class mixes, and the part of clients whose largest class is right.
+
+    Each client's messages of all trainings are averaged: node ids are partitions plus one.
+    """
+    found: dict[int, list[Float]] = {}
+    for one, reply in seen:
+        found.setdefault(one.node - 1, []).append(attack((one.request, reply)))
+    estimates = np.stack([np.mean(found[partition], 0) for partition in sorted(found)])
+    truth = mixes[sorted(found)]
+    right = float((estimates.argmax(1) == truth.argmax(1)).mean())
+    return float(np.corrcoef(estimates.ravel(), truth.ravel())[0, 1]), right
+
+
+def _accuracy(events: Sequence[Event], method: str) -> float:
+    """Return the mean accuracy over clients and test distributions, %."""
+    return 100 * float(np.mean([e["accuracy"] for e in events if e["event"] == "evaluation" and e["method"] == method]))
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(float(np.mean(known)), 3) if known else None
+
+
+def rendered(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the rows as a table for the terminal."""
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    return table
