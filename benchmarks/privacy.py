@@ -177,7 +177,7 @@ def from_statistics(settings: Settings, request: Request, reply: Reply, mixes: F
 
 
 def statistics_in(settings: Settings, reply: Reply, size: int) -> Float:
-    """Return descriptor and DLE as a message shows them [2 d]; under masks these are the first numbers of the vector."""
+    """Return descriptor and DLE as a message shows them [2 d]; under masks, the first numbers of the vector."""
     assert isinstance(reply, Summarized)
     if reply.masked:
         return _read_masked(settings, reply)[: 2 * size]

@@ -41,6 +41,15 @@ def public_key(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
+def is_key(public: bytes) -> bool:
+    """Return whether a client can agree on a key with this one; there are made-up ones with which none is possible."""
+    try:
+        shared_key(new_secret(), public, "check")
+    except ValueError:
+        return False
+    return True
+
+
 def shared_key(private: bytes, public: bytes, purpose: str) -> bytes:
     """Return the key that two clients agree on for one purpose.
 

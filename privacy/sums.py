@@ -85,7 +85,7 @@ def to_mean(sent: Reply, total: Float, shapes: Shapes, clients: int) -> Reply:
     total : [length]
         The sum of their vectors.
     shapes : mapping
-        Of the arrays.
+        Of the arrays, in their order.
     clients : int
         How many they are.
 
@@ -104,7 +104,8 @@ def to_mean(sent: Reply, total: Float, shapes: Shapes, clients: int) -> Reply:
         size = math.prod(shape)
         means[name] = (total[position : position + size] / weight).reshape(shape).astype(dtype)
         position += size
-    fields: dict[str, Any] = {how.arrays: means, "num_examples": max(1, round(samples / clients)), "masked": None}
+    arrays = {name: means[name] for name in shapes}
+    fields: dict[str, Any] = {how.arrays: arrays, "num_examples": max(1, round(samples / clients)), "masked": None}
     if how.loss:
         fields[how.loss] = loss / samples
     for name, count in zip(how.counts, counts, strict=True):

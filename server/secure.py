@@ -51,7 +51,9 @@ class SharedCheck(Check):
     def why_refused(self, reply: SharedKeys, norm: float = 0.0) -> str | None:
         """See `Check.why_refused`."""
         sizes = {len(reply.shares), len(reply.key_digests), len(reply.seed_digests)}
-        return None if sizes == {self.members} else f"shares for {sorted(sizes)} members, expected {self.members}"
+        if sizes != {self.members}:
+            return f"shares for {sorted(sizes)} members, expected {self.members}"
+        return None if masking.is_key(bytes.fromhex(reply.key)) else "a key that is none"
 
 
 @dataclass(frozen=True)
@@ -208,18 +210,23 @@ class SecureAggregation:
         )
         if mean is None:
             return [], lost
-        return [replace(one, reply=mean, bytes_up=8 * len(one.reply.masked["sum"])) for one in replied], lost
+        return [_with_mean(one, mean) for one in replied], lost
 
     def _partition(self, node: int) -> int:
         return next(partition for partition, one in self.nodes.by_partition.items() if one == node)
 
     def _able(self, by_number: Mapping[int, Addressed]) -> tuple[dict[int, Addressed], list[str]]:
-        """Return the requests to clients that have a key and have not spoilt a sum, and lines about the others."""
-        able, lost = {}, []
-        for number, one in by_number.items():
-            if not self._key(number):
-                lost.append(f"client {self.nodes.name(number - 1)}: it has no key for secure aggregation")
+        """Return the requests to clients that have a key and have not spoilt a sum, and lines about the others.
+
+        One client with a key that is none, or with another's key, would keep all others from replying.
+        """
+        able, lost, keys = {}, [], set[str]()
+        for number, one in sorted(by_number.items()):
+            key = self._key(number)
+            if not key or key in keys or not masking.is_key(bytes.fromhex(key)):
+                lost.append(f"client {self.nodes.name(number - 1)}: it has no key of its own for secure aggregation")
             elif number not in self._suspects:
+                keys.add(key)
                 able[number] = one
         return able, lost
 
@@ -244,7 +251,9 @@ class SecureAggregation:
 
         addressed = [Addressed(one.node, request(number, one.request)) for number, one in asked.items()]
         replied, lost = send(addressed, SharedCheck(summing.size))
-        summing.shared = {1 + one.partition: one.reply for one in replied}
+        for one in replied:
+            if one.reply.key not in {other.key for other in summing.shared.values()}:
+                summing.shared[1 + one.partition] = one.reply
         return lost
 
     def _collect(self, summing: Sum, asked: Mapping[int, Addressed], check: Check, send: Send) -> Exchanged:
@@ -340,9 +349,15 @@ def weighting(request: Train | Summarize | RefineRates, settings: Settings) -> L
 def shapes_in(check: Check) -> Shapes:
     """Return names, shapes and dtypes of the arrays that a check expects."""
     if isinstance(check, TrainCheck | RatesCheck):
-        return shapes_of(check.sent)
+        return {name: (value.shape, str(value.dtype)) for name, value in check.sent.items()}
     assert isinstance(check, SummarizeCheck), "replies of other kinds are not aggregated"
     return check.shapes
+
+
+def _with_mean(replied: Replied, mean: Any) -> Replied:
+    """Return a survivor with the mean reply; its own are the time that it took and the bytes that it sent."""
+    own = replied.reply
+    return replace(replied, reply=replace(mean, seconds=own.seconds), bytes_up=8 * len(own.masked["sum"]))
 
 
 def _common(request: Request) -> dict[str, Any]:
