@@ -262,8 +262,12 @@ def _with_noise(kind: type[Reply], arrays: Values, mechanism: Mechanism, scale: 
 
 def _without_metrics(reply: Reply, how: Aggregated) -> Reply:
     """Return a reply without its loss and counts, which would tell what noise or masks hide."""
-    counts = {name: 0 for name in how.counts if getattr(reply, name) is not None}
-    return replace(reply, **counts, **({how.loss: 0.0} if how.loss else {}))
+    empty: dict[str, Any] = {name: 0 for name in how.counts if getattr(reply, name) is not None}
+    if how.loss:
+        empty[how.loss] = 0.0
+    if isinstance(reply, Trained):
+        empty["global_loss"] = None
+    return replace(reply, **empty)
 
 
 def digest(data: bytes) -> str:

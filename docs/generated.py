@@ -183,6 +183,26 @@ def tuning() -> str:
     return table(["protocol", "chosen", "accuracy of each value"], rows)
 
 
+def fields_that_leave() -> str:
+    """Return a table for each reply: what each field tells the server, and what protects it."""
+    from docs.leaving import rows
+    from fedtta.messages.replies import REPLIES
+
+    parts = []
+    for kind, reply in REPLIES.items():
+        head = ["field", "what it tells", "protection"]
+        parts += [f"### `{kind}`", (reply.__doc__ or "").partition("\n")[0], table(head, rows(reply))]
+    return "\n\n".join(parts)
+
+
+def privacy() -> str:
+    """Return what messages tell of clients' class mix and what hiding it costs, as measured."""
+    content = json.loads((RESULTS / "privacy.json").read_text())
+    rows = [[_text(one) for one in row.values()] for row in content["rows"]]
+    measured = "; ".join(_text(content[key]) for key in PROVENANCE)
+    return f"{table(list(content['rows'][0]), rows)}\n\nSeeds {_text(content['seeds'])}. Measured: {measured}."
+
+
 def _class_row(name: str, kind: type) -> list[str]:
     return [f"`{name}`", f"`{kind.__name__}`", (kind.__doc__ or "").strip().partition("\n")[0]]
 
@@ -204,6 +224,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "shifts": shifts,
     "protocols": protocols,
     "tuning": tuning,
+    "leaving": fields_that_leave,
+    "privacy": privacy,
 }
 
 

@@ -5,6 +5,7 @@ Messages go through their plain form; clients are the real ones but for their tr
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +18,11 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from docs import leaving
 from fedtta.client.privacy import protect, share_keys, unmask
 from fedtta.client.state import MemoryState
 from fedtta.messages.arrays import Arrays
-from fedtta.messages.replies import Identity, Reply, SharedKeys, Summarized, Trained, Unmasked
+from fedtta.messages.replies import REPLIES, Identity, Reply, SharedKeys, Summarized, Trained, Unmasked
 from fedtta.messages.requests import Identify, Masking, Request, ShareKeys, Summarize, Train, TrainingTask, Unmask
 from fedtta.privacy import masking
 from fedtta.privacy.gaussian import epsilon
@@ -79,7 +81,7 @@ class Member:
             return Summarized(statistics=values, **counts)
         assert isinstance(request, Train)
         arrays = {name: np.full_like(value, self.value) for name, value in request.arrays.items()}
-        return Trained(arrays=arrays, train_loss=self.value, **counts)
+        return Trained(arrays=arrays, train_loss=self.value, global_loss=self.value, **counts)
 
 
 class Place:
@@ -146,6 +148,7 @@ def test_the_mean_is_that_without_secure_aggregation_and_of_a_client_only_masked
     assert len(trained) == 4
     for one in trained:
         assert (one.arrays, one.num_examples, one.train_loss, one.validation_total) == ({}, 1, 0.0, 0)
+        assert one.global_loss is None
         assert one.masked is not None
         assert (one.masked["sum"] > 2**40).mean() > 0.9  # as of random numbers, not of small ones
     assert done["bytes_up"] == sum(one.masked["sum"].nbytes for one in trained)
@@ -443,7 +446,7 @@ def test_clipping_bounds_a_model_update_whatever_was_learned() -> None:
     change = np.concatenate([reply.arrays[name] - START[name] for name in START])
     assert np.linalg.norm(change) == pytest.approx(0.5, rel=1e-3)
     assert {value.dtype for value in reply.arrays.values()} == {np.dtype("float32")}
-    assert (reply.train_loss, reply.validation_total) == (0.0, 0)
+    assert (reply.train_loss, reply.global_loss, reply.validation_total) == (0.0, None, 0)
 
 
 def test_means_are_brought_back_into_their_ranges() -> None:
@@ -515,6 +518,12 @@ def test_in_a_ring_each_client_is_its_neighbours_neighbour(clients: int, neighbo
     assert all(one in found[other] for one, members in found.items() for other in members)
     assert all(one in members for one, members in found.items())
     assert sizes == {clients} or sizes == {2 * (neighbours // 2) + 1}
+
+
+def test_every_field_that_leaves_has_its_line_in_the_documentation() -> None:
+    for reply in REPLIES.values():
+        assert [row[0] for row in leaving.rows(reply)]
+        assert set(leaving.TELLS[reply]) == {one.name for one in dataclasses.fields(reply)}
 
 
 def test_keys_differ_between_sessions_and_clients() -> None:
