@@ -67,9 +67,9 @@ def modes(noises: Sequence[float]) -> dict[str, dict[str, Any]]:
         found[f"noise {noise:g}"] = {"differential_privacy": f"statistics={noise:g}/{CLIP}"}
     for noise in noises:
         found[f"secure, noise {noise:g}"] = {**found["secure"], **found[f"noise {noise:g}"]}
-    found["secure, noise 4, model 2"] = {
+    found["secure, noise 4, model 2.2"] = {
         **found["secure"],
-        "differential_privacy": f"statistics=4/{CLIP};model=2/0.5",
+        "differential_privacy": f"statistics=4/{CLIP};model=2.2/0.5",
     }
     return found
 
