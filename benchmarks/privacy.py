@@ -17,8 +17,9 @@ import argparse
 import logging
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,10 @@ Float = NDArray[np.float64]
 #: The settings whose numbers are kept.
 SETTINGS = Settings(
     clients=10,
-    rounds=6,
+    rounds=10,
     local_epochs=2,
+    image_size=16,
+    momentum=0.9,
     methods="fedavg,fedthe,btfl",
     shifts="original,out_of_client",
     engine="vectorised",
@@ -145,8 +148,8 @@ def measure(settings: Settings) -> dict[str, float | None]:
     mixes /= mixes.sum(1, keepdims=True)
     statistics = [one for one in spy.seen if isinstance(one[1], Summarized)]
     models = [one for one in spy.seen if isinstance(one[1], Trained) and getattr(one[0].request, "round", 0) == 1]
-    by_statistics = _attacked(statistics, mixes, lambda part: from_statistics(settings, *part, mixes))
-    by_models = _attacked(models, mixes, lambda part: from_model(settings, *part))
+    by_statistics = _attacked(statistics, mixes, partial(from_statistics, settings, mixes.shape[1]))
+    by_models = _attacked(models, mixes, partial(from_model, settings))
     rounds = [event for event in events if event["event"] == "round"]
     spent = [event["epsilon"] for event in events if event["event"] == "privacy"]
     return {
@@ -161,7 +164,7 @@ def measure(settings: Settings) -> dict[str, float | None]:
     }
 
 
-def from_statistics(settings: Settings, request: Request, reply: Reply, mixes: Float) -> Float:
+def from_statistics(settings: Settings, classes: int, request: Request, reply: Reply) -> Float:
     """Estimate a client's class mix [K] from its statistics."""
     device = client_of(settings.replace(secure_aggregation=False, differential_privacy=""), 0)
     device.model.load_global_state(
@@ -169,7 +172,6 @@ def from_statistics(settings: Settings, request: Request, reply: Reply, mixes: F
     )
     features, spread = _class_means(settings, device)  # [2 d, K]
     sent = statistics_in(settings, reply, len(features) // 2)
-    classes = mixes.shape[1]
     prior = (np.eye(classes) - 1 / classes) / classes / (1 + settings.alpha * classes)  # of a Dirichlet with small α
     noise = np.full(len(features), 1e-4) + spread / 50
     if mechanism := Privacy.parse(settings.differential_privacy).mechanisms.get("statistics"):
@@ -217,14 +219,16 @@ def _class_means(settings: Settings, device: Any) -> tuple[Float, Float]:
     return means.T, (values - means[labels]).var(0)
 
 
-def _attacked(seen: list[tuple[Addressed, Reply]], mixes: Float, attack: Any) -> tuple[float, float]:
+def _attacked(
+    seen: Sequence[tuple[Addressed, Reply]], mixes: Float, attack: Callable[[Request, Reply], Float]
+) -> tuple[float, float]:
     """Return the correlation of estimated and true class mixes, and the part of clients whose largest class is right.
 
     Each client's messages of all trainings are averaged: node ids are partitions plus one.
     """
     found: dict[int, list[Float]] = {}
     for one, reply in seen:
-        found.setdefault(one.node - 1, []).append(attack((one.request, reply)))
+        found.setdefault(one.node - 1, []).append(attack(one.request, reply))
     estimates = np.stack([np.mean(found[partition], 0) for partition in sorted(found)])
     truth = mixes[sorted(found)]
     right = float((estimates.argmax(1) == truth.argmax(1)).mean())

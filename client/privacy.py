@@ -178,7 +178,7 @@ def protect(device: Device, request: Request, reply: Reply) -> Reply:
     arrays = _bounded(device, request, reply, mechanism, bound)
     words = _masked(session, request.masking, reply, arrays, mechanism)
     replace(session, step="masked", masked=request.masking.members).save(device.memory)
-    empty = {how.arrays: {}, "num_examples": 1, "masked": {"sum": words}}
+    empty: dict[str, Any] = {how.arrays: {}, "num_examples": 1, "masked": {"sum": words}}
     return replace(_without_metrics(reply, how), **empty)
 
 
@@ -210,7 +210,8 @@ def _noisy(device: Device, request: Request, reply: Reply, mechanism: Mechanism)
     arrays = _with_noise(type(reply), _bounded(device, request, reply, mechanism), mechanism)
     if isinstance(reply, Trained):  # noise must leave a network that can be evaluated
         arrays = {n: np.maximum(value, 0) if n.endswith(VARIANCE) else value for n, value in arrays.items()}
-    return replace(reply, **{how.arrays: {name: value.astype(sent[name].dtype) for name, value in arrays.items()}})
+    changes: dict[str, Any] = {how.arrays: {name: value.astype(sent[name].dtype) for name, value in arrays.items()}}
+    return replace(reply, **changes)
 
 
 def _bounded(device: Device, request: Request, reply: Reply, mechanism: Mechanism | None, bound: float = 0.0) -> Values:
@@ -254,7 +255,7 @@ def _with_noise(kind: type[Reply], arrays: Values, mechanism: Mechanism, scale: 
     std = mechanism.noise * mechanism.clip * scale
     if kind is not Summarized:
         return noised(arrays, std)
-    found = {}
+    found: Values = {}
     for name, value in arrays.items():
         found |= noised({name: value}, std * math.sqrt(len(arrays) * value.size))
     return found

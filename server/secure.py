@@ -273,9 +273,9 @@ class SecureAggregation:
         summing.masked = {1 + one.partition: one.reply for one in replied}
         return replied, lost
 
-    def _most(self, asked: Mapping[int, Addressed]) -> int:
-        """Return the largest weight of a client: its samples for training, as identified."""
-        sizes = [self.nodes.identities[number - 1].sizes for number in asked]
+    def _most(self, numbers: Collection[int]) -> int:
+        """Return the largest weight of a client: its samples for training or validation, as identified."""
+        sizes = [self.nodes.identities[number - 1].sizes for number in numbers]
         return max(1, *(max(one[:2]) for one in sizes))
 
     def _reveal(self, summing: Sum, asked: Mapping[int, Addressed], send: Send) -> list[str]:
@@ -305,8 +305,7 @@ class SecureAggregation:
             return None
         sent, shapes = next(iter(summing.masked.values())), shapes_in(check)
         size = length(type(sent), shapes)
-        numbers = [number - 1 for number in summing.shared]
-        bits = masking.fraction_bits(len(numbers), self._most({number + 1: None for number in numbers}))  # type: ignore[dict-item]
+        bits = masking.fraction_bits(len(summing.shared), self._most(summing.members))
         total = masking.decode(summing.total(found, size), bits)
         try:
             mean = feasible(to_mean(sent, total, shapes, len(summing.masked)))
