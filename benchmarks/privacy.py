@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,14 @@ from fedtta.client.resources import federation_of
 from fedtta.client.sites import simulated_nodes
 from fedtta.messages.flower import allow_messages
 from fedtta.messages.replies import Reply, Summarized, Trained
-from fedtta.messages.requests import Request
+from fedtta.messages.requests import Request, Summarize, Train
 from fedtta.messages.transport import Addressed, Answer, Transport
 from fedtta.privacy import masking
 from fedtta.privacy.gaussian import Privacy
 from fedtta.server.app import serve
 from fedtta.server.events import Event
-from fedtta.settings import Settings
+from fedtta.settings import Settings, SettingsError, from_arguments
+from fedtta.settings import add_arguments as settings_arguments
 from fedtta.simulation.vectorized import VectorizedTransport
 from fedtta.tta.statistics import discretise
 
@@ -98,15 +98,12 @@ class Spy:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `privacy`."""
-    parser.add_argument("--dataset", default=SETTINGS.dataset)
-    parser.add_argument("--clients", type=int, default=SETTINGS.clients)
-    parser.add_argument("--rounds", type=int, default=SETTINGS.rounds)
+    """Add the arguments of `privacy`, and those of all settings, whose defaults are `SETTINGS`."""
     parser.add_argument("--seeds", default="1,2,3", metavar="N,N")
     parser.add_argument("--noise", default=",".join(map(str, NOISES)), metavar="Z,Z", help="of the statistics")
     parser.add_argument("--only", default="", metavar="NAME;NAME", help="of the modes (default: all)")
-    parser.add_argument("--device", default=SETTINGS.device)
-    parser.add_argument("--out", type=Path, help=f"folder of {FILE} (default: benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS / FILE, metavar="FILE", help="default: %(default)s")
+    settings_arguments(parser)
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
@@ -117,21 +114,20 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     SettingsError, RunError
         As a run.
     """
-    settings = SETTINGS.replace(
-        dataset=arguments.dataset, clients=arguments.clients, rounds=arguments.rounds, device=arguments.device
-    )
+    settings = from_arguments(arguments, SETTINGS.flat())
     chosen = modes([float(one) for one in arguments.noise.split(",") if one])
     names = [one for one in arguments.only.split(";") if one] or list(chosen)
+    if unknown := [name for name in names if name not in chosen]:
+        raise SettingsError(f"--only {';'.join(unknown)}: allowed are {'; '.join(chosen)}")
     seeds = [int(one) for one in arguments.seeds.split(",")]
     rows = []
     for name in names:
         found = [measure(settings.replace(seed=seed, **chosen[name])) for seed in seeds]
         rows.append({"mode": name, **{key: _mean([one[key] for one in found]) for key in found[0]}})
-        console.print(rows[-1])
-    changed = {k: v for k, v in settings.flat().items() if v != Settings().flat()[k]}
+    changed = {key: value for key, value in settings.flat().items() if value != Settings().flat()[key]}
     content = {"title": "Privacy", **provenance(), "settings": changed, "seeds": seeds, "rows": rows}
     console.print(rendered(rows))
-    console.print(f"Written: {write_json((arguments.out or RESULTS) / FILE, content)}", highlight=False)
+    console.print(f"Written: {write_json(arguments.out, content)}", highlight=False)
 
 
 def measure(settings: Settings) -> dict[str, float | None]:
@@ -148,8 +144,8 @@ def measure(settings: Settings) -> dict[str, float | None]:
     mixes /= mixes.sum(1, keepdims=True)
     statistics = [one for one in spy.seen if isinstance(one[1], Summarized)]
     models = [one for one in spy.seen if isinstance(one[1], Trained) and getattr(one[0].request, "round", 0) == 1]
-    by_statistics = _attacked(statistics, mixes, partial(from_statistics, settings, mixes.shape[1]))
-    by_models = _attacked(models, mixes, partial(from_model, settings))
+    by_statistics = _attacked(statistics, mixes, StatisticsAttack(settings, mixes.shape[1]))
+    by_models = _attacked(models, mixes, from_model)
     rounds = [event for event in events if event["event"] == "round"]
     spent = [event["epsilon"] for event in events if event["event"] == "privacy"]
     return {
@@ -160,49 +156,73 @@ def measure(settings: Settings) -> dict[str, float | None]:
         "model largest": by_models[1],
         "epsilon": spent[0] if spent else None,
         "seconds": seconds,
-        "kilobytes": float(np.mean([one["bytes_up"] / len(one["replied"]) for one in rounds])) / 1000,
+        "kilobytes": float(np.mean([one["bytes_up"] / len(one["replied"]) for one in rounds])) / 1000
+        if rounds
+        else None,
     }
 
 
-def from_statistics(settings: Settings, classes: int, request: Request, reply: Reply) -> Float:
-    """Estimate a client's class mix [K] from its statistics."""
-    device = client_of(settings.replace(secure_aggregation=False, differential_privacy=""), 0)
-    device.model.load_global_state(
-        {name: torch.tensor(value) for name, value in request.arrays.items()}  # type: ignore[attr-defined]
-    )
-    features, spread = _class_means(settings, device)  # [2 d, K]
-    sent = statistics_in(settings, reply, len(features) // 2)
-    prior = (np.eye(classes) - 1 / classes) / classes / (1 + settings.alpha * classes)  # of a Dirichlet with small α
-    noise = np.full(len(features), 1e-4) + spread / 50
-    if mechanism := Privacy.parse(settings.differential_privacy).mechanisms.get("statistics"):
-        noise += (mechanism.noise * mechanism.clip) ** 2 * 4 * (len(features) // 2)  # four arrays
-    gain = prior @ features.T @ np.linalg.inv(features @ prior @ features.T + np.diag(noise))
-    return 1 / classes + gain @ (sent - features.mean(1))
+@dataclass
+class StatisticsAttack:
+    """Estimates a client's class mix [K] from its statistics: the best linear estimate under a Dirichlet prior.
+
+    Parameters
+    ----------
+    settings : Settings
+    classes : int
+    """
+
+    settings: Settings
+    classes: int
+    _gains: dict[str, tuple[Float, Float]] = field(default_factory=dict)
+
+    def __call__(self, request: Request, reply: Reply) -> Float:
+        """Return the estimate."""
+        assert isinstance(request, Summarize)
+        if request.task.training not in self._gains:  # one model for all clients
+            self._gains[request.task.training] = self._gain(request)
+        gain, middle = self._gains[request.task.training]
+        return 1 / self.classes + gain @ (statistics_in(reply, len(middle) // 2) - middle)
+
+    def _gain(self, request: Summarize) -> tuple[Float, Float]:
+        """Return the estimator's matrix [K, 2 d], and the statistics of equal classes [2 d]."""
+        device = client_of(self.settings.replace(secure_aggregation=False, differential_privacy=""), 0)
+        device.model.load_global_state({name: torch.tensor(value) for name, value in request.arrays.items()})
+        features, spread = _class_means(self.settings, device)  # [2 d, K], [2 d]
+        k = self.classes
+        prior = (np.eye(k) - 1 / k) / k / (1 + self.settings.alpha * k)  # covariance of a Dirichlet's draws
+        noise = np.full(len(features), 1e-4) + spread / 50
+        if mechanism := Privacy.parse(self.settings.differential_privacy).mechanisms.get("statistics"):
+            noise += (mechanism.noise * mechanism.clip) ** 2 * 4 * (len(features) // 2)  # four arrays
+        gain = prior @ features.T @ np.linalg.inv(features @ prior @ features.T + np.diag(noise))
+        return gain, features.mean(1)
 
 
-def statistics_in(settings: Settings, reply: Reply, size: int) -> Float:
+def statistics_in(reply: Reply, size: int) -> Float:
     """Return descriptor and DLE as a message shows them [2 d]; under masks, the first numbers of the vector."""
     assert isinstance(reply, Summarized)
     if reply.masked:
-        return _read_masked(settings, reply)[: 2 * size]
+        return _read_masked(reply)[: 2 * size]
     return np.concatenate([reply.statistics["descriptor"], reply.statistics["dle"]])
 
 
-def from_model(settings: Settings, request: Request, reply: Reply) -> Float:
+def from_model(request: Request, reply: Reply) -> Float:
     """Return how the bias of the head moved [K], or the numbers in its place under masks."""
     assert isinstance(reply, Trained)
-    arrays = request.arrays  # type: ignore[attr-defined]
+    assert isinstance(request, Train)
+    arrays = request.arrays
     name = next(name for name in arrays if name.endswith("head.bias") and "rotation" not in name)
     if reply.masked:
         start = sum(arrays[other].size for other in sorted(arrays) if other < name)
-        return _read_masked(settings, reply)[start : start + arrays[name].size]
+        return _read_masked(reply)[start : start + arrays[name].size]
     return reply.arrays[name].astype(np.float64) - arrays[name]
 
 
-def _read_masked(settings: Settings, reply: Reply) -> Float:
+def _read_masked(reply: Reply) -> Float:
     """Return a masked vector as the numbers that it would be without masks, scaled to what such numbers are."""
-    words = reply.masked["sum"]  # type: ignore[attr-defined]
-    return masking.decode(words, 62) / 2  # in [-1, 1)
+    assert isinstance(reply, Trained | Summarized)
+    assert reply.masked
+    return masking.decode(reply.masked["sum"], 62) / 2  # in [-1, 1)
 
 
 def _class_means(settings: Settings, device: Any) -> tuple[Float, Float]:
@@ -221,11 +241,15 @@ def _class_means(settings: Settings, device: Any) -> tuple[Float, Float]:
 
 def _attacked(
     seen: Sequence[tuple[Addressed, Reply]], mixes: Float, attack: Callable[[Request, Reply], Float]
-) -> tuple[float, float]:
+) -> tuple[float | None, float | None]:
     """Return the correlation of estimated and true class mixes, and the part of clients whose largest class is right.
+
+    None where no such message was seen.
 
     Each client's messages of all trainings are averaged: node ids are partitions plus one.
     """
+    if not seen:
+        return None, None
     found: dict[int, list[Float]] = {}
     for one, reply in seen:
         found.setdefault(one.node - 1, []).append(attack(one.request, reply))
