@@ -161,7 +161,7 @@ def protect(device: Device, request: Request, reply: Reply) -> Reply:
     if not (settings.secure_aggregation or settings.differential_privacy):
         return reply
     if isinstance(reply, Identity):  # which classes a client lacks must not be told beside the sums
-        key = masking.public_key(mask_key(device.memory)).hex() if settings.secure_aggregation else ""
+        key = masking.public_key(mask_key(device.memory)).hex() if settings.secure_aggregation else None
         return replace(reply, mask_key=key, classes_present=None, notes=[])
     if not isinstance(request, Train | Summarize | RefineRates):
         return reply

@@ -78,8 +78,8 @@ class Identity(Reply):
         How many of the classes occur in its training split; None where that cannot be known.
     notes : list of str
         What the run's report says about this client's data: files skipped by reason, classes it lacks.
-    mask_key : str
-        Public key with which others encrypt shares for it under secure aggregation; empty without.
+    mask_key : str or None
+        Public key with which others encrypt shares for it; None without secure aggregation.
     """
 
     kind: ClassVar[str] = "identity"
@@ -104,7 +104,7 @@ class Identity(Reply):
     skipped: Count = 0
     classes_present: Count | None = None
     notes: list[str] = field(default_factory=list)
-    mask_key: Hex = ""
+    mask_key: Hex | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

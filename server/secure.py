@@ -232,7 +232,7 @@ class SecureAggregation:
 
     def _key(self, number: int) -> str:
         identity = self.nodes.identities.get(number - 1)
-        return "" if identity is None else identity.mask_key
+        return "" if identity is None else identity.mask_key or ""
 
     def _share(self, summing: Sum, asked: Mapping[int, Addressed], send: Send) -> list[str]:
         """Let clients deal shares of their secrets."""
