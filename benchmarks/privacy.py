@@ -63,16 +63,16 @@ CLIP = 0.25  # of statistics, root mean square
 NOISES = (0.9, 4.0)  # of two statistics rounds: ε = 7.5 and 1.4
 
 
-def modes(noises: Sequence[float]) -> dict[str, dict[str, Any]]:
+def modes(noises: Sequence[float], clip: float = CLIP) -> dict[str, dict[str, Any]]:
     """Return name → changes of the settings."""
     found: dict[str, dict[str, Any]] = {"none": {}, "secure": {"secure_aggregation": True}}
     for noise in noises:
-        found[f"noise {noise:g}"] = {"differential_privacy": f"statistics={noise:g}/{CLIP}"}
+        found[f"noise {noise:g}"] = {"differential_privacy": f"statistics={noise:g}/{clip:g}"}
     for noise in noises:
         found[f"secure, noise {noise:g}"] = {**found["secure"], **found[f"noise {noise:g}"]}
     found["secure, noise 4, model 2.2"] = {
         **found["secure"],
-        "differential_privacy": f"statistics=4/{CLIP};model=2.2/0.5",
+        "differential_privacy": f"statistics=4/{clip:g};model=2.2/0.5",
     }
     return found
 
@@ -101,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `privacy`, and those of all settings, whose defaults are `SETTINGS`."""
     parser.add_argument("--seeds", default="1,2,3", metavar="N,N")
     parser.add_argument("--noise", default=",".join(map(str, NOISES)), metavar="Z,Z", help="of the statistics")
+    parser.add_argument("--clip", type=float, default=CLIP, help="of the statistics (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="NAME;NAME", help="of the modes (default: all)")
     parser.add_argument("--out", type=Path, default=RESULTS / FILE, metavar="FILE", help="default: %(default)s")
     settings_arguments(parser)
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         As a run.
     """
     settings = from_arguments(arguments, SETTINGS.flat())
-    chosen = modes([float(one) for one in arguments.noise.split(",") if one])
+    chosen = modes([float(one) for one in arguments.noise.split(",") if one], arguments.clip)
     names = [one for one in arguments.only.split(";") if one] or list(chosen)
     if unknown := [name for name in names if name not in chosen]:
         raise SettingsError(f"--only {';'.join(unknown)}: allowed are {'; '.join(chosen)}")
@@ -125,7 +126,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         found = [measure(settings.replace(seed=seed, **chosen[name])) for seed in seeds]
         rows.append({"mode": name, **{key: _mean([one[key] for one in found]) for key in found[0]}})
     changed = {key: value for key, value in settings.flat().items() if value != Settings().flat()[key]}
-    content = {"title": "Privacy", **provenance(), "settings": changed, "seeds": seeds, "rows": rows}
+    title = f"{settings.dataset}, {settings.clients} clients"
+    content = {"title": title, **provenance(), "settings": changed, "seeds": seeds, "rows": rows}
     console.print(rendered(rows))
     console.print(f"Written: {write_json(arguments.out, content)}", highlight=False)
 

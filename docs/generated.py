@@ -196,11 +196,16 @@ def fields_that_leave() -> str:
 
 
 def privacy() -> str:
-    """Return what messages tell of clients' class mix and what hiding it costs, as measured."""
-    content = json.loads((RESULTS / "privacy.json").read_text())
-    rows = [[_text(one) for one in row.values()] for row in content["rows"]]
-    measured = "; ".join(_text(content[key]) for key in PROVENANCE)
-    return f"{table(list(content['rows'][0]), rows)}\n\nSeeds {_text(content['seeds'])}. Measured: {measured}."
+    """Return what messages tell of clients' class mix and what hiding it costs, as measured: a table for each file."""
+    parts = []
+    for path in sorted(RESULTS.glob("privacy*.json")):
+        content = json.loads(path.read_text())
+        rows = [[_text(one) for one in row.values()] for row in content["rows"]]
+        measured = "; ".join(_text(content[key]) for key in PROVENANCE)
+        settings = ", ".join(f"{key} = {_text(value)}" for key, value in content["settings"].items())
+        about = f"Seeds {_text(content['seeds'])}; {settings}. Measured: {measured}."
+        parts += [f"### {content['title']}", table(list(content["rows"][0]), rows), about]
+    return "\n\n".join(parts)
 
 
 def _class_row(name: str, kind: type) -> list[str]:

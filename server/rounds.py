@@ -19,6 +19,7 @@ from fedtta.messages.flower import NodesView, held_record, read_arrays, requests
 from fedtta.messages.replies import Reply, Trained
 from fedtta.messages.requests import Identify, Request, Train, TrainingTask
 from fedtta.messages.transport import Addressed, Answer
+from fedtta.privacy.gaussian import Privacy
 from fedtta.server.aggregation import (
     AGGREGATED,
     client_metrics,
@@ -343,6 +344,7 @@ def train_round(
     outcome = Round(federation, check, training, round, name, strategy).ask(
         lambda: federation.configured(strategy, round, arrays, template, cohort)
     )
+    hidden = {"train_loss": None} if "model" in Privacy.parse(settings.differential_privacy).mechanisms else {}
     aggregated, _ = strategy.aggregate_train(round, [_trained_message(one, metrics) for one in outcome.replies])
     if aggregated is None:
         raise NoReplies(f"{name}, round {round}: the strategy returned no model")
@@ -352,7 +354,7 @@ def train_round(
         round=round,
         sampled=cohort,
         replied=outcome.replied,
-        **summarize([one.reply for one in outcome.replies]),
+        **{**summarize([one.reply for one in outcome.replies]), **hidden},
         wall_seconds=time.perf_counter() - start,
         bytes_down=outcome.bytes_down,
         bytes_up=outcome.bytes_up,

@@ -439,6 +439,13 @@ def test_noise_of_the_survivors_adds_up_to_that_of_the_mechanism() -> None:
     assert np.std(deviations) == pytest.approx(expected, rel=0.25)
 
 
+def test_a_loss_that_is_hidden_is_not_reported_as_zero() -> None:
+    place = Place(4, differential_privacy="model=1/1")
+    place.round()
+    (done,) = place.of("round")
+    assert (done["train_loss"], done["validation_accuracy"]) == (None, None)
+
+
 def test_clipping_bounds_a_model_update_whatever_was_learned() -> None:
     settings = Settings(clients=3, differential_privacy="model=0.000001/0.5")
     request = Train(round=1, task=TrainingTask("t"), arrays=START, settings=to_json(settings), run="r")
