@@ -11,7 +11,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
-from fedtta.benchmarks import poisoning
+from fedtta.benchmarks import poisoning, privacy
 from fedtta.benchmarks.speed import command as speed
 from fedtta.benchmarks.tables import engine, index, methods, pages
 from fedtta.server.events import RunError
@@ -23,6 +23,7 @@ COMMANDS = {
     "page": (pages, "write pages and plots of all kept results"),
     "speed": (speed, "measure ratios of times and memory side by side"),
     "poisoning": (poisoning, "measure what poisoners among ten clients cost the others"),
+    "privacy": (privacy, "what messages tell of a client's class mix, and what hiding it costs"),
     "methods": (methods, "every method: what it trains, adapts, needs and costs at test time"),
 }
 

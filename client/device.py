@@ -293,7 +293,8 @@ class Device:
         local |= requested_statistics(Samples(self.model, data.counts, *held_out, self.settings), request.wanted)
         counts = validate(self.model, federation, self.partition, size, self.device, personal)
         seconds = time.perf_counter() - start
-        return Summarized(statistics=local, num_examples=len(data), seconds=seconds, **counts)
+        about: dict[str, Any] = {"num_examples": len(data), "seconds": seconds, **counts}
+        return Summarized(statistics=local, **about)
 
     def refine_rates(self, request: RefineRates) -> RefinedRates:
         """Refine adaptation rates on the validation split (ATP, Algorithm 1: the client's part).

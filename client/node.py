@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,22 @@ import torch
 from fedtta.client.device import Device
 from fedtta.client.names import check_name
 from fedtta.client.own import ignored, own_of_run, settings_alone
+from fedtta.client.privacy import protect, share_keys, unmask
 from fedtta.client.resources import federation_of, network_spec, resolve_device, shared_network
 from fedtta.client.state import LOG, DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
 from fedtta.data import Federation, Role, client_number, load_natural
 from fedtta.messages.replies import Reply
-from fedtta.messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
+from fedtta.messages.requests import (
+    Adapt,
+    Evaluate,
+    Identify,
+    RefineRates,
+    Request,
+    ShareKeys,
+    Summarize,
+    Train,
+    Unmask,
+)
 from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
 
 
@@ -102,8 +113,10 @@ def perform(request: Request, node: Node, admit: Callable[[Request, Device], Non
         RefineRates: device.refine_rates,
         Adapt: device.adapt,
         Evaluate: device.evaluate,
+        ShareKeys: partial(share_keys, device),
+        Unmask: partial(unmask, device),
     }
-    return methods[type(request)](request)
+    return protect(device, request, methods[type(request)](request))
 
 
 def make_device(request: Request, node: Node) -> Device:

@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 RESULTS = ROOT / "benchmarks" / "results"
 #: Packages with a page of their own in the API reference, in the order of the architecture.
-PACKAGES = ("settings", "messages", "models", "data", "tta", "strategies", "client", "server", "simulation")
+PACKAGES = ("settings", "messages", "privacy", "models", "data", "tta", "strategies", "client", "server", "simulation")
 #: Section of the navigation → folder of its pages.
 FOLDERS = {"API": "api", "Results": "results"}
 #: Keys of a result file that say when and where it was measured, in the order in which they are shown.
@@ -192,6 +192,31 @@ def tuning() -> str:
     return table(["protocol", "chosen", "accuracy of each value"], rows)
 
 
+def fields_that_leave() -> str:
+    """Return a table for each reply: what each field tells the server, and what protects it."""
+    from docs.leaving import rows
+    from fedtta.messages.replies import REPLIES
+
+    parts = []
+    for kind, reply in REPLIES.items():
+        head = ["field", "what it tells", "protection"]
+        parts += [f"### `{kind}`", (reply.__doc__ or "").partition("\n")[0], table(head, rows(reply))]
+    return "\n\n".join(parts)
+
+
+def privacy() -> str:
+    """Return what messages tell of clients' class mix and what hiding it costs, as measured: a table for each file."""
+    parts = []
+    for path in sorted(RESULTS.glob("privacy*.json")):
+        content = json.loads(path.read_text())
+        rows = [[_text(one) for one in row.values()] for row in content["rows"]]
+        measured = "; ".join(_text(content[key]) for key in PROVENANCE)
+        settings = ", ".join(f"{key} = {_text(value)}" for key, value in content["settings"].items())
+        about = f"Seeds {_text(content['seeds'])}; {settings}. Measured: {measured}."
+        parts += [f"### {content['title']}", table(list(content["rows"][0]), rows), about]
+    return "\n\n".join(parts)
+
+
 def _class_row(name: str, kind: type) -> list[str]:
     return [f"`{name}`", f"`{kind.__name__}`", (kind.__doc__ or "").strip().partition("\n")[0]]
 
@@ -214,6 +239,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "shifts": shifts,
     "protocols": protocols,
     "tuning": tuning,
+    "leaving": fields_that_leave,
+    "privacy": privacy,
 }
 
 

@@ -42,6 +42,8 @@ def _metric_names(metrics: dict[str, float]) -> dict[str, float]:
 
 MetricName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 Metrics = Annotated[dict[MetricName, Finite], Field(max_length=100), AfterValidator(_metric_names)]
+#: Bytes of keys and shares, as hexadecimal digits.
+Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1024)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,8 @@ class Identity(Reply):
         How many of the classes occur in its training split; None where that cannot be known.
     notes : list of str
         What the run's report says about this client's data: files skipped by reason, classes it lacks.
+    mask_key : str or None
+        Public key with which others encrypt shares for it; None without secure aggregation.
     """
 
     kind: ClassVar[str] = "identity"
@@ -121,6 +125,7 @@ class Identity(Reply):
     skipped: Count = 0
     classes_present: Count | None = None
     notes: Annotated[list[Prose], Field(max_length=1000)] = field(default_factory=list)
+    mask_key: Hex | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +160,8 @@ class Trained(Validated):
         Mean loss of the last epoch.
     global_loss : float or None
         Loss of the received model on the training split, where it is asked for.
+    masked : dict or None
+        Under secure aggregation: everything that is aggregated, masked; all other fields are empty then.
     """
 
     kind: ClassVar[str] = "trained"
@@ -162,15 +169,23 @@ class Trained(Validated):
     arrays: Arrays
     train_loss: Number
     global_loss: Number | None = None
+    masked: Arrays | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summarized(Validated):
-    """A client's statistics under the final model, float64 (see `fedtta.tta.statistics`)."""
+    """A client's statistics under the final model, float64 (see `fedtta.tta.statistics`).
+
+    Parameters
+    ----------
+    masked : dict or None
+        See `Trained`.
+    """
 
     kind: ClassVar[str] = "statistics"
 
     statistics: Arrays
+    masked: Arrays | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +199,8 @@ class RefinedRates(Reply):
     seconds : float
     context_bytes : int
         Bytes that Flower ships with every message because they are in the client's context.
+    masked : dict or None
+        See `Trained`.
     """
 
     kind: ClassVar[str] = "rates"
@@ -193,6 +210,7 @@ class RefinedRates(Reply):
     correct: Count
     seconds: Number
     context_bytes: Count = 0
+    masked: Arrays | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +298,41 @@ class Evaluated(Reply):
     served: Prose = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SharedKeys(Reply):
+    """A client's public key and secret shares for one secure sum.
+
+    Parameters
+    ----------
+    key : str
+        Public masking key.
+    shares : list of str
+        For each member, encrypted with its key: a share of the client's masking key and one of its mask's seed.
+    key_digests, seed_digests : list of str
+        SHA-256 of each of these shares: one that is revealed later must be the one that was dealt.
+    seed_digest : str
+        SHA-256 of the seed.
+    """
+
+    kind: ClassVar[str] = "shared_keys"
+
+    key: Hex
+    shares: list[Hex]
+    key_digests: list[Hex]
+    seed_digests: list[Hex]
+    seed_digest: Hex
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmasked(Reply):
+    """Revealed shares of the members' secrets, in their order; empty where there is none."""
+
+    kind: ClassVar[str] = "unmasked"
+
+    shares: list[Hex]
+
+
 #: Every reply by its name on the wire.
 REPLIES: dict[str, type[Reply]] = {
-    one.kind: one for one in (Identity, Trained, Summarized, RefinedRates, Adapted, Evaluated)
+    one.kind: one for one in (Identity, Trained, Summarized, RefinedRates, Adapted, Evaluated, SharedKeys, Unmasked)
 }

@@ -8,7 +8,18 @@ from typing import ClassVar, Literal
 
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.record import Count, Number, Typed
-from fedtta.messages.replies import Adapted, Evaluated, Identity, RefinedRates, Reply, Summarized, Trained
+from fedtta.messages.replies import (
+    Adapted,
+    Evaluated,
+    Hex,
+    Identity,
+    RefinedRates,
+    Reply,
+    SharedKeys,
+    Summarized,
+    Trained,
+    Unmasked,
+)
 
 Base = Literal["global", "personalised"]
 Variant = Literal["all", "params", "stats"]
@@ -53,6 +64,37 @@ class AdapterRow:
     adapter: str
     options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
     base: Base = "global"
+
+
+@dataclass(frozen=True)
+class Masking:
+    """How a reply is masked, so that the server learns the sum over clients only (`fedtta.privacy`).
+
+    Parameters
+    ----------
+    session : str
+        Names one sum; keys and masks of a session are used once.
+    own : int
+        The client's number among `members`, from 1.
+    members : list of int
+        Numbers of the clients that it shares masks with, itself among them.
+    keys : list of str
+        Their public masking keys, in hexadecimal digits.
+    clients : int
+        All clients whose replies are summed.
+    most : int
+        The largest weight of a client in the sum.
+    weighting : "uniform" or "examples"
+        Whether a client counts once, or by its samples.
+    """
+
+    session: str
+    own: Count
+    members: list[Count]
+    keys: list[Hex]
+    clients: Count
+    most: Count
+    weighting: Literal["uniform", "examples"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +144,8 @@ class Train(Request):
         μ of FedProx's term in the local loss.
     client_metrics : list of str
         Metrics that the server aggregation needs in addition to the standard ones.
+    masking : Masking or None
+        How the reply is masked under secure aggregation.
     """
 
     kind: ClassVar[str] = "train"
@@ -113,6 +157,7 @@ class Train(Request):
     aggregated: list[str] | None = None
     proximal_mu: Number = 0.0
     client_metrics: list[str] = field(default_factory=list)
+    masking: Masking | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +170,8 @@ class Summarize(Request):
         One after the last training round; the tag of the private state that this writes.
     wanted : list of str
         Statistics on request, in addition to those that are always sent.
+    masking : Masking or None
+        See `Train`.
     """
 
     kind: ClassVar[str] = "train.statistics"
@@ -134,6 +181,7 @@ class Summarize(Request):
     task: TrainingTask
     arrays: Arrays
     wanted: list[str] = field(default_factory=list)
+    masking: Masking | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +198,8 @@ class RefineRates(Request):
         The network, for a client that does not have it yet.
     rates : dict
         One float64 number per module.
+    masking : Masking or None
+        See `Train`.
     """
 
     kind: ClassVar[str] = "train.rates"
@@ -160,6 +210,7 @@ class RefineRates(Request):
     network: str
     arrays: Arrays | None = None
     rates: Arrays = field(default_factory=dict)
+    masking: Masking | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +282,53 @@ class Evaluate(Request):
     rates: dict[str, Arrays] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShareKeys(Request):
+    """Make the secrets of one secure sum, and share them among its members.
+
+    Parameters
+    ----------
+    session, own, members
+        See `Masking`.
+    keys : list of str
+        The members' public keys from their identities.
+    threshold : int
+        Shares that give a secret back.
+    """
+
+    kind: ClassVar[str] = "query.share_keys"
+    reply: ClassVar[type[Reply]] = SharedKeys
+
+    session: str
+    own: Count
+    members: list[Count]
+    keys: list[Hex]
+    threshold: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmask(Request):
+    """Reveal shares, of each member one, so that the masks of a sum can be removed.
+
+    Parameters
+    ----------
+    session : str
+    survivors : list of int
+        Members whose masked replies are summed: shares of their own masks are revealed; of the others those of the
+        masks of pairs.
+    shares : list of str
+        What each member has shared with this client (`SharedKeys.shares`), in the members' order; empty: nothing.
+    """
+
+    kind: ClassVar[str] = "query.unmask"
+    reply: ClassVar[type[Reply]] = Unmasked
+
+    session: str
+    survivors: list[Count]
+    shares: list[Hex]
+
+
 #: Every request by its name on the wire, which is also its Flower message type.
 REQUESTS: dict[str, type[Request]] = {
-    one.kind: one for one in (Identify, Train, Summarize, RefineRates, Adapt, Evaluate)
+    one.kind: one for one in (Identify, Train, Summarize, RefineRates, Adapt, Evaluate, ShareKeys, Unmask)
 }

@@ -10,6 +10,7 @@ from fedtta.messages.replies import Identity
 from fedtta.messages.requests import Adapt, RefineRates, Request, Summarize, Train
 from fedtta.server.checkpoints import STRATEGY, Records
 from fedtta.server.nodes import cohort_size
+from fedtta.server.privacy import least_replies
 from fedtta.server.trainings import TrainingStage
 from fedtta.settings import Settings, SettingsError
 from fedtta.strategies import AGGREGATIONS, PartialFedAvg, RobustAggregator, facts
@@ -97,11 +98,12 @@ def client_metrics(settings: Settings) -> tuple[str, ...]:
 def needed_replies(settings: Settings, kind: type[Request], asked: int) -> int:
     """Return how many usable replies a round of requests of a kind needs.
 
-    `min-replies`, or all when fewer clients are asked; where replies are aggregated robustly, at least as many as
-    that needs, which may be more than are asked.
+    `min-replies`, or all when fewer clients are asked; where replies are aggregated robustly or securely, at least as
+    many as that needs, which may be more than are asked.
     """
     aggregator = robust_aggregator(settings) if kind in AGGREGATED else None
-    return max(min(settings.min_replies, asked), aggregator.min_clients if aggregator else 1)
+    secure = least_replies(settings, asked) if settings.secure_aggregation and kind in AGGREGATED else 1
+    return max(min(settings.min_replies, asked), aggregator.min_clients if aggregator else 1, secure)
 
 
 def most_examples(settings: Settings, kind: type[Request], identity: Identity | None) -> int:

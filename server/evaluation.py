@@ -11,14 +11,16 @@ from fedtta.messages.flower import read_arrays, strategy_reply
 from fedtta.messages.replies import EvaluationResult
 from fedtta.messages.requests import Evaluate, Summarize, TrainingTask, Variant
 from fedtta.models import TwoHead
+from fedtta.privacy.gaussian import Privacy
 from fedtta.server.aggregation import robust_aggregator
 from fedtta.server.events import Leak, RunError
 from fedtta.server.limits import EvaluationLimits, StatisticsLimits
 from fedtta.server.methods import Training
+from fedtta.server.privacy import feasible_statistics
 from fedtta.server.rates import Rates, rate_arrays
 from fedtta.server.report.scores import outlying
 from fedtta.server.rounds import Federation, Outcome, Round
-from fedtta.server.validation import EvaluateCheck, SummarizeCheck
+from fedtta.server.validation import ANY, EvaluateCheck, SummarizeCheck
 from fedtta.strategies import StatisticsFedAvg
 from fedtta.tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
 
@@ -48,6 +50,7 @@ def statistics_round(
         weighting=weighting, aggregator=robust_aggregator(federation.settings), distributions=DISTRIBUTIONS
     )
     shapes = statistics_shapes(training.needs, model)
+    noisy = "statistics" in Privacy.parse(federation.settings.differential_privacy).mechanisms
     federation.update(name, round)
     clients, sent = federation.sources, _Sent(training, arrays, trained)
     common = {**federation.common(name), "round": round, "task": _final_task(training)}
@@ -58,6 +61,7 @@ def statistics_round(
 
     # behind a ReLU: a client whose descriptor is negative there makes every honest client refuse the mean
     bounds = {"descriptor": (0.0, math.inf)} if model.features_nonnegative else {}
+    bounds = dict.fromkeys(shapes, ANY) if noisy else bounds
     limits = StatisticsLimits.of(federation.settings)
     check = SummarizeCheck(shapes, bounds)
     asking = Round(federation, check, name, round, f"statistics {name}", limits=limits)
@@ -79,7 +83,8 @@ def statistics_round(
         replied=outcome.replied,
         seconds=[float(one.reply.seconds) for one in outcome.replies],
     )
-    return {name: channels_last(value) for name, value in read_arrays(means).items()}
+    found = feasible_statistics(read_arrays(means)) if noisy else read_arrays(means)
+    return {name: channels_last(value) for name, value in found.items()}
 
 
 def evaluation_round(

@@ -65,9 +65,9 @@ class Limits(ABC):
 
     @classmethod
     def of(cls, settings: Settings, **more: Any) -> Self:
-        """Return the limits that the settings ask for; none where the aggregation is robust itself."""
-        robust = AGGREGATIONS[settings.aggregation].byzantine_robust
-        return cls(0.0 if robust else settings.max_share, 0.0 if robust else settings.clip_factor, **more)
+        """Return the limits that the settings ask for; none where the aggregation is robust, or replies are hidden."""
+        off = AGGREGATIONS[settings.aggregation].byzantine_robust or settings.secure_aggregation
+        return cls(0.0 if off else settings.max_share, 0.0 if off else settings.clip_factor, **more)
 
     def __call__(self, replies: Sequence[Any]) -> list[Limited]:
         """Return the replies of a round within the limits, in the order given."""

@@ -14,6 +14,7 @@ from typing import cast, get_args
 from fedtta.messages.requests import AdapterRow, Base, Variant
 from fedtta.models.registry import MODELS, Abilities, abilities
 from fedtta.server.aggregation import check_aggregation
+from fedtta.server.privacy import check_privacy
 from fedtta.server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
 from fedtta.settings import Settings, SettingsError, assignments
 from fedtta.strategies import AGGREGATIONS
@@ -224,6 +225,7 @@ def plan(settings: Settings, roles: Sequence[str] = ()) -> list[Training]:
     rows, _ = choose(settings, roles)
     names = dict.fromkeys(row.training for row in rows)
     trainings = [Training(name, tuple(row for row in rows if row.training == name)) for name in names]
+    check_privacy(settings, [training.recipe.settings(settings) for training in trainings])
     if expected := roles or _expected_roles(settings):
         check_roles(trainings, expected)
     return trainings

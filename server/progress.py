@@ -87,7 +87,8 @@ class TerminalProgress:
 
     def _on_round(self, event: Event) -> None:
         images = sum(self.sizes.get(partition, 0) for partition in event["replied"]) * self.epochs
-        note = f"loss {event['train_loss']:.3f}  {images / event['wall_seconds']:,.0f} images/s"
+        loss = "loss hidden" if event["train_loss"] is None else f"loss {event['train_loss']:.3f}"
+        note = f"{loss}  {images / event['wall_seconds']:,.0f} images/s"
         if event["validation_accuracy"] is not None:
             note += f"  val {100 * event['validation_accuracy']:.1f} %"
         name = f"{event['training']} round {event['round']}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from fedtta.messages.flower import NodesView, held_record, read_arrays, requests
 from fedtta.messages.replies import Reply, Trained
 from fedtta.messages.requests import Identify, Request, Train, TrainingTask
 from fedtta.messages.transport import Addressed, Answer
+from fedtta.privacy.gaussian import Privacy
 from fedtta.server.aggregation import (
+    AGGREGATED,
     client_metrics,
     load_strategy_records,
     most_examples,
@@ -39,11 +41,12 @@ from fedtta.strategies import Collaborative
 
 @dataclass(frozen=True)
 class Replied:
-    """A usable reply, with its partition and node."""
+    """A usable reply, with its partition and node, and the bytes of its arrays if they were others on the wire."""
 
     partition: int
     node: int
     reply: Any
+    bytes_up: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Outcome:
     @property
     def bytes_up(self) -> int:
         """Return the bytes of all arrays in the usable replies."""
-        return sum(message_bytes(one.reply) for one in self.replies)
+        return sum(message_bytes(one.reply) if one.bytes_up is None else one.bytes_up for one in self.replies)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ class Federation:
     events : Events
     checkpoint_rounds : callable
         Training or cell → the rounds that the server could resume from; clients keep private state of these.
+    secure : callable, optional
+        Secure aggregation (`fedtta.server.secure.SecureAggregation`).
     """
 
     nodes: Nodes
@@ -99,6 +104,7 @@ class Federation:
     run: str
     events: Events
     checkpoint_rounds: Callable[[str], list[int]] = lambda _: []
+    secure: Callable[..., tuple[list[Replied], list[str]]] | None = None
 
     @property
     def sources(self) -> list[int]:
@@ -220,7 +226,7 @@ class Round:
         needed = needed_replies(settings, type(requests[0].request), len(asked)) if requests else 1
         if len(asked) < needed:
             raise QuorumMissed(f"{self._name}: {len(asked)} clients are asked, {needed} replies are needed")
-        usable, lost = self._once(requests)
+        usable, lost = self._exchange(requests)
         if len(usable) < needed:
             connected = nodes.wait_for(asked, needed, settings.node_timeout, self._rejoin)
             if connected < needed:
@@ -229,7 +235,7 @@ class Round:
                 raise self._missed(usable, needed, lost)
             self.federation.events("note", text=f"{self._problem(usable, needed)}; the round is repeated")
             requests = make()
-            usable, lost = self._once(requests)
+            usable, lost = self._exchange(requests)
         if len(usable) < needed:
             raise self._missed(usable, needed, lost)
         return Outcome(asked, [one.request for one in requests], self._limited(usable))
@@ -252,6 +258,13 @@ class Round:
     def _rejoin(self) -> None:
         """Let clients that came back as other nodes replace their old nodes; new ones join between rounds only."""
         self.federation.update(self.training, self.number, self.strategy, join=False)
+
+    def _exchange(self, requests: Sequence[Addressed]) -> tuple[list[Replied], list[str]]:
+        """Exchange requests once; replies that are aggregated go through secure aggregation, if it is on."""
+        secure = self.federation.secure
+        if secure is None or not requests or type(requests[0].request) not in AGGREGATED:
+            return self._once(requests)
+        return secure(requests, self.check, lambda asked, check: replace(self, check=check, limits=None)._once(asked))
 
     def _once(self, requests: Sequence[Addressed]) -> tuple[list[Replied], list[str]]:
         """Return the usable replies, and a line for each reason why others are missing."""
@@ -369,6 +382,7 @@ def train_round(
     outcome = Round(federation, check, training, round, name, strategy, limits).ask(
         lambda: federation.configured(strategy, round, arrays, template, cohort)
     )
+    hidden = {"train_loss": None} if "model" in Privacy.parse(settings.differential_privacy).mechanisms else {}
     aggregated, _ = strategy.aggregate_train(round, [_trained_message(one, metrics) for one in outcome.replies])
     if aggregated is None:
         raise NoReplies(f"{name}, round {round}: the strategy returned no model")
@@ -378,7 +392,7 @@ def train_round(
         round=round,
         sampled=cohort,
         replied=outcome.replied,
-        **summarize([one.reply for one in outcome.replies]),
+        **{**summarize([one.reply for one in outcome.replies]), **hidden},
         wall_seconds=time.perf_counter() - start,
         bytes_down=outcome.bytes_down,
         bytes_up=outcome.bytes_up,

@@ -31,9 +31,11 @@ from fedtta.server.events import Events
 from fedtta.server.members import FederationInfo, known_members, member_names
 from fedtta.server.methods import STATISTICS, Training, left_out_notes, plan, tuning_note
 from fedtta.server.nodes import Nodes, Wanted
+from fedtta.server.privacy import Ledger, spent_note
 from fedtta.server.rates import initial_rates, learn_rates, save_rates
 from fedtta.server.resume import require_fit
 from fedtta.server.rounds import Federation, train
+from fedtta.server.secure import SecureAggregation
 from fedtta.settings import Settings, SettingsError, assignments, is_number
 from fedtta.strategies import Broadcast
 
@@ -66,6 +68,8 @@ def run(
     """
     checkpoints = checkpoints or Checkpoints(folder, settings)
     events.listeners.append(checkpoints)
+    ledger = Ledger(settings, folder if checkpoints.resumed else None)
+    events.listeners.append(ledger)
     collaborations = check_collaborations(settings, plan(settings))
     if checkpoints.resumed is None:
         events("run", **describe(settings))
@@ -90,6 +94,9 @@ def run(
             files = Files(folder, "" if position == 0 else f"-{training.name}")
             run_training(federation, training, info, collaborations, files, checkpoints)
             checkpoints.finish(training.name)
+    if spent := ledger.spent():
+        events("privacy", **spent)
+        events("note", text=spent_note(spent))
     events("end", seconds=checkpoints.seconds(), status="completed")
 
 
@@ -106,7 +113,8 @@ def connect(
         As `resume.require_fit`.
     """
     resumed, nodes = checkpoints.resumed, Nodes(transport, unfit=unfit(settings))
-    federation = Federation(nodes, settings, checkpoints.run, events, checkpoints.rounds)
+    secure = SecureAggregation(settings, nodes, events) if settings.secure_aggregation else None
+    federation = Federation(nodes, settings, checkpoints.run, events, checkpoints.rounds, secure)
     members = member_names(resumed.world) if resumed else []
     least = settings.min_clients or settings.clients
     wanted = Wanted(settings.clients, min(least, len(members) or least), settings.max_clients, members)

@@ -24,6 +24,7 @@ GROUPS: dict[str, str] = {
     "evaluation": "methods, test distributions and what else plays no part before the last training round",
     "streams": "the class-imbalanced corruption streams of test-time rounds",
     "collaboration": "how clients collaborate in test-time rounds",
+    "privacy": "what of a client's contribution the server learns",
     "availability": "how long the server waits for clients, and for how many",
     "execution": "what runs the clients",
     "storage": "what is kept on disk, and where",
@@ -334,6 +335,27 @@ class Settings:
         group="aggregation",
     )
     max_examples: int = setting(100_000_000, "refuse a client that claims more examples", low=1, group="aggregation")
+
+    # Privacy
+    secure_aggregation: bool = setting(
+        False, "the server learns sums of models, statistics and rates, and no client's own", group="privacy"
+    )
+    secure_threshold: float = setting(
+        0.67,
+        "secure aggregation: part of the clients that must reply; as many of them could read the others' replies",
+        above=0.5,
+        high=1,
+        group="privacy",
+    )
+    secure_neighbours: int = setting(
+        0, "secure aggregation: others that a client shares masks with (SecAgg+; 0: all)", low=0, group="privacy"
+    )
+    differential_privacy: str = setting(
+        "",
+        "clipping and noise on the clients, z/clip for each: 'statistics=2/0.25;model=4/1;rates=2/0.1;delta=1e-5'; "
+        "empty: none",
+        group="privacy",
+    )
 
     # Learning adaptation rates (ATP)
     rates_rounds: int = setting(

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from fedtta.client import cohort
 from fedtta.client.node import Node, make_device, perform
+from fedtta.client.privacy import protect
 from fedtta.client.state import MemoryState
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.record import read_only
@@ -97,15 +98,19 @@ class VectorizedTransport:
         except Exception:  # answering one after the other shows which client fails
             return None
         try:
-            return cohort.train(devices, requests)
+            replies = cohort.train(devices, requests)
+            return [
+                reply if isinstance(reply, Exception) else protect(device, request, reply)
+                for device, request, reply in zip(devices, requests, replies, strict=True)
+            ]
         except Exception as error:  # such as too little memory
             text = f"{error} (in one of {len(chosen)} clients that train at once: stacked-clients)"
             return [RuntimeError(text)] * len(chosen)
 
 
 def _alike(one: object, other: object) -> bool:
-    """Return whether two requests are for the same round of training and differ in arrays only."""
+    """Return whether two requests are for the same round of training and differ in arrays and masks only."""
     if not (isinstance(one, Train) and isinstance(other, Train)):
         return False
-    names = [field.name for field in dataclasses.fields(Train) if field.name != "arrays"]
+    names = [field.name for field in dataclasses.fields(Train) if field.name not in ("arrays", "masking")]
     return all(getattr(one, name) == getattr(other, name) for name in names)

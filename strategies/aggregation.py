@@ -44,6 +44,8 @@ class Aggregation(strategy.FedAvg):
     client_metrics: ClassVar[tuple[str, ...]] = ()
     #: Whether it also works where clients keep some arrays to themselves (`PartialFedAvg`).
     aggregates_partial: ClassVar[bool] = False
+    #: Whether the replies' weighted mean is all that it uses of them: what secure aggregation gives.
+    from_mean: ClassVar[bool] = False
     #: Whether arbitrary replies of a minority cannot move the result beyond those of the others.
     byzantine_robust: ClassVar[bool] = False
     #: μ ≥ 0 of (μ/2)‖w - w_received‖², which clients add to their training loss.

@@ -24,6 +24,7 @@ class FedAvg(Aggregation):
     """The mean of the clients' models, weighted by examples."""
 
     aggregates_partial = True
+    from_mean = True
 
 
 class FedProx(Aggregation, strategy.FedProx):
@@ -42,6 +43,7 @@ class FedProx(Aggregation, strategy.FedProx):
         `proximal_mu` is negative or not finite.
     """
 
+    from_mean = True
     options: ClassVar = {"proximal_mu": "proximal_mu"}
 
     def __init__(self, proximal_mu: float = 0.01, **fedavg: Any) -> None:
@@ -66,6 +68,7 @@ class FedAvgM(Aggregation, strategy.FedAvgM):
         `server_momentum` is out of its range.
     """
 
+    from_mean = True
     options: ClassVar = {"server_momentum": "server_momentum"}
 
     def __init__(self, server_momentum: float = 0.9, **fedavgm: Any) -> None:

@@ -35,7 +35,8 @@ from tests.mutants import Mutant, chosen
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
-    "client", "server", "messages", "simulation", "data", "models", "strategies", "settings", "tta", "benchmarks",
+    "client", "server", "messages", "simulation", "data", "models", "strategies", "settings", "tta", "privacy",
+    "benchmarks",
 )  # fmt: skip
 
 

@@ -16,19 +16,21 @@ from fedtta.settings.schema import fields_by_key
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
-    "benchmarks", "client", "data", "messages", "models", "server", "settings", "simulation", "strategies", "tta",
+    "benchmarks", "client", "data", "messages", "models", "privacy", "server", "settings", "simulation", "strategies",
+    "tta",
 )  # fmt: skip
 #: Package → the packages of ours that it may import.
 ALLOWED: dict[str, set[str]] = {
     "settings": set(),
     "messages": set(),
     "models": {"settings"},
+    "privacy": {"messages", "settings"},
     "data": {"models", "settings"},
     "tta": {"models", "settings"},
     "strategies": {"messages", "settings"},
-    "client": {"data", "messages", "models", "settings", "tta"},
-    "server": {"messages", "models", "settings", "strategies", "tta"},
-    "simulation": {"client", "data", "messages", "models", "server", "settings", "strategies", "tta"},
+    "client": {"data", "messages", "models", "privacy", "settings", "tta"},
+    "server": {"messages", "models", "privacy", "settings", "strategies", "tta"},
+    "simulation": {"client", "data", "messages", "models", "privacy", "server", "settings", "strategies", "tta"},
     "benchmarks": set(PACKAGES),
 }
 

@@ -19,7 +19,7 @@ from fedtta.settings import Settings, SettingsError
 
 ROOT = Path(__file__).parent.parent.parent
 #: Packages whose code determines the outcome of a training.
-PACKAGES = ("client", "data", "messages", "models", "server", "settings", "strategies", "tta")
+PACKAGES = ("client", "data", "messages", "models", "privacy", "server", "settings", "strategies", "tta")
 NOT_TRAINING = ("agent", "report")  # folders in them that do not take part
 RUN, STATE, MARK = "run", "state", "made-by"  # the last holds the training's key in the folder of a test
 

@@ -321,7 +321,9 @@ class Agent:
             reply = replace(reply, served=self._take_over(request))
         if isinstance(reply, Identity) and reply.own_data:
             used = reply.samples - reply.skipped
-            self._data = Scan(reply.samples, used, reply.skipped, tuple(reply.notes))
+            hidden = reply.labelled and reply.classes_present is None  # from the server, not from its owner
+            notes = self._data.notes if hidden else tuple(reply.notes)
+            self._data = Scan(reply.samples, used, reply.skipped, notes)
         self._forget_runs(request.run)
         return reply
 

@@ -35,9 +35,20 @@ SERVICES: dict[str, Any] = COMPOSE["services"]
 NODES = range(3)
 KEYS = Keys(Path("/keys"))
 PACKAGES = {
-    "server": {"settings", "messages", "data", "models", "tta", "strategies", "client", "server", "simulation"},
-    "client": {"settings", "messages", "data", "models", "tta", "client"},
-    "edge": {"settings", "messages", "data", "models", "tta", "client"},
+    "server": {
+        "settings",
+        "messages",
+        "privacy",
+        "data",
+        "models",
+        "tta",
+        "strategies",
+        "client",
+        "server",
+        "simulation",
+    },
+    "client": {"settings", "messages", "privacy", "data", "models", "tta", "client"},
+    "edge": {"settings", "messages", "privacy", "data", "models", "tta", "client"},
 }
 #: Not needed to run: a download, a device's `hf:` data (flwr-datasets brings both), a module for exported models.
 AT_WILL = {

@@ -21,7 +21,7 @@ from fedtta.simulation import superlink
 from fedtta.simulation.flower_cli import main, parse
 from fedtta.simulation.superlink import PROJECT, FlowerError, free_ports, program, stop, wait_until_healthy
 
-PACKAGES = ("server", "client", "strategies", "tta", "models", "data", "messages", "settings")
+PACKAGES = ("server", "client", "strategies", "tta", "models", "data", "messages", "privacy", "settings")
 PYPROJECT = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
 PATIENCE = 900  # seconds that what takes some ten may take on a busy machine
 pytestmark = pytest.mark.timeout(3 * PATIENCE)

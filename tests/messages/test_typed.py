@@ -22,8 +22,10 @@ from fedtta.messages.replies import (
     EvaluationResult,
     Identity,
     RefinedRates,
+    SharedKeys,
     Summarized,
     Trained,
+    Unmasked,
 )
 from fedtta.messages.requests import (
     REQUESTS,
@@ -31,10 +33,13 @@ from fedtta.messages.requests import (
     AdapterRow,
     Evaluate,
     Identify,
+    Masking,
     RefineRates,
+    ShareKeys,
     Summarize,
     Train,
     TrainingTask,
+    Unmask,
 )
 from fedtta.messages.transport import Addressed, Answer, answer_of, read_answer
 
@@ -52,10 +57,14 @@ IDENTITY = Identity(
     name="a", classes=["a", "b"], channels=3, mean=[0.5], std=[0.5], sizes=[1, 2, 3],
     shifts=["original"], note="", role="both", saved={"t": [1, 2]},
 )  # fmt: skip
+MASKING = Masking("s", 1, [1, 2], ["00", "ff"], 2, 5, "examples")
 #: One message of each kind, with every field set.
 EXAMPLES: list[Typed] = [
     Identify(**ABOUT),
-    Train(round=1, task=TrainingTask("t"), arrays=ONE, aggregated=["a"], proximal_mu=0.5, client_metrics=[], **ABOUT),
+    Train(
+        round=1, task=TrainingTask("t"), arrays=ONE, aggregated=["a"], proximal_mu=0.5, client_metrics=[],
+        masking=MASKING, **ABOUT,
+    ),
     Summarize(round=2, task=TrainingTask("t", "ditto", "balanced_softmax"), arrays=ONE, wanted=["confusion"], **ABOUT),
     RefineRates(round=1, variant="params", network="n", arrays=ONE, rates=ONE, **ABOUT),
     Adapt(
@@ -74,6 +83,10 @@ EXAMPLES: list[Typed] = [
         shared=ONE, normalization=ONE, start={}, num_examples=2, corruption=1, correct=[1], total=[2], seconds=1.0,
     ),
     Evaluated(num_examples=2, checked=2, leaked=0, results=[RESULT]),
+    ShareKeys(session="s", own=1, members=[1, 2], keys=["00", "ff"], threshold=2, **ABOUT),
+    Unmask(session="s", survivors=[1], shares=["00", ""], **ABOUT),
+    SharedKeys(key="00", shares=["", "ff"], key_digests=["aa"], seed_digests=["bb"], seed_digest="cc"),
+    Unmasked(shares=["00"]),
 ]  # fmt: skip
 
 

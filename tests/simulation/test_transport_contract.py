@@ -78,7 +78,7 @@ def relay(folder: Path) -> Played:
 def grpc(folder: Path) -> Played:
     """SuperLink and SuperNodes as processes; the exchanges are those of a ServerApp in a bundle of its own."""
     project, home = folder / "project", folder / "flower"
-    for name in ("server", "client", "strategies", "tta", "models", "data", "messages", "settings"):
+    for name in ("server", "client", "strategies", "tta", "models", "data", "messages", "privacy", "settings"):
         shutil.copytree(PROJECT / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(PROJECT / "fedtta", project / "fedtta", symlinks=True)
     shutil.copy(Path(__file__).with_name("exchanges.py"), project / "server" / "exchanges.py")

@@ -1,0 +1,159 @@
+"""Privacy settings of a run: what they can be combined with, the ε that is spent, and the ranges of noisy means."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import Reply, Summarized, Trained
+from fedtta.privacy.gaussian import Privacy, epsilon
+from fedtta.server.events import Event
+from fedtta.server.validation import VARIANCES
+from fedtta.settings import Settings, SettingsError
+from fedtta.strategies import AGGREGATIONS
+from fedtta.tta.statistics import STATISTICS
+
+LEAST = 3  # clients of a secure sum: with two each learns the other's reply
+#: Event that ends a round of replies with noise → what it releases.
+RELEASES = {"round": "model", "statistics": "statistics", "rates_round": "rates"}
+#: Beginning of a phase's name → what its replies release.
+PHASES = {"train": "model", "statistics": "statistics", "rates": "rates"}
+
+
+def check_privacy(settings: Settings, trainings: Sequence[Settings]) -> None:
+    """Refuse what cannot be combined with secure aggregation or differential privacy.
+
+    Parameters
+    ----------
+    trainings : sequence of Settings
+        Those of the run's trainings.
+
+    Raises
+    ------
+    SettingsError
+        The message says what, and why.
+    """
+    privacy = Privacy.parse(settings.differential_privacy)
+    if not (settings.secure_aggregation or privacy.mechanisms):
+        return
+    key = "secure-aggregation" if settings.secure_aggregation else "differential-privacy"
+    if settings.collaborations:
+        raise SettingsError(f"{key}: allowed without collaborations, since each client gets a mixture of its own")
+    for one in trainings:
+        rule = AGGREGATIONS[one.aggregation]
+        if settings.secure_aggregation and not rule.from_mean:
+            fitting = ", ".join(name for name, other in AGGREGATIONS.items() if other.from_mean)
+            raise SettingsError(
+                f"{key}: aggregation = {one.aggregation!r} needs each client's reply, and only their mean is known; "
+                f"allowed are {fitting}"
+            )
+        if rule.client_metrics:
+            raise SettingsError(f"{key}: aggregation = {one.aggregation!r} needs each client's loss, which is hidden")
+    if settings.update_norm_bound and "model" in privacy.mechanisms and not settings.secure_aggregation:
+        raise SettingsError("update-norm-bound: not with noise on the model, which exceeds it; the clip bounds updates")
+    if settings.secure_aggregation and settings.clients < LEAST:
+        raise SettingsError(
+            f"{key}: clients = {settings.clients}; allowed is {LEAST} or more, else a sum tells each reply"
+        )
+
+
+def threshold(settings: Settings, members: int) -> int:
+    """Return how many shares give a secret back: the part `secure-threshold` of the members, more than half."""
+    return max(math.ceil(settings.secure_threshold * members), members // 2 + 1)
+
+
+def least_replies(settings: Settings, asked: int) -> int:
+    """Return how many usable replies a secure sum over `asked` clients needs."""
+    return max(LEAST, threshold(settings, asked))
+
+
+def feasible(reply: Reply) -> Reply:
+    """Return a mean reply whose values noise and rounding have not left out of range; what is sent is not changed."""
+    if isinstance(reply, Summarized):
+        return replace(reply, statistics=feasible_statistics(reply.statistics))
+    if isinstance(reply, Trained):
+        arrays = {n: np.maximum(value, 0) if n.endswith(VARIANCES) else value for n, value in reply.arrays.items()}
+        return replace(reply, arrays=arrays)
+    return reply
+
+
+def feasible_statistics(means: Arrays) -> Arrays:
+    """Return means of statistics in their ranges; distributions sum to one."""
+    found = {}
+    for name, value in means.items():
+        found[name] = np.clip(value, STATISTICS[name].low, STATISTICS[name].high)
+        if STATISTICS[name].distribution:
+            total = found[name].sum()
+            found[name] = found[name] / total if total > 0 else np.full_like(value, 1 / value.size)
+    return found
+
+
+class Ledger:
+    """A listener that counts what each client has released with noise.
+
+    A round that is repeated counts twice, whether or not a client replied.
+
+    Parameters
+    ----------
+    settings : Settings
+    folder : Path, optional
+        Of a run that is resumed: what it released before counts, also in rounds that are repeated.
+    """
+
+    def __init__(self, settings: Settings, folder: Path | None = None) -> None:
+        self.privacy = Privacy.parse(settings.differential_privacy)
+        self.secure = settings.secure_aggregation
+        self.releases: dict[int, Counter[str]] = {}
+        self._attempts: Counter[str] = Counter()
+        for path in sorted(folder.glob("metrics*.jsonl")) if folder and self.privacy.mechanisms else ():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # a line that was cut off
+                    self(json.loads(line))
+
+    def __call__(self, event: Event) -> None:
+        """Count the end of a round, and its attempts."""
+        kind = event["event"]
+        if kind == "phase" and (what := PHASES.get(str(event["name"]).partition(" ")[0])):
+            self._attempts[what] += 1
+        if (what := RELEASES.get(kind)) is None:
+            return
+        exchanges = 3 if self.secure else 1  # keys, replies, shares
+        times = max(1, -(-self._attempts.pop(what, 0) // exchanges))
+        for partition in {*event.get("sampled", ()), *event["replied"]}:
+            self.releases.setdefault(partition, Counter())[what] += times
+
+    def spent(self) -> dict[str, Any] | None:
+        """Return ε of the client that has released most; None without differential privacy."""
+        found = self.privacy.mechanisms
+        if not found:
+            return None
+        most: tuple[float, Counter[str]] = (0.0, Counter())
+        for counts in self.releases.values():
+            noises = [found[what].noise for what, times in counts.items() if what in found for _ in range(times)]
+            most = max(most, (epsilon(noises, self.privacy.delta), counts), key=lambda one: one[0])
+        counts = most[1]
+        return {
+            "epsilon": most[0],
+            "delta": self.privacy.delta,
+            "releases": {what: counts[what] for what in found},
+            "without_noise": sorted(what for what in counts if what not in found),
+        }
+
+
+def spent_note(spent: dict[str, Any]) -> str:
+    """Return a line about what was spent, for the report."""
+    releases = ", ".join(f"{what} {times} times" for what, times in spent["releases"].items())
+    rest = f"; without noise: {', '.join(spent['without_noise'])}" if spent["without_noise"] else ""
+    return (
+        f"differential privacy: ε = {spent['epsilon']:.2f} at δ = {spent['delta']:g} for each client ({releases}"
+        f"{rest}); accuracies that clients report are not covered"
+    )
