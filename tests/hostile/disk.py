@@ -141,8 +141,7 @@ def numbers(seen: Sequence[Operation]) -> list[int]:
     """Return the numbers of the operations that are to fail: all, or of those alike, by what came before, one."""
     if FULL:
         return list(range(len(seen)))
-    kinds = [("", ""), *((name, re.sub(r"[0-9a-f]{8}|[0-9]+", "0", file)) for name, file in seen)]
-    found: dict[tuple[Operation, Operation], int] = {}
-    for number, pair in enumerate(pairwise(kinds)):
-        found.setdefault(pair, number)
+    found: dict[tuple[str, str, str], int] = {}
+    for number, ((before, _), (name, file)) in enumerate(pairwise([("", ""), *seen])):
+        found.setdefault((before, name, re.sub(r"[0-9a-f]{8}|[0-9]+", "0", file)), number)
     return sorted(found.values())
