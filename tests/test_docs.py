@@ -427,6 +427,8 @@ def test_every_kept_result_is_on_a_page() -> None:
             assert all(f"`{label}`" in kept[content["protocol"]] for label in content["rows"]), path
         elif path.name == "speed.json":
             assert all(f"{row['what']} |" in kept["speed"] for part in content.values() for row in part["ratios"])
+        elif "modes" in content:
+            assert all(f"| {row['mode']} |" in generated.section("privacy") for row in content["modes"])
         else:
             assert path.name.endswith(".safetensors.json")
             assert f"Kept arrays: {path.stem}" in everything
