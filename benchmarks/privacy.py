@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         rows.append({"mode": name, **{key: _mean([one[key] for one in found]) for key in found[0]}})
     changed = {key: value for key, value in settings.flat().items() if value != Settings().flat()[key]}
     title = f"{settings.dataset}, {settings.clients} clients"
-    content = {"title": title, **provenance(), "settings": changed, "seeds": seeds, "rows": rows}
+    content = {"title": title, **provenance(), "settings": changed, "seeds": seeds, "modes": rows}
     console.print(rendered(rows))
     console.print(f"Written: {write_json(arguments.out, content)}", highlight=False)
 

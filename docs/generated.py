@@ -209,11 +209,11 @@ def privacy() -> str:
     parts = []
     for path in sorted(RESULTS.glob("privacy*.json")):
         content = json.loads(path.read_text())
-        rows = [[_text(one) for one in row.values()] for row in content["rows"]]
+        rows = [[_text(one) for one in row.values()] for row in content["modes"]]
         measured = "; ".join(_text(content[key]) for key in PROVENANCE)
         settings = ", ".join(f"{key} = {_text(value)}" for key, value in content["settings"].items())
         about = f"Seeds {_text(content['seeds'])}; {settings}. Measured: {measured}."
-        parts += [f"### {content['title']}", table(list(content["rows"][0]), rows), about]
+        parts += [f"### {content['title']}", table(list(content["modes"][0]), rows), about]
     return "\n\n".join(parts)
 
 
