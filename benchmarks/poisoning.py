@@ -123,7 +123,7 @@ def cases(seeds: int) -> list[Case]:
     first, *more = (
         [Case(split, seed, attack) for split in SPLITS for attack in _attacks()] for seed in range(1, seeds + 1)
     )
-    return [*first, *two, *without, *(case for found in more for case in found)]
+    return [*first, *without, *two, *(case for found in more for case in found)]
 
 
 def _attacks() -> list[str]:
