@@ -123,7 +123,7 @@ def cases(seeds: int) -> list[Case]:
     first, *more = (
         [Case(split, seed, attack) for split in SPLITS for attack in _attacks()] for seed in range(1, seeds + 1)
     )
-    return [*first, *two, *without, *(case for found in more for case in found)]
+    return [*first, *without, *two, *(case for found in more for case in found)]
 
 
 def _attacks() -> list[str]:
@@ -251,15 +251,11 @@ def _table(chosen: Sequence[Measured], rows: Sequence[Measured]) -> list[str]:
 
 def _cell(column: str, pairs: Sequence[tuple[Measured, Measured | None]]) -> str:
     """Return a mean over seeds: the accuracy of honest runs, or the points by which an attack changes it."""
-    both = [
-        (one.accuracy[column], one if base is None or one is base else base)
-        for one, base in pairs
-        if column in one.accuracy
-    ]
+    both = [(one, base or one) for one, base in pairs if column in one.accuracy]
     if not both:
         return ""
-    if all(base.case.attack == NONE and base.accuracy[column] == value for value, base in both):
-        values = [value for value, _ in both]
+    if all(one.case.attack == NONE for one, _ in both):
+        values = [one.accuracy[column] for one, _ in both]
         return f"{fmean(values):.1f} ± {pstdev(values):.1f}"
-    changes = [value - base.accuracy[column] for value, base in both]
+    changes = [one.accuracy[column] - base.accuracy[column] for one, base in both]
     return f"{fmean(changes):+.1f} ({min(changes):+.1f})" if len(changes) > 1 else f"{changes[0]:+.1f}"

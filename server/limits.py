@@ -171,14 +171,14 @@ class TrainLimits(Limits):
         found = clip(sent, names, self.factor, self.past.all, self.sent)
         self.past.add(found.distances)
         far = {i: words_of(names, found.distances[i], found.radius) for i in found.far}
+        near = final = found.arrays
         if found.center:
             # pulled back only, one flipped sign times ten of ten clients with a Dirichlet split costs 22 points
             middle = {name: found.center[name].astype(sent[0][name].dtype) for name in names}
-            near: list[Arrays] = [{**one, **middle} if i in far else one for i, one in enumerate(sent)]
+            near = [{**one, **middle} if i in far else one for i, one in enumerate(sent)]
             final = forward(near, found.center, self.sent)
             far = {i: f"{reason}, counts as the median" for i, reason in far.items()}
         else:
-            near = final = found.arrays
             far = {i: f"{reason}, pulled back" for i, reason in far.items()}
         for i, (one, now) in enumerate(zip(near, final, strict=True)):
             reasons = [far[i]] if i in far else []

@@ -323,13 +323,13 @@ class Settings:
     )
     clip_factor: float = setting(
         3.0,
-        "pull arrays that are further from the clients' median than this many times the median distance back to it (0: "
-        "off; Byzantine-robust aggregations do without)",
+        "limit what is further from the clients' median than this many times the median distance, or against their "
+        "median step (0: off; Byzantine-robust aggregations do without)",
         low=0,
         group="aggregation",
     )
     max_share: float = setting(
-        5.0,
+        3.0,
         "a client counts in means as at most this many times the samples of the median client (0: no limit)",
         low=0,
         group="aggregation",

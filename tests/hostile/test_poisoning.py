@@ -137,7 +137,7 @@ def test_a_reply_that_is_limited_is_an_event_with_node_and_reason() -> None:
     _, place = trained(attacks.size_lie, 1)
     (event,) = place.of("limited")
     assert (event["partition"], event["node_id"], event["round"]) == (POISONER, 100 + POISONER, 1)
-    assert "100,000,000 samples count as 25, 5 times those of the median client" in event["reason"]
+    assert "100,000,000 samples count as 15, 3 times those of the median client" in event["reason"]
     assert "a step against most clients'" in event["reason"]
 
 
@@ -320,7 +320,7 @@ def test_outliers_by_hand() -> None:
     assert outlying({**chance, 9: (0, 0)}) == []
 
 
-def test_a_mean_over_samples_weighs_no_client_more_than_five_median_ones(tmp_path: Path) -> None:
+def test_a_mean_over_samples_weighs_no_client_more_than_its_share_of_median_ones(tmp_path: Path) -> None:
     lines = [evaluation("fedavg", "original", i, 1, 10) for i in range(4)]
     lines.append(evaluation("fedavg", "original", 4, 10**12, 10**12))
     run = {"event": "run", "time": "", "versions": {}, "hardware": "", "settings": {"max-share": 5.0}}
