@@ -39,7 +39,9 @@ SETTINGS = Settings(
     model_options="norm=batch",
 )
 #: Replies are those of a simulation; runs are forgotten at once.
-EXACT = Policy(count_step=1, least_batch_size=1, least_effective_samples=1.0, least_active_share=0.0, least_days_kept=0.0)
+EXACT = Policy(
+    count_step=1, least_batch_size=1, least_effective_samples=1.0, least_active_share=0.0, least_days_kept=0.0
+)
 TASK = TrainingTask("cross_entropy")
 
 
