@@ -40,7 +40,14 @@ from fedtta.client.own import PINNED, Own
 from fedtta.client.resources import network_spec, normalization_of
 from fedtta.client.serving import Served, baseline_predictions, missing_heads, serve
 from fedtta.client.state import NetworkStore, PrivateState
-from fedtta.client.statistics import Samples, join_statistics, own_statistics, requested_statistics, summarise
+from fedtta.client.statistics import (
+    Samples,
+    effective_samples,
+    join_statistics,
+    own_statistics,
+    requested_statistics,
+    summarise,
+)
 from fedtta.data import CORRUPTIONS, UNCORRUPTED, Federation, Images, Role, Stream, client_number, resolve, stream
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
@@ -251,25 +258,11 @@ class Device:
             **turn.measured,
         )
 
-    @torch.no_grad()
     def effective_samples(self, request: Train | Summarize) -> tuple[float, float]:
-        """Return how many training samples stand behind an update, and what share of them behind the features.
-
-        A network can be made so that a single sample contributes, whatever the sizes of split and batch: for all others
-        it has no loss, or no active feature (Wen et al., ICML 2022; Boenisch et al., EuroS&P 2023). Both numbers
-        are (Σ c)² / Σ c² for the samples' contributions c: the norm of the loss's gradient with respect to the active
-        features z, and the norm of z, the latter as a share of the samples.
-        """
+        """Return how many training samples are behind a reply; see `fedtta.client.statistics.effective_samples`."""
         self._receive(request.arrays, request.task, request.round - 1, getattr(request, "aggregated", None))
-        data, size = self._training_set(self.federation.in_round(request.round)), self.settings.eval_batch_size
-        gradients, features = [], []
-        for pixels, labels in zip(data.pixels.split(size), data.labels.split(size), strict=True):
-            z = self.model.features(pixels.float() / 255)  # [B, d]
-            p = torch.softmax(self.model.head(z).float(), 1)
-            error = p - torch.nn.functional.one_hot(labels, p.shape[1])  # [B, K]
-            gradients.append(((error @ self.model.head.weight) * (z != 0)).double().norm(dim=1))
-            features.append(z.double().norm(dim=1))
-        return _effective(torch.cat(gradients)), _effective(torch.cat(features)) / max(len(data), 1)
+        data = self._training_set(self.federation.in_round(request.round))
+        return effective_samples(self.model, data.pixels, data.labels, self.settings.eval_batch_size)
 
     def summarize(self, request: Summarize) -> Summarized:
         """Train the personal head on the final model and return the client's statistics under it.
@@ -476,8 +469,3 @@ class Device:
         """Return a test stream of this client."""
         conditions: dict[str, Any] = {"seed": self.settings.seed, "severity": self.settings.severity}
         return stream(self.federation, self.partition, shift, device=self.device, natural=self.natural, **conditions)
-
-
-def _effective(contributions: torch.Tensor) -> float:
-    """Return (Σ c)² / Σ c², the effective number of samples with these contributions [n]; 0 if none contributes."""
-    return float(contributions.sum() ** 2 / (contributions**2).sum().clamp(min=1e-300))

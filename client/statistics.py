@@ -67,6 +67,35 @@ def summarise(model: TwoHead, pixels: Rows, batch_size: int) -> dict[str, NDArra
     return {name: (value / len(pixels)).cpu().numpy() for name, value in sums.items()}
 
 
+@torch.no_grad()
+def effective_samples(model: TwoHead, pixels: Rows, labels: Tensor, batch_size: int) -> tuple[float, float]:
+    """Return how many training samples stand behind an update, and what share of them behind the features.
+
+    A network can be made so that a single sample contributes, whatever the sizes of split and batch: for all others it
+    has no loss, or no active feature (Wen et al., ICML 2022; Boenisch et al., EuroS&P 2023). Both numbers are
+    (Σ c)² / Σ c² for the samples' contributions c: the norm of the loss's gradient with respect to the active features
+    z, and the norm of z, the latter as a share of the samples.
+
+    Parameters
+    ----------
+    pixels : Tensor uint8 [n, C, H, W]
+    labels : Tensor int64 [n]
+    """
+    gradients, features = [], []
+    for batch, known in zip(pixels.split(batch_size), labels.split(batch_size), strict=True):
+        z = model.features(batch.float() / 255)  # [B, d]
+        p = torch.softmax(model.head(z).float(), 1)
+        error = p - torch.nn.functional.one_hot(known, p.shape[1])  # [B, K]
+        gradients.append(((error @ model.head.weight) * (z != 0)).double().norm(dim=1))
+        features.append(z.double().norm(dim=1))
+    return _effective(torch.cat(gradients)), _effective(torch.cat(features)) / max(len(labels), 1)
+
+
+def _effective(contributions: Tensor) -> float:
+    """Return (Σ c)² / Σ c², the effective number of samples with these contributions [n]; 0 if none contributes."""
+    return float(contributions.sum() ** 2 / (contributions**2).sum().clamp(min=1e-300))
+
+
 def _entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats of softmax(logits) [B, K] → [B], in float64."""
     log_p = logits.double().log_softmax(1)

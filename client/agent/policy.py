@@ -219,7 +219,7 @@ class Policy:
         return self.least_effective_samples > 1 or self.least_active_share > 0
 
     def check_effective(self, request: Request, effective: float, share: float) -> None:
-        """Refuse weights under which a few samples make a reply; see `Device.effective_samples`.
+        """Refuse weights under which a few samples make a reply; see `fedtta.client.statistics.effective_samples`.
 
         Raises
         ------

@@ -41,7 +41,7 @@ SETTINGS = Settings(
 #: Replies are those of a simulation; runs are forgotten at once.
 EXACT = Policy(
     count_step=1, least_batch_size=1, least_effective_samples=1.0, least_active_share=0.0, least_days_kept=0.0
-)  # fmt: skip
+)
 TASK = TrainingTask("cross_entropy")
 
 
