@@ -77,7 +77,7 @@ class Policy:
 
     # What is computed
     phases: str = setting(
-        "identify,train,statistics,rates,evaluate",
+        "identify,train,statistics,rates,evaluate,share_keys,unmask",
         "kinds of messages; adapt, a test-time round, tells the class counts of every batch",
     )
     algorithms: str = setting(ANY, "local algorithms of trainings")
