@@ -8,6 +8,8 @@ from pathlib import Path
 from fedtta.messages.replies import NAME
 from fedtta.settings import SettingsError
 
+#: Values by which a device's file leaves a setting to the run.
+LEFT = {"max-skipped": -1, "image-cache-mb": 0}
 #: Kinds of sources whose text is a path.
 PATH_KINDS = ("folder", "npz", "hf")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from fedtta.client.names import absolute_source, parse_class_map
+from fedtta.client.names import LEFT, absolute_source, parse_class_map
 from fedtta.client.node import Node
 from fedtta.client.state import MemoryState
 from fedtta.settings import Settings, SettingsError, from_toml, keys_in, name_order
@@ -16,8 +16,6 @@ from fedtta.settings import Settings, SettingsError, from_toml, keys_in, name_or
 ELSEWHERE = ("state-dir", "device")
 #: Tables of the agent alone.
 TABLES = ("policy",)
-#: Values by which an agent's file leaves a setting to the run.
-LEFT = {"max-skipped": -1, "image-cache-mb": 0}
 
 
 def simulated_nodes(settings: Settings) -> list[Node]:

@@ -94,10 +94,16 @@ class FederationInfo:
         voters = [one for one in identities if one.labelled] or list(identities)
         names = [(*COMMON, "shifts", *_streams(one)) for one in voters]
         kinds = [
-            repr([one.images, round(one.pixel_mean), *(_plain(one, name) for name in common)])
+            (repr([one.images, *(_plain(one, name) for name in common)]), one.pixel_mean)
             for one, common in zip(voters, names, strict=True)
         ]
-        decisive = voters[kinds.index(Counter(kinds).most_common(1)[0][0])]
+        counts = Counter(kinds)
+
+        def votes(kind: tuple[str, float]) -> int:
+            near = (n for (same, mean), n in counts.items() if same == kind[0] and abs(mean - kind[1]) <= SAME_MEAN)
+            return sum(near)
+
+        decisive = voters[kinds.index(max(counts, key=votes))]
         info = cls.of([decisive])
         return cls.of([decisive, *(one for one in identities if one is not decisive and not _other(info, one))])
 

@@ -122,12 +122,18 @@ class Supervised:
     ----------
     start : callable
         Starts the process.
+
+    Attributes
+    ----------
+    process : Popen
+        The last one that was started, at the time `since` of the monotonic clock.
     """
 
     def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
         self._start = start
         self._ended: float | None = None
         self.process = start()
+        self.since = time.monotonic()
 
     def tend(self) -> int | None:
         """Start the SuperNode again if it ended `RESTART` seconds ago; return the status of one that has just ended."""
@@ -138,7 +144,7 @@ class Supervised:
             self._ended = time.monotonic()
             return status
         if time.monotonic() - self._ended >= RESTART:
-            self._ended, self.process = None, self._start()
+            self._ended, self.process, self.since = None, self._start(), time.monotonic()
         return None
 
     def replace(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fedtta.client.agent.policy import Policy, by_field
-from fedtta.client.names import absolute_source, check_name, parse_class_map
+from fedtta.client.names import LEFT, absolute_source, check_name, parse_class_map
 from fedtta.settings import Scalar, SettingsError, assignments, from_toml
 from fedtta.settings.schema import REQUIRED, check, key_of, setting
 
@@ -230,12 +230,12 @@ class AgentConfig:
     @property
     def limits_of_data(self) -> dict[str, Scalar]:
         """Return what it sets of a run's settings of its own data, by key."""
-        given: dict[str, Scalar] = {"max-megapixels": self.max_megapixels}
-        if self.max_skipped >= 0:
-            given["max-skipped"] = self.max_skipped
-        if self.image_cache_mb:
-            given["image-cache-mb"] = self.image_cache_mb
-        return given
+        given: dict[str, Scalar] = {
+            "max-megapixels": self.max_megapixels,
+            "max-skipped": self.max_skipped,
+            "image-cache-mb": self.image_cache_mb,
+        }
+        return {key: value for key, value in given.items() if value != LEFT.get(key)}
 
     @property
     def listen_address(self) -> str:

@@ -44,6 +44,7 @@ from fedtta.simulation.superlink import POLL, FlowerError
 
 BATCH = 30  # images of a prediction request
 LATE = 3  # training rounds before the last site starts
+LAPSE = 60.0  # seconds without a heartbeat after which a node is gone
 PATIENCE = 900.0  # seconds of the run
 ADAPTER = "tent"  # needs no labels, so that all sites can have the same one
 
@@ -66,7 +67,7 @@ class Demo:
     sockets: Path
     home: Path
     nodes: dict[str, deployment.Supervised] = field(default_factory=dict)
-    replaced: int = 0  # SuperNodes that were silent
+    told: int = 0  # losses of a SuperNode that the run has reported and that have been dealt with
 
     def run(self, changed: dict[str, NDArray[np.uint8]], arrivals: Arrivals) -> dict[str, float]:
         """Deploy, train, let the last site join, and ask the agents; return site → accuracy on `changed` images.
@@ -129,11 +130,12 @@ class Demo:
             if (status := node.tend()) is not None:
                 say(f"the SuperNode of {name} ended with status {status}; it is started again")
         gone = [one["name"] for one in self.events() if one["event"] == "left"]
-        for name in gone[self.replaced :]:
-            self.replaced += 1
-            if self.nodes[name].process.poll() is None:
-                say(f"the SuperNode of {name} is silent; it is replaced")
-                self.nodes[name].replace()
+        for name in gone[self.told :]:
+            self.told += 1
+            node = self.nodes[name]
+            if node.process.poll() is None and time.monotonic() - node.since > LAPSE:  # no successor of a lost one
+                say(f"the run has lost the SuperNode of {name}, which still runs; it is replaced")
+                node.replace()
 
     def events(self) -> list[dict[str, Any]]:
         """Return what the run has written so far."""

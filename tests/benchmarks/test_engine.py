@@ -181,7 +181,7 @@ def test_everything_is_checked_before_anything_runs(
     asked.clear()
     assert main(words(tmp_path, *ROWS, "--seeds", "2", "--set", "rounds=3")) == 2
     assert "cnn-dir-0.1-2.json was made with other settings (rounds)" in capsys.readouterr().err
-    assert main(words(tmp_path, "--methods", "fedavg,nobody")) == 2
+    assert main(words(tmp_path, "--methods", "fedavg,unknown")) == 2
     assert "brfl, cell cnn-dir-0.1: methods: unknown method" in capsys.readouterr().err
     assert main(words(tmp_path, *ROWS, "--set", "rounds=0", "--out", str(tmp_path / "new"))) == 2
     assert "rounds = 0: no network would be trained" in capsys.readouterr().err

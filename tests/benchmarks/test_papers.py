@@ -57,8 +57,8 @@ def test_a_table_is_found_by_its_column_and_setting() -> None:
         values("fedicon", "9")
     with pytest.raises(ValueError, match="no number fits"):
         values("fedicon", "9", dataset="cifar10")
-    with pytest.raises(ValueError, match="no numbers of 'nobody'; there are: atp"):
-        printed("nobody")
+    with pytest.raises(ValueError, match="no numbers of 'unknown'; there are: atp"):
+        printed("unknown")
 
 
 def test_a_number_is_read_as_it_is_printed(folder: Path) -> None:

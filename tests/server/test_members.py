@@ -94,6 +94,8 @@ def test_a_client_that_divides_another_data_set_is_told_how_to_name_its_own() ->
     for other in (named("c", images=8, pixel_mean=100.0), named("c", images=9, pixel_mean=101.0)):
         assert "data = 'folder:...'" in info.misfit(other)
         assert "data = 'folder:...'" in FederationInfo.agreed([other, a, b]).misfit(other)
+    close = [named("a", images=9, pixel_mean=100.4), named("b", images=9, pixel_mean=100.6)]  # on both sides of a half
+    assert FederationInfo.agreed([named("c", images=9, pixel_mean=50.0), *close]).misfit(close[0]) == ""
 
 
 COLLABORATIVE = Settings(collaborations="fedavg", rounds=0, clients=4, methods="tent", model="resnet20-bn")

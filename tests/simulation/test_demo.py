@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +15,10 @@ from fedtta.client.sites import device_files, simulated_nodes
 from fedtta.data import load
 from fedtta.data.sources import own_data
 from fedtta.models.preprocessing import Preprocessing
+from fedtta.server.report import METRICS_FILE
 from fedtta.settings import Settings
-from fedtta.simulation.demo.__main__ import encoded, main, settings_of
+from fedtta.simulation import deployment
+from fedtta.simulation.demo.__main__ import LAPSE, Demo, encoded, main, settings_of
 from fedtta.simulation.demo.page import Outcome, write_page
 from fedtta.simulation.demo.sites import SITES, shifted, source_images, write_device, write_sites
 
@@ -52,6 +58,28 @@ def test_files_that_arrive_are_the_images(tmp_path: Path) -> None:
         assert changed.shape == arrivals.images.shape
         assert (changed != arrivals.images).mean() > 0.1
         assert (prepared.apply(prepared.decode(encoded(changed[0]))) == changed[0]).all()
+
+
+def test_a_supernode_that_the_run_has_lost_is_replaced_unless_it_is_a_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-c", "input()"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE) as east,
+        subprocess.Popen(command, stdin=subprocess.PIPE) as west,
+    ):
+        demo = Demo(tmp_path, settings_of(source_images(None), tmp_path, 5), tmp_path, tmp_path)
+        demo.nodes = {"east": deployment.Supervised(lambda: east), "west": deployment.Supervised(lambda: west)}
+        demo.nodes["east"].since -= 2 * LAPSE
+        demo.tend()
+        assert east.poll() is None
+        lost = [json.dumps({"event": "left", "name": name}) + "\n" for name in ("east", "west")]
+        (tmp_path / "run" / METRICS_FILE).write_text("".join(lost))
+        demo.tend()
+        assert east.wait(30) == -signal.SIGKILL
+        assert west.poll() is None
+        west.kill()
 
 
 @pytest.mark.parametrize(

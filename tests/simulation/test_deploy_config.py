@@ -344,16 +344,16 @@ def test_agents_are_waited_for_and_asked() -> None:
 def test_an_agent_that_ends_is_not_waited_for() -> None:
     with (
         subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as ended,
-        pytest.raises(FlowerError, match="the agent at unix:/tmp/fedtta-nobody ended with status 3"),
+        pytest.raises(FlowerError, match="the agent at unix:/tmp/fedtta-absent ended with status 3"),
     ):
-        deployment.wait_for_agents({"unix:/tmp/fedtta-nobody": ended})
+        deployment.wait_for_agents({"unix:/tmp/fedtta-absent": ended})
 
 
 def test_an_agent_that_is_not_there_is_not_healthy() -> None:
-    command = [sys.executable, str(PROJECT / "docker" / "health.py"), "unix:/tmp/fedtta-nobody", "--wait", "0.2"]
+    command = [sys.executable, str(PROJECT / "docker" / "health.py"), "unix:/tmp/fedtta-absent", "--wait", "0.2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1
-    assert "unix:/tmp/fedtta-nobody: " in done.stderr
+    assert "unix:/tmp/fedtta-absent: " in done.stderr
 
 
 @pytest.mark.slow
