@@ -304,7 +304,7 @@ class Round:
             if now.reason:
                 where = {**self._about, "phase": self.phase, "partition": one.partition, "node_id": one.node}
                 self.federation.events("limited", **where, reason=now.reason)
-        return [Replied(one.partition, one.node, now.reply) for one, now in zip(replies, limited, strict=True)]
+        return [replace(one, reply=now.reply) for one, now in zip(replies, limited, strict=True)]
 
     def _report(self, answer: Answer, partition: int, reason: str, lost: dict[str, dict[str, str]]) -> None:
         event = answer.kind or "refused"

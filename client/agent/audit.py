@@ -2,22 +2,24 @@
 
     fedtta audit --config device.toml --run 3f2a
 
-One JSON object a line in `<state-dir>/audit.jsonl`; lines are appended and synced to disk before a reply leaves. Of
-arrays it has names, shapes, sizes and digests, never values.
+One JSON object a line: in `<state-dir>/audit.jsonl` what was answered, synced to disk before the reply leaves, and in
+`audit-refused.jsonl` the rest, so that a flood of refused messages displaces nothing that tells what left. Of arrays
+it has names, shapes, sizes and digests, never values.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import heapq
 import json
-import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,10 @@ from fedtta.client.agent.policy import PolicyError, phase_of
 from fedtta.messages.protobuf import to_bytes
 from fedtta.messages.record import Record
 from fedtta.settings import SettingsError, from_toml
+from fedtta.settings.files import Lines
 
-FILE = "audit.jsonl"
-FILES = 10  # that are kept, with the current one
+ANSWERED, REFUSED = "audit.jsonl", "audit-refused.jsonl"
+FILES = 10  # of each that are kept, with the current one
 HOUR, DAY = 3600.0, 86400.0
 DONE = "ok"  # result of a message that was worked on
 TEXT = 500  # characters of a reason
@@ -41,7 +44,7 @@ class Audit:
     folder : Path
         The state directory.
     limit : int
-        Bytes at which the file is renamed to `audit.jsonl.1`, and older ones to `.2` and so on.
+        Bytes at which a file is renamed to `<name>.1`, and older ones to `.2` and so on.
     clock : callable
         Unix time.
 
@@ -52,7 +55,8 @@ class Audit:
     """
 
     def __init__(self, folder: Path, limit: int, clock: Callable[[], float] = time.time) -> None:
-        self.path, self.limit, self._clock = folder / FILE, limit, clock
+        self.limit, self._clock = limit, clock
+        self._files = {name: Lines(folder / name) for name in (ANSWERED, REFUSED)}
         self._lock = threading.Lock()
         self._done: deque[tuple[float, str]] = deque()  # time and phase of what was worked on in the last 24 hours
         for line in lines(folder):
@@ -88,11 +92,9 @@ class Audit:
         known = {key: value for key, value in values.items() if value not in ("", None)}
         line = json.dumps({"time": at, "phase": phase, "result": result, **known}).encode() + b"\n"
         with self._lock:
-            self._rotate(len(line))
-            with self.path.open("ab") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+            file = self._files[ANSWERED if result == DONE else REFUSED]
+            self._rotate(file.path, len(line))
+            file.append(line)
             if result == DONE:
                 self._done.append((now, phase))
 
@@ -101,12 +103,11 @@ class Audit:
         result = f"policy {error.rule}" if isinstance(error, PolicyError) else type(error).__name__
         self.write(phase_of(kind), result, **values, reason=str(error)[:TEXT])
 
-    def _rotate(self, size: int) -> None:
-        """Rename the file if it would become too large."""
-        if not self.path.exists() or self.path.stat().st_size + size <= self.limit:
+    def _rotate(self, path: Path, size: int) -> None:
+        """Rename a file if it would become too large."""
+        if not path.exists() or path.stat().st_size + size <= self.limit:
             return
-        numbered = [self.path, *(self.path.with_name(f"{FILE}.{number}") for number in range(1, FILES))]
-        for older, newer in zip(reversed(numbered[1:]), reversed(numbered[:-1]), strict=True):
+        for older, newer in pairwise(_oldest_first(path)):
             if newer.exists():
                 newer.replace(older)
 
@@ -131,10 +132,16 @@ def sent(record: Record) -> list[dict[str, Any]]:
 
 def lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a state directory's audit log, the oldest first; a line that is cut short is left out."""
-    found = [(0, folder / FILE), *((number, folder / f"{FILE}.{number}") for number in range(1, FILES))]
-    for _, path in sorted(found, reverse=True):
-        if not path.is_file():
-            continue
+    return heapq.merge(*(_lines_of(folder / name) for name in (ANSWERED, REFUSED)), key=_time)
+
+
+def _oldest_first(path: Path) -> list[Path]:
+    """Return a file's former files and the file itself."""
+    return [*(path.with_name(f"{path.name}.{number}") for number in range(FILES - 1, 0, -1)), path]
+
+
+def _lines_of(newest: Path) -> Iterator[dict[str, Any]]:
+    for path in filter(Path.is_file, _oldest_first(newest)):
         with path.open(encoding="utf-8", errors="replace") as file:
             for text in file:
                 try:

@@ -257,7 +257,7 @@ class Lifecycle:
 
     def _admit(self, live: Live, result: Check, labelled: bool, file: str) -> str:
         """Store a model that has passed its check, and serve it unless it has to wait; `saving` is held."""
-        state, former = self._next_state(live), self.store.candidate
+        state, former = self._next_state(live, bool(file)), self.store.candidate
         version, figures = live.version, result.figures
         if state == "served":
             self._serve(live, lambda: self.store.add(live.served, "served", figures, file), "promoted", check=figures)
@@ -274,16 +274,16 @@ class Lifecycle:
             self._note(f"model {OUTCOME[state]}: {version}")
         return f"{OUTCOME[state]} {version}"
 
-    def _next_state(self, live: Live) -> State:
-        """Return the state of a model that has passed its check.
+    def _next_state(self, live: Live, own: bool = False) -> State:
+        """Return the state of a model that has passed its check; `own`: it is the owner's own file.
 
         One that takes other images or knows other classes than the served one cannot be compared with it: a run could
         choose these to avoid the comparison.
         """
         alike = self.live is None or comparable(live.served, self.live.served)
-        if not alike and self.config.policy.serve != "any":
+        if not (alike or own or self.config.policy.serve == "any"):
             return "candidate"
-        if self.config.shadow_samples and self.live is not None and comparable(live.served, self.live.served):
+        if self.config.shadow_samples and self.live is not None and alike:
             return "shadow"
         return "candidate" if self.config.approval else "served"
 

@@ -308,7 +308,7 @@ case(Train, "no reply", lambda *_: None, "no reply within 25 s")
 
 # -- protocol: statistics and rates
 
-case(Summarize, "a descriptor of -1e9", with_arrays(first(-1e9, "descriptor"), "statistics"), "numbers up to 1e+09")
+case(Summarize, "a descriptor of -1e9", with_arrays(first(-1e9, "descriptor"), "statistics"), "descriptor: values")
 case(Summarize, "a DLE of 2", with_arrays(first(2.0, "dle"), "statistics"), "dle: values from")
 case(Summarize, "an entropy below zero", with_arrays(first(-1.0, "entropy_local"), "statistics"), "entropy_local")
 case(

@@ -522,11 +522,23 @@ def test_what_the_audit_log_cannot_record_does_not_leave(agents: Any, monkeypatc
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(audit.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left"):
         agent.perform(Identify(**common()))
     monkeypatch.undo()
     assert agent.perform(Identify(**common())).name == "0"
+
+
+def test_a_flood_of_refused_messages_displaces_nothing_that_left(tmp_path: Path) -> None:
+    log = audit.Audit(tmp_path, limit=1000)
+    log.write("train", "ok", run="r")
+    for number in range(200):
+        log.write("train", "policy phases", run=f"{number}", reason="x" * 80)
+    found = list(audit.lines(tmp_path))
+    assert [line["run"] for line in found] == ["r", *(str(number) for number in range(200 - len(found) + 1, 200))]
+    assert len(found) > 20
+    assert len(list(tmp_path.iterdir())) == 1 + audit.FILES
+    assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
 
 
 def test_a_message_that_cannot_be_read_is_in_the_audit_log(socket: Any) -> None:

@@ -308,7 +308,13 @@ def test_the_files_are_few_and_say_where_the_run_is(tmp_path: Path) -> None:
         "the start", "round 1 of cross_entropy", "round 2 of cross_entropy", "the statistics of cross_entropy",
         "all of cross_entropy",
     ]  # fmt: skip
-    assert [sorted(one.records) for one in found] == [[], ["arrays"], ["arrays"], ["arrays", "statistics"], []]
+    assert [sorted(one.records) for one in found] == [
+        [],
+        ["arrays", "strategy-distances"],
+        ["arrays", "strategy-distances"],
+        ["arrays", "statistics"],
+        [],
+    ]
     assert len({one.run for one in found}) == 1
     assert [one.replied.get("cross_entropy") for one in found] == [None, *({0: n, 1: n} for n in (1, 2, 3, 3))]
     for one in found:
