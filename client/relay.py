@@ -15,7 +15,7 @@ from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import Request
-from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
+from fedtta.messages.transport import Addressed, Answer, late, read_answer, reason_of, unknown_node
 from fedtta.settings import SettingsError
 
 READY = 60.0  # seconds for an agent to be reachable: one that has just been restarted loads its model first
@@ -81,10 +81,7 @@ class RelayTransport:
             return late(one, timeout)
         except Exception as error:
             return Answer(one.node, None, "failed", reason_of(error))
-        try:
-            return answer_of(one, protobuf.from_done(type(one.request).reply.kind, done))
-        except ValueError as error:
-            return Answer(one.node, None, "refused", str(error))
+        return read_answer(one, lambda: protobuf.from_done(type(one.request).reply.kind, done))
 
 
 def relay(request: Request, node_config: Mapping[str, Any], timeout: float, ready: float = READY) -> Reply:

@@ -21,6 +21,10 @@ from fedtta.settings.files import cut, write_atomically
 
 #: Settings that a resumed run may change: they decide where and how it runs, not what results.
 FREE = keys_in("source", "storage", "execution", "availability")
+LOST = (
+    "without state-dir it is deleted with the run (in a simulation, with Flower's context): set state-dir and start a "
+    "new run, or restore the client's folder"
+)
 
 
 @dataclass(frozen=True)
@@ -157,59 +161,41 @@ def earlier_events(folder: Path, offset: int | None = None) -> list[Event]:
     return [line.event for line in lines]
 
 
-def require_fit(checkpoint: Checkpoint, identities: Mapping[str, Identity]) -> None:
-    """Check that the clients have the data, and the private state, that the checkpoint belongs to.
+def misfits(checkpoint: Checkpoint, identities: Mapping[str, Identity]) -> dict[str, str]:
+    """Return why clients cannot go on from a checkpoint, by name: other data now, or private state that is lost.
 
     Parameters
     ----------
     identities : mapping
         Name → identity of the checkpoint's members that are there.
-
-    Raises
-    ------
-    RunError
-        Clients have other data now, or have lost private state; both are named.
     """
-    members = member_names(checkpoint.world)
-    _require_data(checkpoint.world, members, identities)
-    position = checkpoint.position
-    if position.stage in ("begun", "finished"):
-        return  # the next training starts from the beginning
+    found = {name: _other_data(checkpoint.world, identity) for name, identity in identities.items()}
+    position, members = checkpoint.position, member_names(checkpoint.world)
     key = position.part if position.stage == "cell" else position.training
     newest = position.round if position.stage in TAGGED else None
-    lost = []
-    for partition, last in sorted(checkpoint.replied.get(key, {}).items()):
-        if members[partition] not in identities:
+    # after "begun" and "finished" the next training starts from the beginning
+    replied = {} if position.stage in ("begun", "finished") else checkpoint.replied.get(key, {})
+    for partition, last in sorted(replied.items()):
+        if (identity := identities.get(members[partition])) is None or found[identity.name]:
             continue
-        saved = identities[members[partition]].saved.get(key, [])
+        saved = identity.saved.get(key, [])
         if max((tag for tag in saved if newest is None or tag <= newest), default=-1) < last:
-            lost.append(members[partition])
-    if lost:
-        raise RunError(
-            f"resume: {'clients' if len(lost) > 1 else 'client'} {', '.join(lost)} no longer "
-            f"{'have' if len(lost) > 1 else 'has'} the private state of {key} at {position}. Without state-dir it is "
-            "deleted with the run (in a simulation, with Flower's context): set state-dir and start a new run, or "
-            "restore the clients' folders"
-        )
+            found[identity.name] = f"the private state of {key} at {position} is lost; {LOST}"
+    return {name: reason for name, reason in found.items() if reason}
 
 
-def _require_data(world: Mapping[str, Any], members: Sequence[str], identities: Mapping[str, Identity]) -> None:
-    """Raise RunError when the data are not those of the run; a device's own data may have got more."""
-    now = asdict(FederationInfo.of(list(identities.values())))
-    own_data = any(identity.own_data for identity in identities.values())
-    for name in (*COMMON, "shifts", *(() if own_data else ("stream_rounds",))):
-        if name in world and now[name] != world[name]:
-            raise RunError(f"resume: the clients now have {name} = {now[name]!r}, in the run it is {world[name]!r}")
-    for partition, client in enumerate(members):
-        if (identity := identities.get(client)) is None:
-            continue
-        own = {"role": (world.get("roles") or ["both"] * len(members))[partition]}
-        if not identity.own_data:
-            own["sizes"] = world["sizes"][partition]
-        for name, before in own.items():
-            if getattr(identity, name) != before:
-                value = getattr(identity, name)
-                raise RunError(f"resume: client {client} now has {name} = {value!r}, in the run it is {before!r}")
+def _other_data(world: Mapping[str, Any], identity: Identity) -> str:
+    """Return how a client's data are not those of the run; a device's own data may have got more."""
+    names = (*COMMON, "shifts", *(() if identity.own_data else ("stream_rounds",)))
+    now, run = asdict(FederationInfo.of([identity])), {name: world[name] for name in names if name in world}
+    if not identity.labelled:
+        run.pop("shifts", None)
+    partition = member_names(world).index(identity.name)
+    own = {"role": (world.get("roles") or ["both"] * (partition + 1))[partition]}
+    if not identity.own_data:
+        own["sizes"] = world["sizes"][partition]
+    now, run = {**now, **{name: getattr(identity, name) for name in own}}, {**run, **own}
+    return next((f"{name} = {now[name]!r}, in the run it is {run[name]!r}" for name in run if now[name] != run[name]), "")
 
 
 @contextmanager

@@ -27,13 +27,13 @@ from fedtta.server.aggregation import make_strategy
 from fedtta.server.checkpoints import Checkpoints, Position
 from fedtta.server.environment import describe
 from fedtta.server.evaluation import evaluation_round, statistics_round
-from fedtta.server.events import Events
+from fedtta.server.events import Events, RunError
 from fedtta.server.members import FederationInfo, known_members, member_names
 from fedtta.server.methods import STATISTICS, Training, left_out_notes, plan, tuning_note
-from fedtta.server.nodes import Nodes, Wanted
+from fedtta.server.nodes import Nodes, Wanted, grouped
 from fedtta.server.privacy import Ledger, spent_note
 from fedtta.server.rates import initial_rates, learn_rates, save_rates
-from fedtta.server.resume import require_fit
+from fedtta.server.resume import misfits
 from fedtta.server.rounds import Federation, train
 from fedtta.server.secure import SecureAggregation
 from fedtta.settings import Settings, SettingsError, assignments, is_number
@@ -110,7 +110,7 @@ def connect(
     NodesMissing
         Too few clients that fit are there.
     RunError
-        As `resume.require_fit`.
+        Too few clients can go on from the checkpoint (`resume.misfits`).
     """
     resumed, nodes = checkpoints.resumed, Nodes(transport, unfit=unfit(settings))
     secure = SecureAggregation(settings, nodes, events) if settings.secure_aggregation else None
@@ -124,8 +124,15 @@ def connect(
         nodes.begin(found, identities, wanted)
         nodes.leave_others_alone(events)
     else:
-        require_fit(resumed, identities)
-        nodes.begin(found, known_members(resumed.world, identities), wanted)
+        other = misfits(resumed, identities)
+        fitting = {name: identity for name, identity in identities.items() if name not in other}
+        lines = grouped("client", other)
+        if len(fitting) < wanted.least:
+            raise RunError(f"resume: {'; '.join(lines)}")
+        for line in lines:
+            events("note", text=f"resume: {line}; the run goes on without")
+        there = {name: node for name, node in found.items() if name in fitting}
+        nodes.begin(there, known_members(resumed.world, fitting), wanted)
     return federation, nodes.info
 
 

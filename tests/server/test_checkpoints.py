@@ -238,7 +238,7 @@ def test_a_metrics_file_that_is_shorter_than_the_checkpoint_knows(cut: Path) -> 
 def test_clients_that_have_lost_their_state(cut: Path) -> None:
     (state,) = (cut / "state").iterdir()
     shutil.rmtree(state / "1")
-    told = "client 1 no longer has the private state of fedrep at round 1 of fedrep. .*set state-dir"
+    told = "resume: client 1: the private state of fedrep at round 1 of fedrep is lost; .*set state-dir"
     for _ in range(2):  # a refusal costs nothing: the next attempt finds the same
         with pytest.raises(RunError, match=told):
             resume(cut)
@@ -246,13 +246,13 @@ def test_clients_that_have_lost_their_state(cut: Path) -> None:
     kept = state / "0" / "fedrep@1.safetensors"
     assert load_arrays(kept)[0]
     kept.unlink()  # it has that of round 2, which is of no use
-    with pytest.raises(RunError, match="clients 0, 1 no longer have the private state"):
+    with pytest.raises(RunError, match="resume: clients 0, 1: the private state of fedrep"):
         resume(cut)
 
 
 def test_clients_with_other_data(cut: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedtta.client.device, "resolve", lambda shifts, natural, **_: (["original", "fog"], None))
-    with pytest.raises(RunError, match=r"clients now have shifts = \['original', 'fog'\], in the run it is \['orig"):
+    with pytest.raises(RunError, match=r"clients 0, 1: shifts = \['original', 'fog'\], in the run it is \['orig"):
         resume(cut)
 
 

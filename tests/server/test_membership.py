@@ -266,7 +266,7 @@ def test_other_devices_than_those_of_a_run_do_not_resume_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("own_data", "told"), [(False, r"client 1 now has sizes = \[9, 9, 9\], in the run it is"), (True, "")]
+    ("own_data", "told"), [(False, r"client 1: sizes = \[9, 9, 9\], in the run it is"), (True, "")]
 )
 def test_a_divided_data_set_must_not_change_and_a_device_may_have_new_files(
     own_data: bool, told: str, tmp_path: Path
@@ -281,6 +281,9 @@ def test_a_divided_data_set_must_not_change_and_a_device_may_have_new_files(
     if told:
         with pytest.raises(RunError, match=told):
             run(tmp_path, resumed, change=owning([9, 9, 9]))
+        run(tmp_path, resumed.replace(min_clients=2), change=owning([9, 9, 9]))
+        assert [event["replied"] for event in events(tmp_path, "round")] == [[0, 1, 2], [0, 2]]
+        assert any("client 1: sizes" in event["text"] for event in events(tmp_path, "note"))
     else:
         run(tmp_path, resumed, change=owning([9, 9, 9]))
 
