@@ -280,7 +280,7 @@ def test_a_divided_data_set_must_not_change_and_a_device_may_have_new_files(
     resumed = settings.replace(resume=str(tmp_path / "r"))
     if told:
         with pytest.raises(RunError, match=told):
-            run(tmp_path, resumed, change=owning([9, 9, 9]))
+            run(tmp_path, resumed.replace(min_clients=3), change=owning([9, 9, 9]))
         run(tmp_path, resumed.replace(min_clients=2), change=owning([9, 9, 9]))
         assert [event["replied"] for event in events(tmp_path, "round")] == [[0, 1, 2], [0, 2]]
         assert any("client 1: sizes" in event["text"] for event in events(tmp_path, "note"))
