@@ -140,8 +140,8 @@ class TrainLimits(Limits):
     """Limits of trained models.
 
     What has a gradient is one vector. One that is too far from the median counts as the median, a step against that of
-    the other clients as `forward` says, and both with at most the weight of the median client. Each running statistic is a
-    vector of its own, and pulled back: honest clients with few classes are far from the others there.
+    the other clients as `forward` says, and both with at most the weight of the median client. Each running statistic
+    is a vector of its own, and pulled back: honest clients with few classes are far from the others there.
 
     Parameters
     ----------
@@ -245,7 +245,7 @@ class EvaluationLimits(Limits):
 
     @classmethod
     def of(cls, settings: Settings, **more: Any) -> Self:
-        """Return the limits that the settings ask for, also where means need none: results are neither hidden nor mean."""
+        """Return the limits that the settings ask for, whatever the aggregation: it has no part in results."""
         return cls(settings.max_share, 0.0, **more)
 
     def __call__(self, replies: Sequence[Any]) -> list[Limited]:

@@ -18,7 +18,6 @@ from rich.progress import (
 from fedtta.messages.record import PROSE_LENGTH, printable
 from fedtta.server.events import Event
 
-
 #: Up to so many clients in a line are named.
 NAMED = 5
 

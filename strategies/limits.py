@@ -142,7 +142,7 @@ def _between(center: Arrays, arrays: Arrays, part: float) -> Named:
 
 
 def others_median(rows: NDArray[Any]) -> Float:
-    """Return [N, P]: for each row the median of each column without it, or with it if that leaves fewer than `LEAST`."""
+    """Return for each row of [N, P] the median of each column without it; with it if fewer than `LEAST` are left."""
     others = len(rows) - 1
     if others < LEAST:
         return np.broadcast_to(median(rows), rows.shape)

@@ -135,9 +135,7 @@ def test_directions_by_hand() -> None:
 
     assert found([2.0, 5.0])["x"].tolist() == [2.0, 5.0]
     assert found([1.0, 4.0])["x"].tolist() == [1.0, 4.0], "a step at a right angle"
-    assert found([0.0, 4.0])["x"].tolist() == [3.0, 1.0], (
-        "(-1, 3) has a cosine of -0.32: the others' median stands for it"
-    )
+    assert found([0.0, 4.0])["x"].tolist() == [3.0, 1.0], "(-1, 3) has a cosine of -0.32: counts as the others' median"
     # (-0.1, 2) has a cosine of -0.04994: half way between (0, 2) and the step of the others, (2, 0)
     np.testing.assert_allclose(found([0.9, 3.0])["x"], [2.0, 2.0], atol=2e-3)
     still = [{"x": np.array([1.0, 1.0])} for _ in range(5)]
