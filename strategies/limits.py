@@ -181,8 +181,8 @@ def forward(clients: Sequence[Arrays], names: Sequence[str], start: Arrays) -> l
         median_step, step = others_median(block) - begin, block - begin
         for total, (left, right) in ((along, (step, median_step)), (common, (median_step,) * 2), (own, (step,) * 2)):
             total += np.einsum("np,np->n", left, right)
-    against = np.flatnonzero((along < 0) & (common > 0))
-    if not len(against):
+    against = [int(i) for i in np.flatnonzero((along < 0) & (common > 0))]
+    if not against:
         return list(clients)
     part = np.maximum(0.0, 1 + along[against] / np.sqrt(common[against] * own[against]) / AGAINST)[:, None]
     back = (along[against] / common[against])[:, None]
