@@ -130,7 +130,7 @@ def evaluation_round(
 
     cells = [(row.label, shift) for row in training.rows for shift in shifts]
     settings = federation.settings
-    check, limits = EvaluateCheck(cells, leaks=settings.split != "once"), EvaluationLimits(settings.max_share, 0.0)
+    check, limits = EvaluateCheck(cells, leaks=settings.split != "once"), EvaluationLimits.of(settings)
     asking = Round(federation, check, name, round, f"evaluate {name}", limits=limits)
     outcome = asking.ask(lambda: federation.addressed(clients, request))
     _note_missing(federation, name, "accuracies", outcome)

@@ -139,9 +139,9 @@ class Distances:
 class TrainLimits(Limits):
     """Limits of trained models.
 
-    What has a gradient is one vector. One that is too far from the median counts as the median, a step against most
-    clients' as `forward` says, and both with at most the weight of the median client. Each running statistic is a
-    vector of its own, and pulled back: honest clients with few classes are far from the others there.
+    What has a gradient is one vector. One that is too far from the median counts as the median, a step against that of
+    the other clients as `forward` says, and both with at most the weight of the median client. Each running statistic
+    is a vector of its own, and pulled back: honest clients with few classes are far from the others there.
 
     Parameters
     ----------
@@ -176,13 +176,13 @@ class TrainLimits(Limits):
             # pulled back only, one flipped sign times ten of ten clients with a Dirichlet split costs 22 points
             middle = {name: found.center[name].astype(sent[0][name].dtype) for name in names}
             near = [{**one, **middle} if i in far else one for i, one in enumerate(sent)]
-            final = forward(near, found.center, self.sent)
+            final = forward(near, names, self.sent)
             far = {i: f"{reason}, counts as the median" for i, reason in far.items()}
         else:
             far = {i: f"{reason}, pulled back" for i, reason in far.items()}
         for i, (one, now) in enumerate(zip(near, final, strict=True)):
             reasons = [far[i]] if i in far else []
-            reasons += ["a step against most clients'"] if now is not one else []
+            reasons += ["a step against the other clients'"] if now is not one else []
             if reasons:
                 count = min(replies[i].reply.num_examples, usual)
                 replies[i] = replies[i].changed("; ".join(reasons), num_examples=count, arrays=now)
@@ -240,6 +240,13 @@ class EvaluationLimits(Limits):
     On distributions of other images than its own they are on at most `share` times those of the median client. One that
     claims 10¹⁸ right of 10¹⁸ would decide every sum over samples.
     """
+
+    arrays = ""
+
+    @classmethod
+    def of(cls, settings: Settings, **more: Any) -> Self:
+        """Return the limits that the settings ask for, whatever the aggregation: it has no part in results."""
+        return cls(settings.max_share, 0.0, **more)
 
     def __call__(self, replies: Sequence[Any]) -> list[Limited]:
         """Return the replies as they are: nothing of them is averaged before the tables."""

@@ -18,6 +18,9 @@ from rich.progress import (
 from fedtta.messages.record import PROSE_LENGTH, printable
 from fedtta.server.events import Event
 
+#: Up to so many clients in a line are named.
+NAMED = 5
+
 
 def escape(text: str) -> str:
     """Return a text that a node may have chosen without control characters and without markup."""
@@ -53,6 +56,7 @@ class TerminalProgress:
         self.names: dict[int, str] = {}
         self.epochs = 1
         self.correct = self.samples = 0  # of the current test-time round
+        self.limited: list[Event] = []  # in a row, of one round
 
     def __enter__(self) -> TerminalProgress:
         """Start drawing."""
@@ -61,10 +65,13 @@ class TerminalProgress:
 
     def __exit__(self, *_: object) -> None:
         """Stop drawing."""
+        self._tell_limited()
         self.progress.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
+        if event["event"] != "limited":
+            self._tell_limited()
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None:
             handler(event)
@@ -167,6 +174,20 @@ class TerminalProgress:
 
     def _on_refused(self, event: Event) -> None:
         self._warn(event)
+
+    def _on_limited(self, event: Event) -> None:
+        self.limited.append(event)
+
+    def _tell_limited(self) -> None:
+        """Print the replies of a round that were limited: the reason for a single one, otherwise only the clients."""
+        found, self.limited = self.limited, []
+        if not found:
+            return
+        first, names = found[0], [self._name(event["partition"]) for event in found]
+        clients = f"clients {', '.join(names)}" if len(names) <= NAMED else f"{len(names)} clients"
+        what = f"client {names[0]}: {escape(first['reason'])}" if len(found) == 1 else clients
+        where = f"{first['phase']}, round {first['round']}"
+        self.progress.console.print(f"[yellow]limited[/] {where}, {what}", highlight=False)
 
     def _on_note(self, event: Event) -> None:
         self.progress.console.print(f"[yellow]note:[/] {escape(event['text'])}")

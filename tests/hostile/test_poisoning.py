@@ -138,7 +138,7 @@ def test_a_reply_that_is_limited_is_an_event_with_node_and_reason() -> None:
     (event,) = place.of("limited")
     assert (event["partition"], event["node_id"], event["round"]) == (POISONER, 100 + POISONER, 1)
     assert "100,000,000 samples count as 15, 3 times those of the median client" in event["reason"]
-    assert "a step against most clients'" in event["reason"]
+    assert "a step against the other clients'" in event["reason"]
 
 
 # -- statistics

@@ -50,6 +50,24 @@ def test_clients_are_called_by_their_names() -> None:
     assert lines[5:] == ["rejoined client site-b: as node 8", "agent of client ward: refused: worse"]
 
 
+def test_replies_that_are_limited_are_one_line_a_round() -> None:
+    text = io.StringIO()
+    with TerminalProgress(Console(file=text, width=200)) as progress:
+        events = Events(progress)
+        events("clients", sizes=[[9, 1, 1]] * 8, names=["site-a", "site-b", *"cdefgh"])
+        for round, partitions in ((1, [1]), (2, [0, 1]), (3, range(8))):
+            for partition in partitions:
+                events("limited", phase="train", round=round, partition=partition, node_id=7, reason="[w] far")
+            events("phase", name="train", total=8)
+        events("limited", phase="train", round=4, partition=0, node_id=7, reason="far")
+    assert text.getvalue().splitlines() == [
+        "limited train, round 1, client site-b: [w] far",
+        "limited train, round 2, clients site-a, site-b",
+        "limited train, round 3, 8 clients",
+        "limited train, round 4, client site-a: far",
+    ]
+
+
 def test_lines_of_rates_rounds_and_test_time_rounds() -> None:
     text = io.StringIO()
     with TerminalProgress(Console(file=text, width=200)) as progress:

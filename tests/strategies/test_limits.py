@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedtta.strategies.limits import LEAST, capped, clip, forward, median
+from fedtta.strategies.limits import AGAINST, LEAST, capped, clip, forward, median, others_median
 
 Client = dict[str, np.ndarray]
 
@@ -114,27 +114,64 @@ def test_median_of_columns(number: int, seed: int) -> None:
     np.testing.assert_array_equal(median(rows), expected)
 
 
+@settings(max_examples=30)
+@given(st.integers(1, 9), st.integers(0, 99))
+def test_median_of_the_others_in_columns(number: int, seed: int) -> None:
+    rows = np.random.default_rng(seed).integers(-3, 3, size=(number, 7)).astype(np.float32)  # with equal numbers
+    for i, found in enumerate(others_median(rows)):
+        others = np.delete(rows, i, axis=0) if number > LEAST else rows
+        np.testing.assert_array_equal(found, [statistics.median(map(float, column)) for column in others.T])
+
+
 def test_directions_by_hand() -> None:
-    start, center = {"x": np.array([1.0, 1.0])}, {"x": np.array([3.0, 1.0])}
-    sent = [{"x": np.array(x), "n": np.array([7])} for x in ([2.0, 5.0], [1.0, 4.0], [0.0, 4.0], [0.9, 3.0])]
-    found = forward(sent, center, start)
-    assert found[0] is sent[0]
-    assert found[1] is sent[1], "a step at a right angle"
-    assert found[2]["x"].tolist() == [3.0, 1.0], "(-1, 3) has a cosine of -0.32: the center stands for it"
-    assert found[2]["n"] is sent[2]["n"]
-    # (-0.1, 2) has a cosine of -0.04994: half way between (0, 2) and the step of the center, (2, 0)
-    np.testing.assert_allclose(found[3]["x"], [2.0, 2.0], atol=2e-3)
-    assert forward(sent, start, start) == sent, "no step in common"
+    start = {"x": np.array([1.0, 1.0])}
+    most = [{"x": np.array([3.0, 1.0]), "n": np.array([i])} for i in range(4)]
+
+    def found(x: list[float]) -> Client:
+        *others, last = forward([*most, {"x": np.array(x), "n": np.array([7])}], ["x"], start)
+        assert all(one is before for one, before in zip(others, most, strict=True))
+        assert last["n"].tolist() == [7]
+        return last
+
+    assert found([2.0, 5.0])["x"].tolist() == [2.0, 5.0]
+    assert found([1.0, 4.0])["x"].tolist() == [1.0, 4.0], "a step at a right angle"
+    assert found([0.0, 4.0])["x"].tolist() == [3.0, 1.0], "(-1, 3) has a cosine of -0.32: counts as the others' median"
+    # (-0.1, 2) has a cosine of -0.04994: half way between (0, 2) and the step of the others, (2, 0)
+    np.testing.assert_allclose(found([0.9, 3.0])["x"], [2.0, 2.0], atol=2e-3)
+    still = [{"x": np.array([1.0, 1.0])} for _ in range(5)]
+    assert all(one is before for one, before in zip(forward(still, ["x"], start), still, strict=True)), "no step"
+
+
+def test_a_flipped_sign_that_the_median_of_all_does_not_see() -> None:
+    """With own steps several times as long as the common one, a client has itself in the median."""
+    draw = np.random.default_rng(0)
+    start = {"w": np.zeros(2000)}
+    steps = draw.normal(size=(10, 2000)) + 0.25
+    steps[9] = draw.normal(size=2000) - 0.15
+    sent = [{"w": one} for one in steps]
+    assert steps[9] @ np.median(steps, axis=0) > 0
+    changed = [now is not before for now, before in zip(forward(sent, ["w"], start), sent, strict=True)]
+    assert changed == [False] * 9 + [True]
 
 
 @settings(max_examples=30)
-@given(st.integers(2, 9), st.integers(0, 999))
-def test_no_step_is_against_the_center(number: int, seed: int) -> None:
+@given(st.integers(1, 9), st.integers(0, 999))
+def test_no_step_is_against_the_others(number: int, seed: int) -> None:
     start, *sent = clients(number + 1, seed)
-    center = {"w": sent[0]["w"].astype(float), "b": sent[0]["b"]}
-    common, begin = vector(center) - vector(start), vector(start)
-    for now, before in zip(forward(sent, center, start), sent, strict=True):
-        step, old = vector(now) - begin, vector(before) - begin
+    rows, begin = np.stack([vector(one) for one in sent]), vector(start)
+    for i, (now, before) in enumerate(zip(forward(sent, ["w", "b"], start), sent, strict=True)):
+        middle = np.median(np.delete(rows, i, axis=0) if number > LEAST else rows, axis=0)
+        common, step, old = middle - begin, vector(now) - begin, rows[i] - begin
         assert step @ common >= -1e-4
         assert (now is before) == (old @ common >= 0)
+        if old @ common <= -AGAINST * np.linalg.norm(old) * np.linalg.norm(common):
+            np.testing.assert_allclose(vector(now), middle, atol=1e-6)
         assert {name: value.dtype for name, value in now.items()} == {n: v.dtype for n, v in before.items()}
+
+
+def test_the_order_of_clients_changes_no_bit_of_a_direction() -> None:
+    (start,), sent = clients(1, 0), [*clients(6, 1, shift=2), *clients(1, 2, shift=-2)]
+    there, back = forward(sent, ["w", "b"], start), forward(sent[::-1], ["w", "b"], start)
+    assert any(now is not before for now, before in zip(there, sent, strict=True))
+    for one, other in zip(there, back[::-1], strict=True):
+        assert all(one[name].tobytes() == other[name].tobytes() for name in one)

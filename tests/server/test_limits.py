@@ -1,0 +1,59 @@
+"""Which limits are on, and what results may count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fedtta.messages.replies import Evaluated, EvaluationResult
+from fedtta.server.limits import EvaluationLimits, Limits, RatesLimits, SharedLimits, StatisticsLimits, TrainLimits
+from fedtta.settings import Settings
+from tests.server.test_nodes import IDENTITY
+
+KINDS = [TrainLimits, StatisticsLimits, RatesLimits, SharedLimits]
+ALONE: list[dict[str, Any]] = [{"secure_aggregation": True}, {"aggregation": "krum"}, {"aggregation": "fedmedian"}]
+
+
+def why_refused(settings: Settings, *totals: int, own: int = 40) -> list[str | None]:
+    """Return why results on as many samples do not count, of clients with `own` test samples."""
+    replies = [
+        Evaluated(
+            num_examples=own,
+            checked=own,
+            leaked=0,
+            results=[EvaluationResult(label="fedavg", shift="natural", correct=0, total=total, seconds=0.1)],
+        )
+        for total in totals
+    ]
+    return EvaluationLimits.of(settings).refused(replies, [replace(IDENTITY, sizes=[5, 4, own])] * len(totals))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_limits_are_on_by_default_and_each_can_be_turned_off(kind: type[Limits]) -> None:
+    default = kind.of(Settings())
+    assert (default.share, default.factor) == (3.0, 3.0)
+    assert kind.of(Settings(max_share=0.0)).share == 0
+    assert kind.of(Settings(clip_factor=0.0)).factor == 0
+
+
+@pytest.mark.parametrize("settings", ALONE, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_robust_aggregations_and_secure_aggregation_do_without(kind: type[Limits], settings: dict[str, Any]) -> None:
+    limits = kind.of(Settings(**settings))
+    assert (limits.share, limits.factor) == (0, 0)
+
+
+@pytest.mark.parametrize("settings", [{}, *ALONE], ids=str)
+def test_results_are_limited_whatever_the_aggregation(settings: dict[str, Any]) -> None:
+    """They are neither masked nor averaged by it."""
+    reasons = why_refused(Settings(**settings), 40, 40, 10**18)
+    assert reasons == [None, None, f"fedavg, natural: total = {10**18}, the client has 40 test samples"]
+
+
+def test_results_on_other_images_than_the_clients_own() -> None:
+    assert why_refused(Settings(), 200, 220, 600, own=40) == [None] * 3, "at most 3 times the median total"
+    assert why_refused(Settings(), 200, 220, 700, own=40)[:2] == [None] * 2
+    assert why_refused(Settings(), 200, 220, 700, own=40)[2] is not None
+    assert why_refused(Settings(max_share=0.0), 200, 220, 700, own=40) == [None] * 3
