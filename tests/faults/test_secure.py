@@ -67,7 +67,7 @@ def test_a_node_killed_in_a_secure_round_leaves_the_mean_of_the_others(tmp_path:
     assert [(one["clients"], one["survivors"], one["unmasked"]) for one in told(made, "secure_aggregation")] == [
         (4, 3, True)
     ]
-    (failed,) = [event for event in told(made, "failed") if event["phase"] == "train fedavg"]
+    (failed,) = [event for event in told(made, "failed") if event["phase"] == "train cross_entropy"]
     assert (failed["partition"], failed["round"]) == (1, 1)
     assert "heartbeat" in failed["reason"]
     assert {event["partition"] for event in told(made, "evaluation")} == {0, 2, 3}
