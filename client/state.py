@@ -160,7 +160,7 @@ class DirectoryState:
         return arrays
 
     def save(self, key: str, round: int, arrays: Mapping[str, NDArray[Any]], keep: Collection[int] = ()) -> None:
-        """See `PrivateState.save`; the file appears whole or not at all.
+        """See `PrivateState.save`; the file appears whole or not at all, and its user alone can read it.
 
         Raises
         ------
@@ -168,7 +168,7 @@ class DirectoryState:
             It could not be written, or an entry with a later tag could not be removed.
         """
         path = self.folder / f"{plain_name('key', key)}@{round}.safetensors"
-        save_arrays(path, dict(arrays), {"round": str(round), **self._owner})
+        save_arrays(path, dict(arrays), {"round": str(round), **self._owner}, private=True)
         files = {tag: path for (name, tag), path in self._files().items() if name == key}
         for tag in outdated(list(files), round, keep):
             try:

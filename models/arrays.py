@@ -49,6 +49,7 @@ def save_arrays(
     metadata: Mapping[str, str] | None = None,
     *,
     finite: bool = True,
+    private: bool = False,
 ) -> None:
     """Write named arrays and text metadata to a safetensors file, atomically (`write_atomically`).
 
@@ -62,6 +63,8 @@ def save_arrays(
         Text by name; the name "checksum" is reserved.
     finite : bool
         Reject NaN and infinities.
+    private : bool
+        Let this user alone read the file.
 
     Raises
     ------
@@ -75,7 +78,7 @@ def save_arrays(
         if not isinstance(key, str) or not isinstance(value, str) or key == CHECKSUM:
             raise ValueError(f"{path}: metadata {key!r}={value!r} must be text under a name other than {CHECKSUM!r}")
     notes[CHECKSUM] = _checksum(named, notes)
-    write_atomically(path, _ordered(save(named, metadata=notes)))
+    write_atomically(path, _ordered(save(named, metadata=notes)), private=private)
 
 
 def load_arrays(path: str | os.PathLike[str], *, finite: bool = True) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:

@@ -7,7 +7,8 @@ Refused is a model
 - with a weight or an output that is not finite;
 - of whose predictions one class has more than `one_class`, and clearly more than of the device's labels, or of the
   served model's predictions where there are no labels;
-- that is less accurate than the served one by more than `margin` on the validation split; or, without labels,
+- that is less accurate than the served one by more than `margin` on the validation split, what was lost by the models
+  before it included; or, without labels,
 - that agrees with the served one on less than `agreement` of the samples, or by chance alone, or is close to guessing
   where that is not.
 """
@@ -81,8 +82,8 @@ class Check:
     reason : str
         Why the model is refused; empty: it is accepted.
     figures : dict
-        Name → number: samples, accuracy, served_accuracy, agreement, confidence, served_confidence, one_class; those
-        that could be computed.
+        Name → number: samples, accuracy, served_accuracy, lost, agreement, confidence, served_confidence, one_class;
+        those that could be computed.
     """
 
     reason: str = ""
@@ -99,7 +100,7 @@ def comparable(one: Served, other: Served | None) -> bool:
     return other is not None and one.shape == other.shape and one.classes == other.classes
 
 
-def check(candidate: Served, served: Served | None, samples: Samples, limits: Acceptance) -> Check:
+def check(candidate: Served, served: Served | None, samples: Samples, limits: Acceptance, lost: float = 0.0) -> Check:
     """Check a model (see the module).
 
     Parameters
@@ -107,6 +108,9 @@ def check(candidate: Served, served: Served | None, samples: Samples, limits: Ac
     candidate : Served
     served : Served or None
         What is served now, if anything.
+    lost : float
+        By how much the served model is less accurate than the best one since the owner's last decision: many offers
+        together may lose no more than one.
     """
     if name := not_finite(candidate):
         return Check(f"{name}: not finite")
@@ -123,7 +127,7 @@ def check(candidate: Served, served: Served | None, samples: Samples, limits: Ac
     count, labels = len(samples.pixels), samples.labels
     if not count:
         return Check(figures={"samples": 0})
-    figures = {"samples": float(count), "confidence": float(new.max(1).mean())}
+    figures = {"samples": float(count), "confidence": float(new.max(1).mean()), "lost": lost}
     old = probabilities(served, pixels) if served is not None and comparable(candidate, served) else None
     old = None if old is None or not np.isfinite(old).all() else old
     reference = None if old is None else _shares(old.argmax(1), new.shape[1])
@@ -206,11 +210,12 @@ def _less_accurate(
 ) -> str:
     """Return why a model is refused that is less accurate; one sample makes no difference."""
     right = [int((rows.argmax(1) == labels).sum()) for rows in (new, old)]
-    figures["accuracy"], figures["served_accuracy"] = (count / len(labels) for count in right)
-    if right[1] - right[0] <= max(limits.margin * len(labels), 1):
+    figures["accuracy"], figures["served_accuracy"] = found, before = [count / len(labels) for count in right]
+    past, figures["lost"] = figures["lost"], max(0.0, figures["lost"] + before - found)
+    if right[0] >= right[1] or figures["lost"] * len(labels) <= max(limits.margin * len(labels), 1) + 1e-9:
         return ""
-    found, before = figures["accuracy"], figures["served_accuracy"]
-    return f"accuracy {found:.3f} on {len(labels)} validation samples, the served model has {before:.3f}"
+    since = f", and {past:.3f} were lost before" if past else ""
+    return f"accuracy {found:.3f} on {len(labels)} validation samples, the served model has {before:.3f}{since}"
 
 
 def _unlike(new: NDArray[np.float32], old: NDArray[np.float32], limits: Acceptance, figures: dict[str, float]) -> str:

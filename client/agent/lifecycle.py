@@ -28,6 +28,7 @@ from fedtta.client.serving import Served
 from fedtta.messages.requests import AdapterRow
 
 ROLLED_BACK, REJECTED = "rolled back by the operator", "rejected by the operator"
+LOST = "lost"  # see `check`
 FINAL = (ROLLED_BACK, REJECTED)  # a model that is offered again does not undo them
 SUPERSEDED = "another model came before it was served"
 OUTCOME: dict[State, str] = {"served": "promoted", "shadow": "shadow", "candidate": "waiting for approval"}
@@ -175,7 +176,8 @@ class Lifecycle:
         self.log.write("offered", version=version, samples=len(samples.pixels), labels=samples.labels is not None)
         if known is not None and known.reason in FINAL:
             return self._refused(version, known.reason)
-        result = check(served, self.live.served if self.live else None, samples, self.config.acceptance)
+        lost = self.store.served.check.get(LOST, 0.0) if self.store.served and not file else 0.0
+        result = check(served, self.live.served if self.live else None, samples, self.config.acceptance, lost)
         with self.saving:
             try:
                 if result.reason:
@@ -200,7 +202,7 @@ class Lifecycle:
             if self._shadow is not None and self._shadow.failure:
                 raise ValueError(f"model {model.version} {self._shadow.failure}")
             live = self._shadow.live if self._shadow else self._loaded(model)
-            self._serve(live, lambda: self.store.promote(model.name), "promoted", approved=True)
+            self._serve(live, lambda: self.store.promote(model.name, check=decided(model)), "promoted", approved=True)
             return Changed(live.version, "served", live.samples)
 
     def reject(self, version: str = "") -> Changed:
@@ -229,7 +231,7 @@ class Lifecycle:
                 there = ", ".join(model.version for model in kept) or "none"
                 raise ValueError(f"no older model {version or 'that was served before'}; there are: {there}")
             live = self._loaded(found[0])
-            self._serve(live, lambda: self.store.promote(found[0].name, ROLLED_BACK), "rolled back")
+            self._serve(live, lambda: self.store.promote(found[0].name, ROLLED_BACK, decided(found[0])), "rolled back")
             return Changed(live.version, "served", live.samples)
 
     def conclude(self) -> None:
@@ -385,6 +387,11 @@ class Lifecycle:
         self._note(f"model {version} refused: {reason}")
         self.log.write("refused", version=version, reason=reason, check=result.figures if result else {})
         return f"refused: {reason}"
+
+
+def decided(model: Model) -> dict[str, float]:
+    """Return the figures of a model that the owner has decided for: losses of accuracy count from it on."""
+    return {**model.check, LOST: 0.0}
 
 
 def _named(models: list[Model], version: str) -> list[Model]:

@@ -21,11 +21,15 @@ from fedtta.messages.requests import (
     AdapterRow,
     Evaluate,
     Identify,
+    RefineRates,
     Request,
+    ShareKeys,
     Summarize,
     Train,
     TrainingTask,
+    Unmask,
 )
+from fedtta.privacy.gaussian import Privacy
 from fedtta.settings import Settings, SettingsError, assignments
 from fedtta.settings.schema import REQUIRED, check, key_of, setting
 
@@ -109,7 +113,15 @@ class Policy:
         0.5, "the same for the features of an image, as a share of the samples; 0: no check", low=0, high=1
     )
     least_batch_size: int = setting(8, "least samples of a batch: smaller last ones are left out", low=1)
-    least_clients: int = setting(2, "least clients of a run, as the server states them", low=1)
+    least_clients: int = setting(
+        2, "least clients of a run, as the server states them, and least members left in a secure sum", low=1
+    )
+    secure_aggregation: bool = setting(
+        False, "whether models, statistics and rates leave under the masks of a secure sum only"
+    )
+    least_noise: float = setting(
+        0.0, "least z of differential privacy's noise on models, statistics and rates; 0: none is asked for", low=0
+    )
     count_step: int = setting(
         5, "counts of right predictions are rounded to a multiple of it; 1: exact, which can tell labels", low=1
     )
@@ -188,6 +200,7 @@ class Policy:
         self._check_network(settings)
         self._check_training(request, settings)
         self._check_statistics(request, settings)
+        self._check_hidden(request, settings)
         rows = _rows(request)
         self._check_rows(rows)
         self._check_memory(settings, rows, own_data)
@@ -299,6 +312,23 @@ class Policy:
             raise PolicyError("statistics", f"{unneeded[0][:80]}, which no method of the run needs", "what is needed")
         if foreign := sorted(name for name in asked if not _has(self.statistics, name)):
             raise PolicyError("statistics", foreign[0], self.statistics or "none")
+
+    def _check_hidden(self, request: Request, settings: Settings) -> None:
+        """Refuse what would leave without masks or noise where the owner wants them, and a secure sum of too few."""
+        asked = request if isinstance(request, ShareKeys) else getattr(request, "masking", None)
+        left = request.survivors if isinstance(request, Unmask) else asked.members if asked else None
+        if left is not None and len(set(left)) < self.least_clients:
+            raise PolicyError("least-clients", f"a secure sum of {len(set(left))}", f"{self.least_clients} or more")
+        sends = isinstance(request, Train | Summarize | RefineRates | Adapt)
+        if self.secure_aggregation and not settings.secure_aggregation and (sends or isinstance(request, Identify)):
+            raise PolicyError("secure-aggregation", "secure-aggregation = false", "true")
+        if self.secure_aggregation and sends and asked is None:
+            raise PolicyError("secure-aggregation", f"{phase_of(request.kind)} without masks", "a secure sum")
+        if self.least_noise and sends:
+            what = "model" if isinstance(request, Train) else phase_of(request.kind)
+            mechanism = Privacy.parse(settings.differential_privacy).mechanisms.get(what)
+            if (noise := mechanism.noise if mechanism else 0.0) < self.least_noise:
+                raise PolicyError("least-noise", f"z = {noise:g} on {what}", f"{self.least_noise:g} or more")
 
     def _check_rows(self, rows: Sequence[AdapterRow]) -> None:
         for row in rows:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +22,7 @@ from hypothesis import strategies as st
 
 from docs import leaving
 from fedtta.client.privacy import protect, share_keys, unmask
-from fedtta.client.state import MemoryState
+from fedtta.client.state import DirectoryState, MemoryState
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.replies import REPLIES, Identity, Reply, SharedKeys, Summarized, Trained, Unmasked
 from fedtta.messages.requests import Identify, Masking, Request, ShareKeys, Summarize, Train, TrainingTask, Unmask
@@ -387,6 +389,23 @@ def test_a_run_with_hidden_contributions_is_not_told_which_classes_a_client_lack
     assert (identity.classes_present, identity.notes) == (None, [])
     assert len(identity.mask_key) == 64
     assert client(Identify(settings=request.settings, run="r")).mask_key == identity.mask_key  # type: ignore[attr-defined]
+
+
+def test_secrets_on_disk_are_for_their_user_alone(tmp_path: Path) -> None:
+    client, request = Member(0, Settings(secure_aggregation=True), 1.0, 1), Identify(settings="{}", run="r")
+    state = client.device.memory = DirectoryState(tmp_path, "r", "0")
+    old = os.umask(0o022)  # also where other files are for everyone
+    try:
+        identity: Any = client(request)
+        keys = [identity.mask_key, *(masking.public_key(masking.new_secret()).hex() for _ in range(2))]
+        client(ShareKeys(session="s", own=1, members=[1, 2, 3], keys=keys, threshold=2, settings="{}", run="r"))
+    finally:
+        os.umask(old)
+    assert set(state.tags()) == {"secure-sum", "secure-key"}
+    assert {path.name: path.stat().st_mode & 0o777 for path in state.folder.iterdir()} == {
+        "secure-key@0.safetensors": 0o600,
+        "secure-sum@0.safetensors": 0o600,
+    }
 
 
 def test_secrets_are_not_in_what_leaves() -> None:

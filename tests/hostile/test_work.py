@@ -36,16 +36,20 @@ from fedtta.messages.requests import (
     AdapterRow,
     Evaluate,
     Identify,
+    Masking,
     RefineRates,
     Request,
+    ShareKeys,
     Summarize,
     Train,
     TrainingTask,
+    Unmask,
 )
 from fedtta.models import build
 from fedtta.models.deadline import Deadline, Stopped
+from fedtta.privacy import masking
 from fedtta.server.methods import METHODS
-from fedtta.settings import Settings, to_json
+from fedtta.settings import Settings, from_json, to_json
 from fedtta.tta.registry import info
 from fedtta.tta.statistics import STATISTICS
 from tests.client.agent import fake, world
@@ -203,6 +207,66 @@ def test_a_message_beyond_a_rule_is_refused_by_its_name(shared: Agent, case: str
     line = last(shared)
     assert (line["result"], line["reason"], "sent" in line) == (f"policy {rule}", str(caught.value)[:500], False)
     assert not list((shared.config.state_folder / "private").rglob("*@*"))
+
+
+#: A device whose owner has models, statistics and rates leave in secure sums of at least four clients only.
+HIDDEN = Policy(secure_aggregation=True, least_clients=4)
+
+
+def masked(request: Any, members: int = 4, keys: int | None = None) -> Any:
+    """The request for a secure sum; its keys are invented."""
+    public = [f"{one:064x}" for one in range(2, 2 + (members if keys is None else keys))]
+    return dataclasses.replace(
+        request, masking=Masking("s", 1, list(range(1, members + 1)), public, members, 1000, "uniform")
+    )
+
+
+SECURE: dict[str, Any] = {"clients": 4, "secure_aggregation": True}
+DEALT: dict[str, Any] = {"session": "s", "own": 1, "threshold": 2, **common(**SECURE)}
+RATES = RefineRates(round=1, variant="all", network="ab" * 32, **common(**SECURE))
+UNHIDDEN: dict[str, tuple[str, Request]] = {
+    "a run without": ("secure-aggregation", Identify(**common(clients=4))),
+    "a training without masks": ("secure-aggregation", training(**SECURE)),
+    "statistics without masks": ("secure-aggregation", summary([], **SECURE)),
+    "rates without masks": ("secure-aggregation", RATES),
+    "masks in a run that has none": ("secure-aggregation", masked(training(clients=4))),
+    "a sum with one other": ("least-clients", masked(training(**SECURE), 2)),
+    "a sum with itself, named four times": (
+        "least-clients",
+        dataclasses.replace(training(**SECURE), masking=Masking("s", 1, [1] * 4, ["02"] * 4, 4, 9, "uniform")),
+    ),
+    "rates with two others": ("least-clients", masked(RATES, 3)),
+    "shares for two others": ("least-clients", ShareKeys(members=[1, 2, 3], keys=["02", "03", "04"], **DEALT)),
+    "the sum of three survivors": (
+        "least-clients", Unmask(session="s", survivors=[1, 2, 3], shares=["00"] * 4, **common(**SECURE))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNHIDDEN)
+def test_where_the_owner_wants_secure_sums_nothing_else_is_sent(agents: Any, case: str) -> None:
+    rule, request = UNHIDDEN[case]
+    agent = agents(HIDDEN)
+    with pytest.raises(PolicyError, match=f"^policy {rule}: "):
+        agent.perform(request)
+    assert "sent" not in last(agent)
+
+
+def test_a_secure_sum_of_itself_is_refused_by_default(shared: Agent) -> None:
+    with pytest.raises(PolicyError, match=r"^policy least-clients: a secure sum of 1; allowed is 2 or more$"):
+        shared.perform(masked(training(**SECURE), 1))
+
+
+def test_less_noise_than_the_owner_wants_is_refused() -> None:
+    policy = Policy(least_noise=0.5)
+    for how in ("", "statistics=9/1", "model=0.4/1"):
+        with pytest.raises(PolicyError, match=r"^policy least-noise: z = 0(\.4)? on model; allowed is 0\.5 or more$"):
+            policy.check_request(training(), RUN.replace(differential_privacy=how), own_data=False)
+    noisy = RUN.replace(differential_privacy="model=0.5/1")
+    policy.check_request(training(), noisy, own_data=False)
+    policy.check_request(Identify(**common()), RUN, own_data=False)
+    with pytest.raises(PolicyError, match=r"^policy least-noise: z = 0 on statistics"):
+        policy.check_request(summary([]), noisy, own_data=False)
 
 
 def test_statistics_on_request_belong_to_methods_of_their_adapters_names() -> None:
@@ -656,7 +720,10 @@ ANSWERS = (ValueError, FloatingPointError, Stopped)  # PolicyError and SettingsE
 
 
 def test_hostile_messages_get_no_path_no_time_and_no_crash(tmp_path: Path, outside: Path, noise: str) -> None:
-    """What the updates tell is printed, not bounded: some features of any network are active for one image only."""
+    """What the updates tell is printed, not bounded: some features of any network are active for one image only.
+
+    What bounds it are masks and noise, below.
+    """
     count = int(os.environ.get("FEDTTA_FUZZ", "40"))
     draw, site = np.random.default_rng(18), {"classes": SITE.classes}
     policy = Policy(most_runs=4, most_memory_mb=1024, phases="*")
@@ -699,6 +766,73 @@ def test_hostile_messages_get_no_path_no_time_and_no_crash(tmp_path: Path, outsi
         relay.close()
         assert agent.perform(Identify(**common(**site))).role == "both"
         agent.close()
+
+
+def summed(agent: Agent, request: Any, keys: list[str]) -> Any:
+    """The request for a sum with honest clients of these keys: this device has dealt its shares."""
+    asked = from_json(request.settings).replace(secure_aggregation=True, clients=len(keys) + 1)
+    request = dataclasses.replace(request, settings=to_json(asked))
+    identity: Any = agent.perform(Identify(settings=request.settings, run=request.run))
+    members, session = list(range(1, len(keys) + 2)), masking.new_secret().hex()
+    about: dict[str, Any] = {"session": session, "own": 1, "members": members}
+    all_keys = [identity.mask_key, *keys]
+    deal = ShareKeys(**about, keys=all_keys, threshold=len(members), settings=request.settings, run=request.run)
+    dealt: Any = agent.perform(deal)
+    told = Masking(**about, keys=[dealt.key, *keys], clients=len(members), most=1000, weighting="examples")
+    return dataclasses.replace(request, masking=told)
+
+
+def read_as_update(before: Arrays, words: np.ndarray) -> Arrays:
+    """What is under masks, read as if there were none."""
+    values, after = words.view(np.int64) / 2.0**40, {}
+    for name in sorted(before):
+        part, values = np.split(values, [before[name].size])
+        after[name] = before[name] + part.reshape(before[name].shape)
+    return after
+
+
+def test_where_the_owner_wants_secure_sums_no_hostile_message_gets_an_image(tmp_path: Path, noise: str) -> None:
+    """The sum itself tells images of its clients, not whose; with most of them invented it is a client's reply."""
+    draw, about = np.random.default_rng(18), common(classes=SITE.classes, secure_aggregation=True, clients=4)
+    agent = agent_in(tmp_path, dataclasses.replace(HIDDEN, phases="*", most_memory_mb=1024), data=noise)
+    agent.perform(Identify(**about))
+    members, others = own_images(agent)
+    keys = [masking.public_key(masking.new_secret()).hex() for _ in range(3)]
+    worst, updates, results = 0.0, 0, dict[str, int]()
+    for number in range(int(os.environ.get("FEDTTA_FUZZ", "40"))):
+        request: Any = hostile_request(draw, tmp_path, members)
+        if number % 4 == 0:  # what is ordinary
+            request = training(classes=SITE.classes)
+        try:
+            if isinstance(request, Train | Summarize | RefineRates) and draw.random() < 0.8:
+                request = summed(agent, request, keys)
+            reply: Any = agent.perform(request, Deadline(20.0))
+        except ANSWERS as error:
+            name = f"policy {error.rule}" if isinstance(error, PolicyError) else type(error).__name__
+        else:
+            name = f"ok {request.kind}"
+            if isinstance(request, Train | Summarize | RefineRates | Adapt):
+                left = {what for what, arrays in reply.to_record().arrays.items() if arrays}
+                assert left == {"masked"}, (number, request.kind)
+            if isinstance(request, Train) and _layout(request.arrays) == _layout(chosen_weights()):
+                after = read_as_update(request.arrays, reply.masked["sum"])
+                worst, updates = max(worst, gap(request.arrays, after, members, others[:200])), updates + 1
+        results[name] = results.get(name, 0) + 1
+    print(f"{updates} masked updates, gap {worst:.3f}", results)
+    agent.close()
+    assert updates > 3
+    assert worst < 0.1
+
+
+def test_the_noise_that_the_owner_wants_leaves_no_image_whatever_the_weights(agents: Any, noise: str) -> None:
+    """Of an input of n numbers a clipped update with noise z has a correlation of at most 1 / √(1 + n z²)."""
+    agent = agents(dataclasses.replace(OPEN, least_noise=0.3), data=noise)
+    members, others = own_images(agent)
+    random = np.random.default_rng(0)
+    ordinary = {key: random.normal(0, 0.1, value.shape).astype(np.float32) for key, value in chosen_weights().items()}
+    for weights in (trap(members), ordinary):
+        reply = agent.perform(training(weights, classes=SITE.classes, differential_privacy="model=0.3/1"))
+        assert gap(weights, reply.arrays, members, others[:200]) < 0.1
 
 
 def _layout(arrays: Arrays) -> dict[str, tuple[int, ...]]:

@@ -102,6 +102,26 @@ def kill(agent: Agent) -> None:
     agent._store.close()
 
 
+def test_many_small_losses_of_accuracy_are_one_large_one(start: tuple[Path, Evaluate], agents: Any) -> None:
+    agent, request = agents(accept_margin=0.1), start[1]
+
+    def worse(part: float) -> Evaluate:
+        """Each class is taken for its neighbour, to a part."""
+        head = {name: value for name, value in request.arrays.items() if name.startswith("head.")}
+        mixed = {n: ((1 - part) * v + part * np.roll(v, 1, 0)).astype(np.float32) for n, v in head.items()}
+        return evaluation({**request.arrays, **mixed}, request.statistics)
+
+    told = [offer(agent, worse(0.02 * step)) for step in range(1, 31)]
+    refused = [one for one in told if one.startswith("refused: ")]
+    assert len([one for one in told if one.startswith("promoted")]) > 1
+    assert any(one.endswith(" were lost before") for one in refused)
+    (served,) = [model for model, _ in agent.models() if model.state == "served"]
+    assert 0 < served.check["lost"] <= 0.1
+    assert agent.status().version == served.version
+    agent.restore_model()  # the owner's decision
+    assert [model.check["lost"] for model, _ in agent.models() if model.state == "served"] == [0.0]
+
+
 def test_a_model_of_one_class_is_not_served_and_the_device_says_why(
     folder: Path, start: tuple[Path, Evaluate], agents: Any
 ) -> None:
