@@ -43,7 +43,7 @@ from fedtta.simulation.keys import KeysError, make_keys
 from fedtta.simulation.superlink import POLL, FlowerError
 
 BATCH = 30  # images of a prediction request
-LATE = 3  # training rounds before the last site starts
+LEAST_ROUNDS = 4  # the last site starts after a quarter of the rounds, and needs a few to join
 LAPSE = 60.0  # seconds without a heartbeat after which a node is gone
 PATIENCE = 900.0  # seconds of the run
 ADAPTER = "tent"  # needs no labels, so that all sites can have the same one
@@ -101,12 +101,13 @@ class Demo:
                 run = executor.submit(deployment.run, self.home, self.settings.flat(), PATIENCE, show=True)
                 while not run.done():
                     for number, site in enumerate(SITES):
-                        if site.name not in self.nodes and self.rounds() >= LATE:
+                        if site.name not in self.nodes and self.rounds() >= self.settings.rounds // 4:
                             say(f"{site.name} starts")
                             self.nodes[site.name] = deployment.Supervised(partial(start, number))
                     self.tend()
                     time.sleep(POLL)
                 run.result()
+            self.require_all()
             say("the shift: new images arrive at every site")
             found = {site.name: self.predict(site, changed[site.name]) for site in SITES}
             return {name: float((classes == arrivals.labels).mean()) for name, classes in found.items()}
@@ -123,6 +124,14 @@ class Demo:
     def rounds(self) -> int:
         """Return how many training rounds have ended."""
         return sum(one["event"] == "round" for one in self.events())
+
+    def require_all(self) -> None:
+        """Raise FlowerError if a site has not joined the run in time: it has no model then."""
+        events = self.events()
+        there = {name for one in events if one["event"] == "clients" for name in one["names"]}
+        there |= {one["name"] for one in events if one["event"] == "joined"}
+        if absent := [site.name for site in SITES if site.name not in there]:
+            raise FlowerError(f"{', '.join(absent)} had not joined when training ended; take more --rounds")
 
     def tend(self) -> None:
         """Start SuperNodes again that have ended, or that the run has reported as gone."""
@@ -236,8 +245,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=12, help="training rounds (default: 12)")
     arguments = parser.parse_args(words)
     folder = (arguments.folder or Path("results") / time.strftime("demo-%Y%m%d-%H%M%S")).expanduser().resolve()
-    if arguments.rounds <= LATE:
-        print(f"error: --rounds {arguments.rounds}: allowed is more than {LATE}", file=sys.stderr)
+    if arguments.rounds < LEAST_ROUNDS:
+        print(f"error: --rounds {arguments.rounds}: allowed is {LEAST_ROUNDS} or more", file=sys.stderr)
         return 2
     if folder.exists():
         print(f"error: {folder} exists; choose another --folder", file=sys.stderr)

@@ -29,10 +29,14 @@ PATIENCE = 600.0  # seconds that what takes at most two minutes may take on a bu
 POLL = 0.05
 
 
-def wait_until(reached: Callable[[], bool], what: str) -> None:
-    """Fail when it is not reached within PATIENCE."""
+def wait_until(reached: Callable[[], bool], what: str, run: Future[None] | None = None) -> None:
+    """Fail when it is not reached within PATIENCE, or before the run ends, with the run's reason if it failed."""
     end = time.monotonic() + PATIENCE
     while not reached():
+        if run is not None and run.done():
+            run.result()
+            assert reached(), f"the run ended before {what}"
+            return
         assert time.monotonic() < end, f"waited for {what}"
         time.sleep(POLL)
 

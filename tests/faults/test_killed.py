@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,16 @@ SMALL = Settings(
 )  # fmt: skip
 
 
-def wait_for_training(made: Stage, after: int) -> None:
+def wait_for_training(made: Stage, after: int, run: Future[None]) -> None:
     """Wait until the first client trains and so many rounds, or more, have ended."""
-    wait_until(lambda: made.rounds(RUN) >= after and made.in_training(0), f"training after round {after}")
+    wait_until(lambda: made.rounds(RUN) >= after and made.in_training(0), f"training after round {after}", run)
     assert made.rounds(RUN) < SMALL.rounds
 
 
 def test_a_server_app_killed_in_a_round_is_resumed(tmp_path: Path) -> None:
     with stage(tmp_path) as made:
         first = made.run(SMALL)
-        wait_for_training(made, 1)
+        wait_for_training(made, 1, first)
         kill(*made.processes("flwr-serverapp"))
         with pytest.raises(FlowerError, match="heartbeat"):
             first.result(PATIENCE)
@@ -44,7 +45,7 @@ def test_a_run_is_resumed_by_itself_when_its_superlink_was_killed(tmp_path: Path
     """Its ServerApp ends with it; restarted on its database it knows its nodes, and fails the run."""
     with stage(tmp_path) as made:
         first = made.run(SMALL, resumes=2)
-        wait_for_training(made, 1)
+        wait_for_training(made, 1, first)
         kill(*made.processes("flower-superlink"))
         wait_until(lambda: not made.processes("flwr-serverapp"), "the ServerApp to end")
         made.restart_superlink()
@@ -60,7 +61,7 @@ def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(tmp_path: Pa
     settings = SMALL.replace(min_replies=2)
     with stage(tmp_path) as made:
         first = made.run(settings)
-        wait_until(lambda: made.rounds(RUN) >= 1, "a round")
+        wait_until(lambda: made.rounds(RUN) >= 1, "a round", first)
         with made.managed("node-1"):
             made.kill_node_at_work(1)
             first.result(PATIENCE)
@@ -77,7 +78,7 @@ def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(tmp_path: Pa
 def test_a_run_goes_on_without_a_killed_supernode_that_no_quorum_needs(tmp_path: Path) -> None:
     with stage(tmp_path) as made:
         first = made.run(SMALL)
-        wait_until(lambda: made.rounds(RUN) >= 1, "a round")
+        wait_until(lambda: made.rounds(RUN) >= 1, "a round", first)
         made.kill_node_at_work(1)
         first.result(PATIENCE)
     events = made.events(RUN)

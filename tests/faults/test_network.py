@@ -40,7 +40,7 @@ def test_three_rounds_over_a_bad_line_have_the_bits_of_one_process(tmp_path: Pat
 
     with stage(tmp_path, through=through) as made:
         running = made.run(SMALL)
-        wait_until(lambda: made.rounds(RUN) == 1 and made.in_training(0), "round 2")
+        wait_until(lambda: made.rounds(RUN) == 1 and made.in_training(0), "round 2", running)
         before = lines[0].connections
         assert before >= 2  # nodes do come this way
         lines[0].cut(CUT)

@@ -68,7 +68,7 @@ def test_a_node_that_trusts_a_key_runs_what_it_has_signed_and_nothing_else(tmp_p
     home.mkdir()
     keys = make_keys(home / "keys", 1, app=True)[0]
     assert signing.main([str(keys.app), "--out", str(tmp_path / "app.fab")]) == 0
-    settings = SMALL.replace(clients=1, results=str(tmp_path), node_timeout=30.0)
+    settings = SMALL.replace(clients=1, results=str(tmp_path))
     own = {**CONFIG, "state-dir": str(tmp_path / "state")}
     trusting = ["--trusted-entities", str(keys.trusted)]
     with superlink.superlink(home, simulation=False, keys=keys) as fleet:

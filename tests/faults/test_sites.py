@@ -136,12 +136,12 @@ def under_load(made: Stage, name: str, arrivals: Arrivals) -> Iterator[list[Any]
 
 def test_a_fourth_box_joins_midway_and_one_that_is_killed_is_named(tmp_path: Path) -> None:
     with boxes(tmp_path) as (made, _):
-        run = made.run(SETTINGS.replace(rounds=14, node_timeout=30.0), **{"run-name": "long"})
-        wait_until(lambda: made.rounds("long") >= 2, "two rounds")
+        run = made.run(SETTINGS.replace(rounds=14), **{"run-name": "long"})
+        wait_until(lambda: made.rounds("long") >= 2, "two rounds", run)
         late = len(made.names) - 1
         made.start_agent(late)
         made.start_node(late)
-        wait_until(lambda: bool(told(made, "long", "joined")), "the fourth box")
+        wait_until(lambda: bool(told(made, "long", "joined")), "the fourth box", run)
         north = made.names.index("north")
         for process in (made.agents[north], made.nodes[north]):
             process.kill()

@@ -21,6 +21,7 @@ from fedtta.simulation import deployment
 from fedtta.simulation.demo.__main__ import LAPSE, Demo, encoded, main, settings_of
 from fedtta.simulation.demo.page import Outcome, write_page
 from fedtta.simulation.demo.sites import SITES, shifted, source_images, write_device, write_sites
+from fedtta.simulation.superlink import FlowerError
 
 
 def test_sites_have_disjoint_folders_of_which_every_image_is_used(tmp_path: Path) -> None:
@@ -82,6 +83,18 @@ def test_a_supernode_that_the_run_has_lost_is_replaced_unless_it_is_a_successor(
         west.kill()
 
 
+def test_a_site_that_has_not_joined_in_time_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    demo = Demo(tmp_path, settings_of(source_images(None), tmp_path, 5), tmp_path, tmp_path)
+    told = [{"event": "clients", "names": ["east", "north", "south"]}, {"event": "joined", "name": "west"}]
+    lines = [json.dumps(one) + "\n" for one in told]
+    (tmp_path / "run" / METRICS_FILE).write_text(lines[0])
+    with pytest.raises(FlowerError, match="west had not joined"):
+        demo.require_all()
+    (tmp_path / "run" / METRICS_FILE).write_text("".join(lines))
+    demo.require_all()
+
+
 @pytest.mark.parametrize(
     ("adapted", "words"),
     [(0.9, "Adaptation paid at north (+40.0 points)."), (0.51, "made no clear difference"), (0.2, "It cost at north")],
@@ -99,5 +112,5 @@ def test_the_page_says_where_adaptation_paid_and_where_not(tmp_path: Path, adapt
 def test_a_folder_that_exists_or_too_few_rounds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--folder", str(tmp_path)]) == 2
     assert main(["--folder", str(tmp_path / "new"), "--rounds", "3"]) == 2
-    assert "allowed is more than 3" in capsys.readouterr().err
+    assert "allowed is 4 or more" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
