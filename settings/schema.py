@@ -323,8 +323,8 @@ class Settings:
     )
     clip_factor: float = setting(
         3.0,
-        "limit what is further from the clients' median than this many times the median distance, or against their "
-        "median step (0: off; Byzantine-robust aggregations do without)",
+        "limit what is further from the clients' median than this many times the median distance, or against the "
+        "median step of the others (0: off; Byzantine-robust aggregations do without)",
         low=0,
         group="aggregation",
     )

@@ -13,7 +13,7 @@ import torch
 
 from fedtta.benchmarks.speed import agent, served, streams
 from fedtta.client.agent.guard import Limits
-from fedtta.client.agent.live import Live, images
+from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages.requests import AdapterRow
 from fedtta.server.events import RunError
@@ -99,7 +99,7 @@ def test_the_fabricated_model_is_like_a_trained_one() -> None:
     assert 0 < known.entropy_local < known.entropy_global < 0.5 * np.log(10)
     for adapter in ("fedthe", "btfl"):  # the guard finds nothing in the stream
         live = Live(replace(made, row=AdapterRow(adapter, adapter)), Limits(), torch.device("cpu"), print)
-        answers = [live.predict(images(part, made.shape)) for part in streams.batches(pixels, 20)]
+        answers = [live.predict(as_floats(checked(part, made.shape))) for part in streams.batches(pixels, 20)]
         assert all(adapted for _, _, adapted in answers)
         assert np.concatenate([weights for _, weights, _ in answers]).std() > 0
 

@@ -50,7 +50,7 @@ RUNS = {
 #: To each node: identify, train, rates twice, evaluate; identify, FedICON's encoder and classifier, evaluate, Ditto's
 #: round, evaluate.
 MESSAGES = 5 + 6
-TIMES = {"at", "seconds", "wall_seconds", "train_seconds"}
+TIMES = {"at", "digest", "seconds", "wall_seconds", "train_seconds"}
 
 
 @dataclass
