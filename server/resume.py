@@ -7,14 +7,14 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedtta.messages.replies import Identity
 from fedtta.server.checkpoints import FOLDER, TAGGED, Checkpoint, Position, checkpoint_files, read_checkpoint
 from fedtta.server.events import Event, RunError
-from fedtta.server.members import COMMON, FederationInfo, member_names
+from fedtta.server.members import COMMON, member_names
 from fedtta.server.report.journal import COPY, METRICS_FILE, Line, read_lines, restored
 from fedtta.settings import Settings, SettingsError, keys_in
 from fedtta.settings.files import cut, write_atomically
@@ -186,16 +186,15 @@ def misfits(checkpoint: Checkpoint, identities: Mapping[str, Identity]) -> dict[
 
 def _other_data(world: Mapping[str, Any], identity: Identity) -> str:
     """Return how a client's data are not those of the run; a device's own data may have got more."""
-    names = (*COMMON, "shifts", *(() if identity.own_data else ("stream_rounds",)))
-    now, run = asdict(FederationInfo.of([identity])), {name: world[name] for name in names if name in world}
-    if not identity.labelled:
-        run.pop("shifts", None)
+    names = (*COMMON, *(["shifts"] if identity.labelled else []), *([] if identity.own_data else ["stream_rounds"]))
+    before = {name: world[name] for name in names if name in world}
     partition = member_names(world).index(identity.name)
-    own = {"role": (world.get("roles") or ["both"] * (partition + 1))[partition]}
+    before["role"] = (world.get("roles") or ["both"] * (partition + 1))[partition]
     if not identity.own_data:
-        own["sizes"] = world["sizes"][partition]
-    now, run = {**now, **{name: getattr(identity, name) for name in own}}, {**run, **own}
-    return next((f"{name} = {now[name]!r}, in the run it is {run[name]!r}" for name in run if now[name] != run[name]), "")
+        before["sizes"] = world["sizes"][partition]
+    now = {name: getattr(identity, name) for name in before}
+    other = (f"{name} = {now[name]!r}, in the run it is {before[name]!r}" for name in now if now[name] != before[name])
+    return next(other, "")
 
 
 @contextmanager
