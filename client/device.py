@@ -50,6 +50,7 @@ from fedtta.client.statistics import (
 )
 from fedtta.data import CORRUPTIONS, UNCORRUPTED, Federation, Images, Role, Stream, client_number, resolve, stream
 from fedtta.messages.arrays import Arrays
+from fedtta.messages.arrays import digest as digest_of
 from fedtta.messages.replies import Adapted, Evaluated, Identity, RefinedRates, Summarized, Trained
 from fedtta.messages.requests import (
     Adapt,
@@ -418,9 +419,17 @@ class Device:
         return private
 
     def _network(self, digest: str, arrays: Arrays | None) -> Arrays:
-        """Return the network that a request is about: what it brings, which is kept, or what was kept before."""
+        """Return the network that a request is about: what it brings, which is kept, or what was kept before.
+
+        Raises
+        ------
+        ValueError
+            The arrays have another digest (other clients and runs would get them under it), or were not kept.
+        """
         if arrays is None:
             return self.networks.load(digest)
+        if digest_of(arrays) != digest:
+            raise ValueError(f"network {digest[:12]!r}: its arrays have another digest")
         self.networks.keep(digest, arrays)
         return arrays
 

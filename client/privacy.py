@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from fedtta.client.state import PrivateState
 from fedtta.messages.replies import Identity, Reply, SharedKeys, Summarized, Trained, Unmasked
-from fedtta.messages.requests import Masking, RefineRates, Request, ShareKeys, Summarize, Train, Unmask
+from fedtta.messages.requests import RefineRates, Request, ShareKeys, Summarize, Train, Unmask
 from fedtta.privacy import masking
 from fedtta.privacy.gaussian import Mechanism, Privacy, Values, clipped, noised
 from fedtta.privacy.sharing import SHARE, split
-from fedtta.privacy.sums import AGGREGATED, Aggregated, to_vector
+from fedtta.privacy.sums import AGGREGATED, Aggregated, Masked, common_part, to_vector
 from fedtta.tta.statistics import STATISTICS
 
 if TYPE_CHECKING:
@@ -176,16 +176,18 @@ def protect(device: Device, request: Request, reply: Reply) -> Reply:
     session = Session.load(device.memory, request.masking.session, "shared")
     bound = settings.update_norm_bound if mechanism is None else 0.0
     arrays = _bounded(device, request, reply, mechanism, bound)
-    words = _masked(session, request.masking, reply, arrays, mechanism)
+    words = _masked(session, request, reply, arrays, mechanism)
     replace(session, step="masked", masked=request.masking.members).save(device.memory)
     empty: dict[str, Any] = {how.arrays: {}, "num_examples": 1, "masked": {"sum": words}}
     return replace(_without_metrics(reply, how), **empty)
 
 
 def _masked(
-    session: Session, asked: Masking, reply: Reply, arrays: Values, mechanism: Mechanism | None
+    session: Session, request: Masked, reply: Reply, arrays: Values, mechanism: Mechanism | None
 ) -> NDArray[np.uint64]:
     """Return the vector of a reply under all masks."""
+    asked = request.masking
+    assert asked is not None, "checked by the caller"
     if not set(asked.members) <= set(session.members) or session.own not in asked.members:
         raise ValueError("masks are asked for with clients that are no members")
     if len(asked.members) < session.threshold or len(set(asked.keys)) != len(set(asked.members)):
@@ -200,7 +202,7 @@ def _masked(
     words = words + masking.mask(bytes.fromhex(session.seed), len(words))
     others = [(n, bytes.fromhex(key)) for n, key in zip(asked.members, asked.keys, strict=True) if n != session.own]
     private = bytes.fromhex(session.private)
-    return words + masking.pair_masks(private, session.own, others, session.session, len(words))
+    return words + masking.pair_masks(private, session.own, others, common_part(request), len(words))
 
 
 def _noisy(device: Device, request: Request, reply: Reply, mechanism: Mechanism) -> Reply:

@@ -11,6 +11,7 @@ another layout needs a transposition, which takes three times as long as a copy.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
@@ -132,3 +133,17 @@ def unpacked(arrays: Mapping[str, Contiguous]) -> Arrays:
 def array_bytes(arrays: Mapping[str, NDArray[Any]]) -> int:
     """Return the bytes of the numbers in named arrays."""
     return sum(value.nbytes for value in arrays.values())
+
+
+def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """Return the SHA-256 (hex) of names, dtypes, shapes and bytes, in name order.
+
+    It does not depend on the order of the mapping, the layout in memory, or the machine's byte order.
+    """
+    total = hashlib.sha256()
+    for name in sorted(arrays):
+        value = np.asarray(arrays[name])
+        value = np.asarray(value, dtype=value.dtype.newbyteorder("<"), order="C")
+        total.update(repr((name, value.dtype.name, value.shape)).encode())
+        total.update(value.tobytes())
+    return total.hexdigest()

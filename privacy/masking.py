@@ -82,7 +82,7 @@ def mask(seed: bytes, size: int) -> Words:
     return np.frombuffer(stream.update(bytes(8 * size)), np.dtype("<u8")).astype(np.uint64, copy=False)
 
 
-def pair_masks(private: bytes, own: int, others: Iterable[tuple[int, bytes]], session: str, size: int) -> Words:
+def pair_masks(private: bytes, own: int, others: Iterable[tuple[int, bytes]], about: str, size: int) -> Words:
     """Return the sum of a client's masks with others [size]; the others' have the opposite signs.
 
     Parameters
@@ -93,12 +93,12 @@ def pair_masks(private: bytes, own: int, others: Iterable[tuple[int, bytes]], se
         Its number.
     others : iterable of (int, bytes)
         Number and public masking key of each other client.
-    session : str
-        The masks are those of this session.
+    about : str
+        What the masks are for: session and request. Those of clients for whom it differs do not cancel.
     """
     total = np.zeros(size, np.uint64)
     for number, public in others:
-        one = mask(shared_key(private, public, f"mask {session}"), size)
+        one = mask(shared_key(private, public, f"mask {about}"), size)
         if number > own:
             total += one
         else:

@@ -6,19 +6,25 @@ the loss times the samples, and counts. All of it is masked: of a single client 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedtta.messages.arrays import digest
 from fedtta.messages.replies import RefinedRates, Reply, Summarized, Trained
+from fedtta.messages.requests import RefineRates, Summarize, Train
 
 #: name → (shape, dtype as numpy spells it).
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 Float = NDArray[np.float64]
+#: Requests whose replies can be masked.
+Masked = Train | Summarize | RefineRates
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,26 @@ AGGREGATED: dict[type[Reply], Aggregated] = {
     Summarized: Aggregated("statistics", "statistics", "", _VALIDATED),
     RefinedRates: Aggregated("rates", "rates", "loss", ("correct",)),
 }
+
+
+def common_part(request: Masked) -> str:
+    """Return the session of a masked request, and a digest of what all clients of the sum must have been sent.
+
+    It is in the masks of pairs, which cancel only where it is the same: otherwise a server could read one client's
+    update in the sum by sending all others a network that nothing is learned from.
+    """
+    assert request.masking is not None, "a request without masking has no sum"
+    own = ("masking", "checkpoint_rounds", "arrays", "rates")
+    told = {one.name: getattr(request, one.name) for one in fields(request) if one.name not in own}
+    if isinstance(request, RefineRates):
+        sent = request.rates  # the network is told by its digest, which a client checks
+    else:
+        names = getattr(request, "aggregated", None)
+        sent = {name: value for name, value in request.arrays.items() if names is None or name in names}
+    asked = request.masking
+    parts = [request.kind, told, digest(sent), asked.clients, asked.most, asked.weighting]
+    text = json.dumps(parts, sort_keys=True, default=asdict)
+    return f"{asked.session} {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def length(kind: type[Reply], shapes: Shapes) -> int:

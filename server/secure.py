@@ -27,7 +27,7 @@ from fedtta.messages.requests import Masking, RefineRates, Request, ShareKeys, S
 from fedtta.messages.transport import Addressed
 from fedtta.privacy import masking
 from fedtta.privacy.sharing import combine
-from fedtta.privacy.sums import Shapes, length, to_mean
+from fedtta.privacy.sums import Shapes, common_part, length, to_mean
 from fedtta.server.events import Events
 from fedtta.server.nodes import Nodes
 from fedtta.server.privacy import feasible, least_replies, threshold
@@ -98,12 +98,15 @@ class Sum:
         Number → numbers of those that it shares masks with, itself among them; all have as many.
     threshold : int
         Shares that give a secret back.
+    about : str
+        What the masks of pairs are for (`fedtta.privacy.sums.common_part`).
     """
 
     members: dict[int, list[int]]
     threshold: int
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     shared: dict[int, SharedKeys] = field(default_factory=dict)
+    about: str = ""
     masked: dict[int, Any] = field(default_factory=dict)
     revealed: dict[int, Unmasked] = field(default_factory=dict)
 
@@ -151,7 +154,7 @@ class Sum:
             total -= masking.mask(found[number], size)
         for lost in set(self.shared) - set(self.masked):
             pairs = [(one, bytes.fromhex(self.shared[one].key)) for one in self.members[lost] if one in self.masked]
-            total += masking.pair_masks(found[lost], lost, pairs, self.session, size)
+            total += masking.pair_masks(found[lost], lost, pairs, self.about, size)
         return total
 
 
@@ -268,6 +271,7 @@ class SecureAggregation:
             return replace(request, masking=told)
 
         addressed = [Addressed(asked[n].node, masked(n, asked[n].request)) for n in summing.shared]
+        (summing.about,) = {common_part(one.request) for one in addressed}  # type: ignore[arg-type]  # of one kind
         kind = type(addressed[0].request).reply
         replied, lost = send(addressed, MaskedCheck(kind, length(kind, shapes_in(check))))
         summing.masked = {1 + one.partition: one.reply for one in replied}

@@ -6,7 +6,6 @@ them; a node that does not reply may have been restarted and receives them again
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,21 +14,8 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
-from numpy.typing import NDArray
 
-
-def digest(arrays: Mapping[str, NDArray[Any]]) -> str:
-    """Return the SHA-256 (hex) of names, dtypes, shapes and bytes, in name order.
-
-    It does not depend on the order of the mapping, the layout in memory, or the machine's byte order.
-    """
-    total = hashlib.sha256()
-    for name in sorted(arrays):
-        value = np.asarray(arrays[name])
-        value = np.asarray(value, dtype=value.dtype.newbyteorder("<"), order="C")
-        total.update(repr((name, value.dtype.name, value.shape)).encode())
-        total.update(value.tobytes())
-    return total.hexdigest()
+from fedtta.messages.arrays import digest
 
 
 def array_bytes(record: ArrayRecord) -> int:

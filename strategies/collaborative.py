@@ -20,8 +20,9 @@ from flwr.common.logger import log
 from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
+from fedtta.messages.arrays import digest
 from fedtta.strategies.arrays import Arrays, Float, Named, as_numpy, as_record, mix, require_alike, require_stochastic
-from fedtta.strategies.broadcast import BroadcastStrategy, digest
+from fedtta.strategies.broadcast import BroadcastStrategy
 
 #: Message type of a round of adaptation.
 ADAPT_MESSAGE = "train.adapt"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from fedtta.client.state import NETWORKS_KEPT, NetworkStore, private_folder
+from fedtta.messages.arrays import digest
 from fedtta.models import load_arrays, save_arrays
 from fedtta.settings import Settings
-from fedtta.strategies.broadcast import digest
 from tests.client.tiny import same
 
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "running_var": np.ones(2, np.float64), "n": np.array(3)}

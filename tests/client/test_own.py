@@ -19,6 +19,7 @@ from fedtta.client.node import Node, make_device, perform
 from fedtta.client.own import _of_run, scan, settings_alone
 from fedtta.client.state import DirectoryState, MemoryState
 from fedtta.data import Images, LazyRows
+from fedtta.messages.arrays import digest
 from fedtta.messages.replies import Adapted, Evaluated, Identity, Summarized, Trained
 from fedtta.messages.requests import (
     Adapt,
@@ -258,7 +259,9 @@ def test_images_from_disk_train_and_evaluate_to_the_same_bits_as_images_in_memor
             round=2, task=TASK, arrays=trained.arrays, rows=rows, shifts=shifts, statistics=None, **box.about()
         )
         evaluated = device.evaluate(request)
-        refine = RefineRates(round=1, variant="all", network="n", arrays=trained.arrays, rates={}, **box.about())
+        refine = RefineRates(
+            round=1, variant="all", network=digest(trained.arrays), arrays=trained.arrays, rates={}, **box.about()
+        )
         refined = device.refine_rates(refine)
         results = [(one.label, one.shift, one.correct, one.total) for one in evaluated.results]
         found.append(({**trained.arrays, **known.statistics, **refined.rates}, results))
@@ -285,7 +288,7 @@ def test_only_batches_of_the_images_are_read_at_once(tmp_path: Path, monkeypatch
     box.trained()
     wanted = ["label_prior", "confusion"]
     box.ask(Summarize, round=2, task=TASK, arrays=arrays(), wanted=wanted)
-    box.ask(RefineRates, round=1, variant="all", network="n", arrays=arrays(), rates={})
+    box.ask(RefineRates, round=1, variant="all", network=digest(arrays()), arrays=arrays(), rates={})
     box.ask(Evaluate, round=2, task=TASK, arrays=arrays(), rows=rows, shifts=["original", "corrupted", "shifted_ind"])
     assert sum(asked) > 300
     assert max(asked) <= 2 * 4  # `numpy.array_split` makes batches of up to twice the size
@@ -356,8 +359,8 @@ def test_test_time_rounds_go_over_the_devices_own_test_images(
     seen = []
     for round in range(1, identity.stream_rounds + 1):
         reply: Adapted = box.ask(
-            Adapt, round=round, row=AdapterRow("tent", "tent"), cell="c", network="n", share="affine",
-            arrays=arrays("batch") if round == 1 else None, shared=None, send_normalization=False, send_start=False,
+            Adapt, round=round, row=AdapterRow("tent", "tent"), cell="c", share="affine",
+            network=digest(arrays("batch")), arrays=arrays("batch") if round == 1 else None, shared=None, send_normalization=False, send_start=False,
         )  # fmt: skip
         seen.append(reply.num_examples)
         assert reply.corruption == 0
@@ -366,8 +369,8 @@ def test_test_time_rounds_go_over_the_devices_own_test_images(
     assert sum(seen) == tests
     with pytest.raises(ValueError, match="round"):
         box.ask(
-            Adapt, round=len(seen) + 1, row=AdapterRow("tent", "tent"), cell="c", network="n", share="affine",
-            arrays=None, shared=None, send_normalization=False, send_start=False,
+            Adapt, round=len(seen) + 1, row=AdapterRow("tent", "tent"), cell="c", share="affine",
+            network=digest(arrays("batch")), arrays=None, shared=None, send_normalization=False, send_start=False,
         )  # fmt: skip
 
 

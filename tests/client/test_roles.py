@@ -12,10 +12,10 @@ import pytest
 
 from fedtta.client.resources import federation_of
 from fedtta.data import Federation
+from fedtta.messages.arrays import digest
 from fedtta.messages.requests import AdapterRow as Row
 from fedtta.messages.requests import Identify, RefineRates, Summarize, Train, TrainingTask
 from fedtta.settings import Settings
-from fedtta.strategies.broadcast import digest
 from tests.client import tiny
 from tests.client.through_app import about, ask, node
 from tests.client.tiny import Client as Device

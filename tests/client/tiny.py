@@ -18,7 +18,7 @@ from fedtta.client.serving import Served
 from fedtta.client.state import MemoryState, NetworkStore, PrivateState, private_folder
 from fedtta.data import Federation, Images, Role
 from fedtta.data.split import Split
-from fedtta.messages.arrays import Arrays
+from fedtta.messages.arrays import Arrays, digest
 from fedtta.messages.replies import Evaluated
 from fedtta.messages.requests import Adapt, AdapterRow, Evaluate, Identify, RefineRates, Summarize, Train, TrainingTask
 from fedtta.models import TwoHead
@@ -141,15 +141,16 @@ class Client:
         return reply.statistics, reply.to_record().values
 
     def refine_rates(
-        self, round: int, arrays: Arrays, rates: Mapping[str, float], variant: Any, network: str = "net"
+        self, round: int, arrays: Arrays, rates: Mapping[str, float], variant: Any
     ) -> tuple[dict[str, float], dict[str, Any]]:
         start = {name: np.asarray(value, np.float64) for name, value in rates.items()}
-        request = RefineRates(round=round, variant=variant, network=network, arrays=arrays, rates=start, **self.about)
+        about = {"network": digest(arrays), **self.about}
+        request = RefineRates(round=round, variant=variant, arrays=arrays, rates=start, **about)
         reply = self.inner.refine_rates(request)
         return {name: float(value) for name, value in reply.rates.items()}, reply.to_record().values
 
     def adapt(self, round: int, cell: str, arrays: Arrays, row: AdapterRow, **more: Any) -> Any:
-        about = {"share": "all", "network": "net", "send_normalization": True, "send_start": True}
+        about = {"share": "all", "network": digest(arrays), "send_normalization": True, "send_start": True}
         return self.inner.adapt(
             Adapt(round=round, cell=cell, arrays=arrays, row=row, **{**about, **more}, **self.about)
         )

@@ -37,6 +37,8 @@ def test_every_phase_over_grpc_has_the_bits_of_one_process(tmp_path: Path) -> No
         for name, settings in reversed(runs.items()):  # what is served in the end comes from "train"
             made.run(settings).result(PATIENCE)
             assert made.events(name)[-1]["status"] == "completed"
+            # on a machine so busy that Flower takes a node for gone, nothing below would hold
+            assert not [event for event in made.events(name) if event["event"] in ("failed", "late", "left", "refused")]
         federation = federation_of(runs["train"])
         for i in range(NODES):
             images = federation.images.pixels[federation.splits[i].test[:20]]

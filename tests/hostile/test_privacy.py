@@ -21,7 +21,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from docs import leaving
-from fedtta.client.privacy import protect, share_keys, unmask
+from fedtta.client.privacy import Session, protect, share_keys, unmask
 from fedtta.client.state import DirectoryState, MemoryState
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.replies import REPLIES, Identity, Reply, SharedKeys, Summarized, Trained, Unmasked
@@ -322,6 +322,27 @@ def test_a_second_reply_under_the_same_masks_is_not_given() -> None:
     client(request)  # new secrets for the old name
     other: Any = client(training([client(request), *replies[1:]], request))  # type: ignore[list-item]
     assert other.masked["sum"].dtype == np.uint64
+
+
+@pytest.mark.parametrize(
+    ("changes", "cancel"),
+    [
+        ({}, True),
+        ({"checkpoint_rounds": [1]}, True),
+        ({"arrays": {**START, "w": np.ones(3, np.float32)}}, False),
+        ({"task": TrainingTask("other")}, False),
+        ({"round": 2}, False),
+        ({"proximal_mu": 9.0}, False),
+    ],
+)
+def test_masks_of_clients_that_were_sent_different_requests_do_not_cancel(changes: Any, cancel: bool) -> None:
+    clients, requests, replies = session()
+    sent = [training(replies, request) for request in requests]
+    words: list[Any] = [one(each) for one, each in zip(clients, [replace(sent[0], **changes), *sent[1:]], strict=True)]
+    seeds = [Session.load(one.device.memory, "s", "masked").seed for one in clients]
+    own = (masking.mask(bytes.fromhex(seed), len(words[0].masked["sum"])) for seed in seeds)
+    total = sum(one.masked["sum"] - mask for one, mask in zip(words, own, strict=True))
+    assert (np.abs(total.view(np.int64)) < 2**62).all() == cancel
 
 
 def test_of_a_member_both_kinds_of_shares_are_never_revealed() -> None:

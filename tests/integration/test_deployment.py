@@ -50,7 +50,8 @@ RUNS = {
 #: To each node: identify, train, rates twice, evaluate; identify, FedICON's encoder and classifier, evaluate, Ditto's
 #: round, evaluate.
 MESSAGES = 5 + 6
-TIMES = {"at", "digest", "seconds", "wall_seconds", "train_seconds"}
+#: What a run's events say of the machine: times, digests over them, and ids that Flower gives nodes.
+TIMES = {"at", "digest", "node_id", "seconds", "wall_seconds", "train_seconds"}
 
 
 @dataclass
@@ -102,7 +103,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def told(folder: Path, kind: str | None = None) -> list[dict]:
-    """Events without times, and without the first, which is about the machine."""
+    """Events without times and ids of nodes, and without the first, which is about the machine."""
     found = [{key: value for key, value in event.items() if key not in TIMES} for event in events(folder)[1:]]
     return [event for event in found if kind in (None, event["event"])]
 

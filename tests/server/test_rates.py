@@ -15,6 +15,7 @@ from flwr.app import Context, Message, RecordDict
 from fedtta.client.app import app as client_app
 from fedtta.client.node import Node, perform
 from fedtta.client.state import MemoryState
+from fedtta.messages.arrays import digest
 from fedtta.messages.flower import allow_messages
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import RefinedRates
@@ -24,7 +25,6 @@ from fedtta.server.app import serve
 from fedtta.server.events import NodesMissing
 from fedtta.server.rates import initial_rates, save_rates
 from fedtta.settings import Settings, SettingsError, to_json
-from fedtta.strategies.broadcast import digest
 from tests.flower import LocalGrid
 from tests.server.test_run import assert_same_results, events
 from tests.transports import FakeTransport, devices

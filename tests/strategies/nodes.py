@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedtta.messages.arrays import digest
 from fedtta.strategies import COLLABORATIONS, Collaborative
-from fedtta.strategies.broadcast import digest
 from tests.flower import LocalGrid, record, request
 
 NETWORK = {"conv": np.arange(6, dtype=np.float32), "head": np.ones((2, 2), np.float32)}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
+from fedtta.messages.arrays import digest
 from fedtta.strategies import ATPRates
-from fedtta.strategies.broadcast import digest
 from tests.flower import LocalGrid, record
 
 NETWORK = {"w": np.zeros((10, 10), np.float32)}

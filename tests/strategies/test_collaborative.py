@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from fedtta.messages.arrays import digest
 from fedtta.strategies import COLLABORATIONS, ATPRates, Broadcast, PFedBBN
-from fedtta.strategies.broadcast import digest
 from fedtta.strategies.fedamp import fedamp_weights
 from fedtta.strategies.pfedbbn import bn_distance, similarity_weights
 from fedtta.strategies.pfedgraph import pfedgraph_weights
