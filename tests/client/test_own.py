@@ -360,7 +360,8 @@ def test_test_time_rounds_go_over_the_devices_own_test_images(
     for round in range(1, identity.stream_rounds + 1):
         reply: Adapted = box.ask(
             Adapt, round=round, row=AdapterRow("tent", "tent"), cell="c", share="affine",
-            network=digest(arrays("batch")), arrays=arrays("batch") if round == 1 else None, shared=None, send_normalization=False, send_start=False,
+            network=digest(arrays("batch")),
+            arrays=arrays("batch") if round == 1 else None, shared=None, send_normalization=False, send_start=False,
         )  # fmt: skip
         seen.append(reply.num_examples)
         assert reply.corruption == 0
