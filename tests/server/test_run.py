@@ -49,13 +49,15 @@ def events(folder: Path) -> list[dict]:
 
 
 def assert_same_results(one: Path, other: Path) -> None:
-    """Models, statistics and table of two runs are equal bit for bit."""
-    files = sorted(path.name for path in one.glob("*.safetensors"))
+    """Models, statistics and tables of two runs are equal bit for bit."""
+    files, tables = (sorted(path.name for path in one.glob(kind)) for kind in ("*.safetensors", "*.csv"))
     assert files == sorted(path.name for path in other.glob("*.safetensors"))
+    assert tables == sorted(path.name for path in other.glob("*.csv"))
     for name in files:
         ours, theirs = load_arrays(one / name)[0], load_arrays(other / name)[0]
         assert {k: v.tobytes() for k, v in ours.items()} == {k: v.tobytes() for k, v in theirs.items()}, name
-    assert (one / "table.csv").read_bytes() == (other / "table.csv").read_bytes()
+    for name in tables:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
 @pytest.fixture(scope="module")
