@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedtta.messages.arrays import Arrays
+from fedtta.messages.arrays import Arrays, digest
 from fedtta.messages.requests import (
     Adapt,
     AdapterRow,
@@ -73,7 +73,7 @@ def play(transport: Transport, settings: Settings = SETTINGS, too_short: float =
     sent = {name: value.tobytes() for name, value in model.items()}
     common: dict[str, Any] = {"settings": to_json(settings), "run": "contract"}
     row = AdapterRow("fedavg", "none")
-    network: dict[str, Any] = {"network": "network1", "arrays": model}
+    network: dict[str, Any] = {"network": digest(model), "arrays": model}
     rates = {name: np.float64(0.01) * np.ones(()) for name in zero_rates(_network(settings))}
     requests: dict[str, Request] = {
         "identify": Identify(**common),
