@@ -8,11 +8,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedtta.models import write_atomically
 from fedtta.server.environment import describe
 from fedtta.server.events import RunError
 from fedtta.server.report import Results
 from fedtta.settings import Settings
+from fedtta.settings.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -8,7 +8,7 @@ members are clients: a server that invents most of them learns the reply.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from fedtta.messages.replies import Identity, Reply, SharedKeys, Summarized, Tra
 from fedtta.messages.requests import RefineRates, Request, ShareKeys, Summarize, Train, Unmask
 from fedtta.privacy import masking
 from fedtta.privacy.gaussian import Mechanism, Privacy, Values, clipped, noised
-from fedtta.privacy.sharing import SHARE, split
+from fedtta.privacy.sharing import SHARE, fingerprint, split
 from fedtta.privacy.sums import AGGREGATED, Aggregated, Masked, common_part, to_vector
 from fedtta.tta.statistics import STATISTICS
 
@@ -118,9 +118,9 @@ def share_keys(device: Device, request: ShareKeys) -> SharedKeys:
     return SharedKeys(
         key=masking.public_key(private).hex(),
         shares=dealt,
-        key_digests=[digest(share) for share in key_shares],
-        seed_digests=[digest(share) for share in seed_shares],
-        seed_digest=digest(seed),
+        key_digests=[fingerprint(share) for share in key_shares],
+        seed_digests=[fingerprint(share) for share in seed_shares],
+        seed_digest=fingerprint(seed),
     )
 
 
@@ -140,11 +140,9 @@ def unmask(device: Device, request: Unmask) -> Unmasked:
     own_key, revealed = mask_key(device.memory), []
     for member, peer, sealed in zip(found.members, found.peers, request.shares, strict=True):
         both = b""
-        try:
+        with contextlib.suppress(ValueError):  # that member's share is missing, the others' are not
             key = masking.shared_key(own_key, bytes.fromhex(peer), f"share {request.session}")
             both = masking.unseal(key, bytes.fromhex(sealed), _about(request.session, member, found.own))
-        except ValueError:
-            pass  # that member's share is missing, the others' are not
         revealed.append((both[SHARE:] if member in survivors else both[:SHARE]).hex())
     return Unmasked(shares=revealed)
 
@@ -271,11 +269,6 @@ def _without_metrics(reply: Reply, how: Aggregated) -> Reply:
     if isinstance(reply, Trained):
         empty["global_loss"] = None
     return replace(reply, **empty)
-
-
-def digest(data: bytes) -> str:
-    """Return SHA-256 in hexadecimal digits."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def _about(session: str, dealer: int, receiver: int) -> str:

@@ -7,15 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from fedtta.client.names import LEFT, absolute_source, parse_class_map
+from fedtta.client.names import LEFT, TABLES, absolute_source, parse_class_map
 from fedtta.client.node import Node
 from fedtta.client.state import MemoryState
 from fedtta.settings import Settings, SettingsError, from_toml, keys_in, name_order
 
 #: Keys of a device's file that say where it runs, which the simulation decides.
 ELSEWHERE = ("state-dir", "device")
-#: Tables of the agent alone.
-TABLES = ("policy",)
 
 
 def simulated_nodes(settings: Settings) -> list[Node]:

@@ -21,7 +21,6 @@ from fedtta.models.libraries import normalization
 from fedtta.models.preprocessing import Preprocessing
 from fedtta.models.registry import MODELS, abilities, build, check_name, without_weights
 from fedtta.models.two_head import PERSONAL_PREFIX, ROTATION_PREFIX, TwoHead
-from fedtta.settings.files import write_atomically
 
 __all__ = [
     "MODELS",
@@ -42,5 +41,4 @@ __all__ = [
     "save_arrays",
     "save_model",
     "without_weights",
-    "write_atomically",
 ]

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedtta.models.arrays import write_atomically
 from fedtta.models.checkpoint import load_model
 from fedtta.models.preprocessing import Preprocessing
+from fedtta.settings.files import write_atomically
 
 #: In the metadata of a torch.export program (`extra_files`) and of an ONNX file (`metadata_props`).
 METADATA = "metadata.json"

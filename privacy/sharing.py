@@ -6,6 +6,7 @@ works in GF(2^128), takes about a millisecond a share, and needs secrets cut int
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -66,3 +67,8 @@ def combine(shares: Mapping[int, bytes]) -> bytes:
     if not shares or total >= 2 ** (8 * SECRET):
         raise ValueError("these shares are not of one secret")
     return total.to_bytes(SECRET)
+
+
+def fingerprint(secret: bytes) -> str:
+    """Return SHA-256 in hexadecimal digits, by which a secret or a share is recognized without being told."""
+    return hashlib.sha256(secret).hexdigest()

@@ -12,7 +12,6 @@ client sends is not seen, so it cannot be checked: what it can spoil are rounds,
 
 from __future__ import annotations
 
-import hashlib
 import random
 import secrets
 import time
@@ -26,7 +25,7 @@ from fedtta.messages.replies import Reply, SharedKeys, Unmasked
 from fedtta.messages.requests import Masking, RefineRates, Request, ShareKeys, Summarize, Train, Unmask
 from fedtta.messages.transport import Addressed
 from fedtta.privacy import masking
-from fedtta.privacy.sharing import combine
+from fedtta.privacy.sharing import combine, fingerprint
 from fedtta.privacy.sums import Shapes, common_part, length, to_mean
 from fedtta.server.events import Events
 from fedtta.server.nodes import Nodes
@@ -137,12 +136,12 @@ class Sum:
         for position, holder in enumerate(self.members[dealer]):
             if holder in self.revealed and len(shares) < self.threshold:
                 share = bytes.fromhex(self.revealed[holder].shares[self.members[holder].index(dealer)])
-                if _digest(share) == digests[position]:
+                if fingerprint(share) == digests[position]:
                     shares[holder] = share
         if len(shares) < self.threshold:
             raise ValueError(f"{len(shares)} of its shares were revealed, {self.threshold} are needed")
         secret = combine(shares)
-        if (masking.public_key(secret).hex() != dealt.key) if lost else (_digest(secret) != dealt.seed_digest):
+        if (masking.public_key(secret).hex() != dealt.key) if lost else (fingerprint(secret) != dealt.seed_digest):
             raise ValueError("its shares are not those of its secret")
         return secret
 
@@ -365,7 +364,3 @@ def _with_mean(replied: Replied, mean: Any) -> Replied:
 
 def _common(request: Request) -> dict[str, Any]:
     return {"settings": request.settings, "run": request.run, "checkpoint_rounds": request.checkpoint_rounds}
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

@@ -17,12 +17,13 @@ from fedtta.benchmarks.tables.runs import RUN, trained
 from fedtta.benchmarks.tables.training import source_parts, train_centrally, train_source
 from fedtta.client.resources import federation_of
 from fedtta.data import Federation
-from fedtta.models import save_model, write_atomically
+from fedtta.models import save_model
 from fedtta.server.fork import LATER
 from fedtta.server.methods import plan
 from fedtta.server.rates import save_rates
 from fedtta.server.report import METRICS_FILE, read_results
 from fedtta.settings import Settings, SettingsError
+from fedtta.settings.files import write_atomically
 
 NETWORK_FILE = "model.safetensors"
 

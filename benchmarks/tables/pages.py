@@ -21,8 +21,8 @@ from fedtta.benchmarks.tables.methods import entries, kept_costs, methods_page
 from fedtta.benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
 from fedtta.benchmarks.tables.results import Content, read_results_of
 from fedtta.benchmarks.tables.tuning import choices
-from fedtta.models import write_atomically
 from fedtta.settings import Settings
+from fedtta.settings.files import write_atomically
 
 PAGES = Path("results/tables")
 MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")

@@ -8,7 +8,6 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-from fedtta.models import write_atomically
 from fedtta.server.checkpoints import checkpoint_files, read_checkpoint
 from fedtta.server.events import RunError
 from fedtta.server.fork import LATER, fork
@@ -16,6 +15,7 @@ from fedtta.server.methods import Training, plan
 from fedtta.server.report import METRICS_FILE, Results, read_results
 from fedtta.server.resume import FREE
 from fedtta.settings import Settings, SettingsError
+from fedtta.settings.files import write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
 #: Packages whose code determines the outcome of a training.

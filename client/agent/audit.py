@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtta.client.agent.policy import PolicyError, phase_of
+from fedtta.client.names import TABLES
 from fedtta.messages.protobuf import to_bytes
 from fedtta.messages.record import Record
 from fedtta.settings import SettingsError, from_toml
@@ -172,7 +173,7 @@ def text_of(line: Mapping[str, Any]) -> str:
 
 def folder_of(config: str) -> Path:
     """Return the state directory that a device's file names; SettingsError if it names none."""
-    content = from_toml(config, ("policy",))
+    content = from_toml(config, TABLES)
     if not isinstance(content.get("state-dir"), str):
         raise SettingsError(f"{config}: state-dir must be set")
     return Path(config).parent / Path(content["state-dir"]).expanduser()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fedtta.client.agent.policy import Policy, by_field
-from fedtta.client.names import LEFT, absolute_source, check_name, parse_class_map
+from fedtta.client.names import LEFT, TABLES, absolute_source, check_name, parse_class_map
 from fedtta.settings import Scalar, SettingsError, assignments, from_toml
 from fedtta.settings.schema import REQUIRED, check, key_of, setting
 
@@ -19,8 +19,6 @@ PATHS = ("state_dir", "data_dir", "model", "certificate", "key", "client_ca")
 #: Keys that only a TCP address has.
 TLS = ("certificate", "key", "client_ca")
 UNIX = "unix:"
-#: Tables of the file; every other key stands at the top level.
-TABLES = ("policy",)
 
 
 @dataclass(frozen=True)

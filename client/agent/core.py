@@ -152,7 +152,7 @@ class Agent:
                 answers = [live.predict(as_floats(part)) for part in parts]
             live.changed = True
             for part, answer in zip(parts, answers, strict=True):
-                self._models.shade(as_floats(part), answer[0])
+                self._models.shade(part, answer[0])
             waiting = live.samples - max(live.saved, live.tried)
         if waiting >= self.config.save_every_samples or self._models.due:
             self._due.set()

@@ -7,7 +7,7 @@ its activations are known from the settings alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import MODELS, without_weights
-from fedtta.models.libraries import is_external, make_network
+from fedtta.models.info import COMMON_OPTIONS
+from fedtta.models.libraries import OPTIONS, is_external, make_network
 from fedtta.models.registry import check_build
 from fedtta.settings import Settings, assignments
 from fedtta.tta.registry import info
@@ -92,10 +93,9 @@ def _footprint(name: str, classes: int, channels: int, size: int, options: str) 
     complete = check_build(name, classes, channels, size, chosen)
     with torch.device("meta"):
         if is_external(name):
-            network, heads = (
-                make_network(name, (channels, size, size), classes, _of_library(complete), False).network,
-                0,
-            )
+            library = {key: value for key, value in complete.items() if key not in (*COMMON_OPTIONS, *OPTIONS)}
+            network = make_network(name, (channels, size, size), classes, library, False).network
+            heads = 0
         else:
             network, features = MODELS[name].encoder(
                 channels, size, **{key: complete[key] for key in MODELS[name].own_options}
@@ -104,14 +104,6 @@ def _footprint(name: str, classes: int, channels: int, size: int, options: str) 
     outputs = _outputs(network, torch.zeros(1, channels, size, size, device="meta"))
     values = sum(value.numel() * value.element_size() for value in network.state_dict().values())
     return Footprint(values + heads, sum(outputs), max(outputs, default=0))
-
-
-def _of_library(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that the function that makes an external network gets."""
-    from fedtta.models.info import COMMON_OPTIONS
-    from fedtta.models.libraries import OPTIONS
-
-    return {key: value for key, value in options.items() if key not in COMMON_OPTIONS and key not in OPTIONS}
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedtta.client.agent.candidate import Check, Samples, Shadow, check, comparable
 from fedtta.client.agent.config import AgentConfig
-from fedtta.client.agent.live import Live
+from fedtta.client.agent.live import Live, as_floats
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model, State
 from fedtta.client.agent.store import Store
@@ -147,10 +147,10 @@ class Lifecycle:
         """Return whether `conclude` has something to do."""
         return self._shadow is not None and self._shadow.ended
 
-    def shade(self, pixels: NDArray[np.float32], answered: NDArray[np.float32]) -> None:
+    def shade(self, pixels: NDArray[Any], answered: NDArray[np.float32]) -> None:
         """Let the shadow predict what the live model has predicted; `predicting` is held. Never raises."""
         if self._shadow is not None:
-            self._shadow.predict(pixels, answered)
+            self._shadow.predict(as_floats(pixels), answered)
 
     def offer(self, served: Served, samples: Samples, file: str = "") -> str:
         """Check a model, and serve it, try it in shadow or let it wait for approval.

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedtta.models import write_atomically
 from fedtta.server.report.drawing import standalone, to_png
 from fedtta.server.report.journal import METRICS_FILE
 from fedtta.server.report.page import write_report
 from fedtta.server.report.plots import plots
 from fedtta.server.report.results import Results, read_results
 from fedtta.server.report.tables import COLLABORATION_FILE, TABLE_FILE, render_tables, write_table
+from fedtta.settings.files import write_atomically
 
 PLOTS_FOLDER = "plots"
 

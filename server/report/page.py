@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fedtta.models import write_atomically
 from fedtta.server.report import plots
 from fedtta.server.report.accuracy import accuracy_section, client_section, collaboration_section
 from fedtta.server.report.clients import LISTED as _INCIDENTS
@@ -42,6 +41,7 @@ from fedtta.server.report.results import Results, read_results
 from fedtta.server.report.scores import Row, percent, table
 from fedtta.server.report.tables import COLLABORATION_FILE, write_collaboration
 from fedtta.settings import Settings
+from fedtta.settings.files import write_atomically
 
 REPORT_FILE = "report.html"
 MODEL_FILE = "model.safetensors"

@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from fedtta.models import write_atomically
 from fedtta.server.report.collaboration import MEASURES, Matrix, matrix, number_or_none
 from fedtta.server.report.results import Results
 from fedtta.server.report.scores import ACCURACY, METRICS, percent, table, verdict
+from fedtta.settings.files import write_atomically
 
 TABLE_FILE = "table.csv"
 COLLABORATION_FILE = "collaboration.csv"

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedtta.models import write_atomically
 from fedtta.server.report.markup import CSS, data_table
+from fedtta.settings.files import write_atomically
 from fedtta.simulation.demo.sites import Site
 
 SHOWN = 6  # images of each site

@@ -1,9 +1,9 @@
 """Random parts of a deployment killed at random moments: `python -m tests.faults.soak --kills 200 --seed 1`.
 
-One part is killed in each run, and started again as a service manager does; each run is supervised. It has to end with
-the bits of the run that nothing has happened to, by itself or after one `resume`. It prints a line of JSON for each
-kill; the exit status is 1 when a run ended otherwise. A kill takes some two minutes, since Flower takes a silent
-process for alive for one.
+In each run `--each` parts are killed one after the other, and started again as a service manager does; each run is
+supervised. It has to end with the bits of the run that nothing has happened to, by itself or after one `resume`. It
+prints a line of JSON for each run; the exit status is 1 when one ended otherwise. A run with a kill takes some two
+minutes, since Flower takes a silent process for alive for one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def processes(made: Stage, part: str) -> list[int]:
 
 
 def killed(made: Stage, part: str, moment: float, running: Future[None]) -> bool:
-    """Kill a part at the moment, or as soon as it runs; return False if the run ended before."""
+    """Kill a part after so many seconds, or as soon as it runs; return False if the run ended before."""
     end = time.monotonic() + moment
     while not running.done():
         if time.monotonic() >= end and (found := processes(made, part)):
@@ -86,13 +86,15 @@ def compared(made: Stage, name: str, reference: Path) -> str:
     return "same bits"
 
 
-def one_kill(made: Stage, name: str, part: str, moment: float, reference: Path) -> dict[str, Any] | None:
-    """Kill a part in a run and return what became of the run; None if it ended before."""
+def one_run(made: Stage, name: str, plan: Sequence[tuple[str, float]], reference: Path) -> dict[str, Any]:
+    """Kill parts in a run, each so many seconds after the one before; return the kills and what became of the run."""
     begun = time.monotonic()
-    running = made.run(SETTINGS, resumes=RESUMES, **{"run-name": name})
-    if not killed(made, part, moment, running):
-        running.result(PATIENCE)
-        return None
+    running = made.run(SETTINGS, resumes=RESUMES + len(plan), **{"run-name": name})
+    kills = []
+    for part, moment in plan:
+        if not killed(made, part, moment, running):
+            break
+        kills.append(f"{part} at {time.monotonic() - begun:.1f} s")
     how = ended(made, name, running)
     if how == "failed" and list((made.results(name) / FOLDER).glob("*")):  # resumable, by the operator
         how = f"resumed by hand: {ended(made, name, made.run(SETTINGS, resume=str(made.results(name))))}"
@@ -100,31 +102,29 @@ def one_kill(made: Stage, name: str, part: str, moment: float, reference: Path) 
         made.run(SETTINGS, **{"run-name": f"{name}-again"}).result(PATIENCE)
         how = "begun again by hand"
     bits = compared(made, f"{name}-again" if "again" in how else name, reference)
-    seconds = time.monotonic() - begun
-    return {"part": part, "moment": round(moment, 2), "run": how, "result": bits, "seconds": round(seconds)}
+    return {"kills": kills, "run": how, "result": bits, "seconds": round(time.monotonic() - begun)}
 
 
-def soak(folder: Path, kills: int, seed: int, parts: Sequence[str]) -> list[dict[str, Any]]:
+def soak(folder: Path, kills: int, each: int, seed: int, parts: Sequence[str]) -> list[dict[str, Any]]:
     """Deploy, kill so often, and return what became of each run."""
     allow_messages()
     reference = run(folder / "undisturbed", SETTINGS)
-    order, found = random.Random(seed), []
+    order, found, done = random.Random(seed), [], 0
     managed = [f"{kind}-{i}" for kind in ("node", "agent") for i in range(CLIENTS)]
     with stage(folder, CLIENTS) as made, made.managed("superlink", *managed, delay=RESTART):
         begun = time.monotonic()
         made.run(SETTINGS, **{"run-name": "measured"}).result(PATIENCE)
         length = time.monotonic() - begun
         assert_same_results(made.results("measured"), reference)
-        attempt = 0
-        while len(found) < kills:
-            part, moment, attempt = order.choice(parts), order.uniform(0.0, length), attempt + 1
-            result = one_kill(made, f"kill-{attempt}", part, moment, reference)
-            for left in (folder / "results").glob(f"kill-{attempt}*"):
-                if result is None or result["result"] == "same bits":
-                    shutil.rmtree(left)
-            if result:
-                found.append({"kill": len(found) + 1, "attempt": attempt, **result})
-                print(json.dumps(found[-1]), flush=True)
+        while done < kills:
+            plan = [(order.choice(parts), order.uniform(0.0, length)) for _ in range(min(each, kills - done))]
+            name = f"run-{len(found) + 1}"
+            found.append(one_run(made, name, plan, reference))
+            done += len(found[-1]["kills"])
+            if found[-1]["result"] == "same bits":
+                for left in (name, f"{name}-again"):
+                    shutil.rmtree(made.results(left), ignore_errors=True)
+            print(json.dumps({"number": len(found), "done": done, **found[-1]}), flush=True)
     return found
 
 
@@ -132,18 +132,21 @@ def main(words: Sequence[str] | None = None) -> int:
     """Return exit status 0 when each run ended with the bits of the undisturbed one."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description=__doc__, allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--each", type=int, default=1, help="kills in each run, if it lasts long enough")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parts", default=",".join(PARTS), help="of %(default)s")
     parser.add_argument("--folder", type=Path, help="kept: logs, and the results of runs that ended otherwise")
     arguments = parser.parse_args(words)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="fedtta-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    found = soak(folder.resolve(), arguments.kills, arguments.seed, arguments.parts.split(","))
-    counts = Counter((one["part"].split()[0], one["run"], one["result"]) for one in found)
-    for (part, how, result), count in sorted(counts.items()):
-        print(f"{count:4} x {part}: {how}, {result}")
+    found = soak(folder.resolve(), arguments.kills, arguments.each, arguments.seed, arguments.parts.split(","))
+    counts = Counter((one["run"], one["result"]) for one in found)
+    for (how, result), count in sorted(counts.items()):
+        print(f"{count:4} x {how}, {result}")
+    killed_parts = Counter(text.split()[0] for one in found for text in one["kills"])
+    print(", ".join(f"{part} {count}" for part, count in sorted(killed_parts.items())))
     bad = [one for one in found if one["result"] != "same bits"]
-    print(f"{len(found)} kills, {len(bad)} runs with another end; {folder}")
+    print(f"{killed_parts.total()} kills in {len(found)} runs, {len(bad)} with another end; {folder}")
     return 1 if bad else 0
 
 

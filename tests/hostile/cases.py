@@ -319,7 +319,7 @@ case(
 )
 case(
     Summarize,
-    "a statistic that nobody asked for",
+    "a statistic that was not asked for",
     with_arrays(lambda arrays: arrays.update(label_prior=np.full(10, 0.1)), "statistics"),
     "unknown arrays",
 )
