@@ -73,7 +73,7 @@ requirements: $(VENV)/ready  ## resolve the pinned versions again
 # What the site needs in addition to requirements.txt.
 	$(BIN)/uv pip compile pyproject.toml --extra docs --constraint requirements.txt --universal --python-version 3.11 \
 	  --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
-	  $$(sed -nE "/== 'win32'/d; s/^([a-z0-9-]+)==.*/--no-emit-package \1/p" requirements.txt) -o requirements-docs.txt
+	  $$(sed -nE "/== 'win32'/{/!= 'win32'/!d}; s/^([a-z0-9-]+)==.*/--no-emit-package \1/p" requirements.txt) -o requirements-docs.txt
 
 # PyTorch's wheels of another index have other hashes; an image refuses to install them unchecked.
 torch-hashes: $(VENV)/ready  ## hashes of PyTorch from another index, for images; TORCH_INDEX=<index of CPU wheels>

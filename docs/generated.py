@@ -19,7 +19,19 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 RESULTS = ROOT / "benchmarks" / "results"
 #: Packages with a page of their own in the API reference, in the order of the architecture.
-PACKAGES = ("settings", "messages", "privacy", "models", "data", "tta", "strategies", "client", "server", "simulation")
+PACKAGES = (
+    "settings",
+    "messages",
+    "privacy",
+    "models",
+    "data",
+    "tta",
+    "strategies",
+    "client",
+    "server",
+    "simulation",
+    "watch",
+)
 #: Section of the navigation → folder of its pages.
 FOLDERS = {"API": "api", "Results": "results"}
 #: Keys of a result file that say when and where it was measured, in the order in which they are shown.

@@ -35,7 +35,7 @@ from tests.mutants import Mutant, chosen
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
-    "client", "server", "messages", "simulation", "data", "models", "strategies", "settings", "tta", "privacy",
+    "client", "server", "messages", "simulation", "data", "models", "strategies", "settings", "tta", "privacy", "watch",
     "benchmarks",
 )  # fmt: skip
 

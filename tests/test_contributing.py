@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("client", "data", "messages", "models", "privacy", "server", "settings", "simulation", "strategies", "tta")
+PACKAGES = (
+    "client",
+    "data",
+    "messages",
+    "models",
+    "privacy",
+    "server",
+    "settings",
+    "simulation",
+    "strategies",
+    "tta",
+    "watch",
+)
 ADDITIONS = {
     "An adapter": ["tta/confident.py", "tta/registry.py"],
     "A personalized training": ["client/algorithms/fedbabu.py", "server/trainings.py"],

@@ -17,7 +17,7 @@ from fedtta.settings.schema import fields_by_key
 ROOT = Path(__file__).parent.parent
 PACKAGES = (
     "benchmarks", "client", "data", "messages", "models", "privacy", "server", "settings", "simulation", "strategies",
-    "tta",
+    "tta", "watch",
 )  # fmt: skip
 #: Package → the packages of ours that it may import.
 ALLOWED: dict[str, set[str]] = {
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "client": {"data", "messages", "models", "privacy", "settings", "tta"},
     "server": {"messages", "models", "privacy", "settings", "strategies", "tta"},
     "simulation": {"client", "data", "messages", "models", "privacy", "server", "settings", "strategies", "tta"},
+    "watch": {"messages", "server", "settings", "simulation"},
     "benchmarks": set(PACKAGES),
 }
 
