@@ -51,6 +51,7 @@ def answer(message: Message, context: Context) -> Message:
 app.query("identify")(answer)
 app.query("share_keys")(answer)
 app.query("unmask")(answer)
+app.query("observe")(answer)
 app.train()(answer)
 app.train("statistics")(answer)
 app.train("rates")(answer)

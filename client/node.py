@@ -21,11 +21,12 @@ from fedtta.client.privacy import protect, share_keys, unmask
 from fedtta.client.resources import federation_of, network_spec, resolve_device, shared_network
 from fedtta.client.state import LOG, DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
 from fedtta.data import Federation, Role, client_number, load_natural
-from fedtta.messages.replies import Reply
+from fedtta.messages.replies import Reply, Telemetry
 from fedtta.messages.requests import (
     Adapt,
     Evaluate,
     Identify,
+    Observe,
     RefineRates,
     Request,
     ShareKeys,
@@ -34,6 +35,10 @@ from fedtta.messages.requests import (
     Unmask,
 )
 from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
+from fedtta.settings.versions import versions
+
+#: Packages whose versions a node tells.
+SOFTWARE = ("fedtta", "flwr", "torch")
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,8 @@ def perform(request: Request, node: Node, admit: Callable[[Request, Device], Non
     ValueError, FloatingPointError
         As the methods of `Device`.
     """
+    if isinstance(request, Observe):
+        return Telemetry(name=node.name, software=versions(*SOFTWARE))
     device = make_device(request, node)
     if admit is not None:
         admit(request, device)

@@ -42,6 +42,12 @@ def _metric_names(metrics: dict[str, float]) -> dict[str, float]:
 
 MetricName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 Metrics = Annotated[dict[MetricName, Finite], Field(max_length=100), AfterValidator(_metric_names)]
+#: Upper bounds in seconds of the intervals in which prediction requests are counted.
+LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+Latency = Annotated[list[Count], Field(min_length=len(LATENCY_BOUNDS) + 1, max_length=len(LATENCY_BOUNDS) + 1)]
+Version = Annotated[str, Field(pattern=r"^[0-9][A-Za-z0-9.+!_-]{0,63}$")]
+WEIGHT_WINDOW = 100  # images of a mean of e, the weight of the global head
+WEIGHTS_KEPT = 100  # such means of the past
 #: Bytes of keys and shares, as hexadecimal digits.
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1024)]
 
@@ -332,7 +338,90 @@ class Unmasked(Reply):
     shares: list[Hex]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Telemetry(Reply):
+    """The state of a device in counts and summaries: no image, no prediction, no label.
+
+    A field is None, empty or 0 where the device does not know it: a node without an agent knows little of this.
+
+    Parameters
+    ----------
+    name : str
+    software : dict
+        Package → version.
+    uptime : float
+        Seconds since its process began.
+    model, candidate, refused : str
+        Version that is served; "shadow <version>" or "waiting for approval <version>"; "<version>: <reason>" of the
+        last refused model.
+    adapter : str
+        Test-time adaptation, with its options.
+    phase : str
+        The federated request that is being processed.
+    predictions, refusals : int
+        Images predicted and requests refused since its process began.
+    samples, unsaved_samples : int
+        Images that the adapter has seen, and those of them that no snapshot covers.
+    latency : list of int
+        Prediction requests by seconds, from arrival to answer: counts of the intervals up to each of
+        `LATENCY_BOUNDS`, and of those above.
+    latency_sum : float
+        Seconds of all of them.
+    weight : float or None
+        Mean e, the weight of the global head, over the last `WEIGHT_WINDOW` images.
+    weights : list of float
+        Such means over time, oldest first, one for each `WEIGHT_WINDOW` images.
+    estimated_accuracy : float or None
+        An estimate without labels (`fedtta.tta.estimates`), for the last images.
+    drift : float or None
+        Total variation distance between the classes that the unadapted network predicts for the last images and those
+        it predicted when it was evaluated.
+    holding : bool
+        Whether the guard holds: predictions are those of the unadapted model.
+    guard_events : dict
+        Kind of collapse or degenerate input → number of times that the guard has acted on it.
+    saving_fails : bool
+        Whether the adapter's state could not be saved the last time.
+    disk_used, disk_free : int
+        Bytes of the state directory, and free on its disk.
+    memory : int
+        Resident bytes of the process.
+    data_samples, data_skipped : int
+        Files of its own data, and those of them that cannot be used.
+    """
+
+    kind: ClassVar[str] = "telemetry"
+
+    name: Name
+    software: Annotated[dict[Identifier, Version], Field(max_length=20)] = field(default_factory=dict)
+    uptime: Number = 0.0
+    model: Identifier = ""
+    candidate: Prose = ""
+    refused: Prose = ""
+    adapter: Identifier = ""
+    phase: Identifier = ""
+    predictions: Count = 0
+    refusals: Count = 0
+    samples: Count = 0
+    unsaved_samples: Count = 0
+    latency: Latency = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
+    latency_sum: Number = 0.0
+    weight: Share | None = None
+    weights: Annotated[list[Share], Field(max_length=WEIGHTS_KEPT)] = field(default_factory=list)
+    estimated_accuracy: Share | None = None
+    drift: Share | None = None
+    holding: bool = False
+    guard_events: Annotated[dict[Identifier, Count], Field(max_length=20)] = field(default_factory=dict)
+    saving_fails: bool = False
+    disk_used: Count = 0
+    disk_free: Count = 0
+    memory: Count = 0
+    data_samples: Count = 0
+    data_skipped: Count = 0
+
+
 #: Every reply by its name on the wire.
 REPLIES: dict[str, type[Reply]] = {
-    one.kind: one for one in (Identity, Trained, Summarized, RefinedRates, Adapted, Evaluated, SharedKeys, Unmasked)
+    one.kind: one
+    for one in (Identity, Trained, Summarized, RefinedRates, Adapted, Evaluated, SharedKeys, Unmasked, Telemetry)
 }

@@ -17,6 +17,7 @@ from fedtta.messages.replies import (
     Reply,
     SharedKeys,
     Summarized,
+    Telemetry,
     Trained,
     Unmasked,
 )
@@ -328,7 +329,15 @@ class Unmask(Request):
     shares: list[Hex]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Observe(Request):
+    """The question how a device is; it is answered beside other work, without data and network."""
+
+    kind: ClassVar[str] = "query.observe"
+    reply: ClassVar[type[Reply]] = Telemetry
+
+
 #: Every request by its name on the wire, which is also its Flower message type.
 REQUESTS: dict[str, type[Request]] = {
-    one.kind: one for one in (Identify, Train, Summarize, RefineRates, Adapt, Evaluate, ShareKeys, Unmask)
+    one.kind: one for one in (Identify, Train, Summarize, RefineRates, Adapt, Evaluate, ShareKeys, Unmask, Observe)
 }

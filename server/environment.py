@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from fedtta.settings import Settings
+from fedtta.settings.versions import versions
 
 #: Settings that name a folder of one machine and have no effect on the result.
 LOCAL = ("state-dir",)
@@ -24,15 +24,10 @@ def describe(settings: Settings) -> dict[str, Any]:
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "settings": {key: value for key, value in settings.flat().items() if key not in LOCAL},
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions(*PACKAGES),
         "commit": commit(),
         "hardware": hardware(),
     }
-
-
-def _versions() -> dict[str, str]:
-    installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def commit() -> str | None:

@@ -24,6 +24,7 @@ from fedtta.messages.replies import (
     RefinedRates,
     SharedKeys,
     Summarized,
+    Telemetry,
     Trained,
     Unmasked,
 )
@@ -34,6 +35,7 @@ from fedtta.messages.requests import (
     Evaluate,
     Identify,
     Masking,
+    Observe,
     RefineRates,
     ShareKeys,
     Summarize,
@@ -87,6 +89,8 @@ EXAMPLES: list[Typed] = [
     Unmask(session="s", survivors=[1], shares=["00", ""], **ABOUT),
     SharedKeys(key="00", shares=["", "ff"], key_digests=["aa"], seed_digests=["bb"], seed_digest="cc"),
     Unmasked(shares=["00"]),
+    Observe(**ABOUT),
+    Telemetry(name="a", software={"torch": "2"}, weight=0.5, weights=[0.5, 1.0], guard_events={"noise": 1}),
 ]  # fmt: skip
 
 
