@@ -14,10 +14,8 @@ Under secure aggregation the attacker reads a client's own message the same way,
 from __future__ import annotations
 
 import argparse
-import logging
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,21 +26,18 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from fedtta.benchmarks import images
 from fedtta.benchmarks.clients import client_of
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
+from fedtta.benchmarks.spy import accuracy, mean_of, watched
 from fedtta.client.resources import federation_of
-from fedtta.client.sites import simulated_nodes
-from fedtta.messages.flower import allow_messages
 from fedtta.messages.replies import Reply, Summarized, Trained
 from fedtta.messages.requests import Request, Summarize, Train
-from fedtta.messages.transport import Addressed, Answer, Transport
+from fedtta.messages.transport import Addressed
 from fedtta.privacy import masking
 from fedtta.privacy.gaussian import Privacy
-from fedtta.server.app import serve
-from fedtta.server.events import Event
 from fedtta.settings import Settings, SettingsError, from_arguments
 from fedtta.settings import add_arguments as settings_arguments
-from fedtta.simulation.vectorized import VectorizedTransport
 from fedtta.tta.statistics import discretise
 
 FILE = "privacy.json"
@@ -77,33 +72,17 @@ def modes(noises: Sequence[float], clip: float = CLIP) -> dict[str, dict[str, An
     return found
 
 
-@dataclass
-class Spy:
-    """A transport that keeps what clients answer, as it arrives at the server."""
-
-    inner: Transport
-    seen: list[tuple[Addressed, Reply]] = field(default_factory=list)
-
-    def nodes(self) -> list[int]:
-        """Return the nodes of the transport below."""
-        return self.inner.nodes()
-
-    def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
-        """See `Transport.exchange`."""
-        by_node = {one.node: one for one in requests}
-        for answer in self.inner.exchange(requests, timeout):
-            if isinstance(answer.reply, Trained | Summarized):
-                self.seen.append((by_node[answer.node], answer.reply))
-            yield answer
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `privacy`, and those of all settings, whose defaults are `SETTINGS`."""
+    about = "what is attacked: the class mix of clients, or single images (default: %(default)s)"
+    parser.add_argument("--part", choices=("mix", "images"), default="mix", help=about)
     parser.add_argument("--seeds", default="1,2,3", metavar="N,N")
-    parser.add_argument("--noise", default=",".join(map(str, NOISES)), metavar="Z,Z", help="of the statistics")
-    parser.add_argument("--clip", type=float, default=CLIP, help="of the statistics (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="NAME;NAME", help="of the modes (default: all)")
-    parser.add_argument("--out", type=Path, default=RESULTS / FILE, metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--noise", default="", metavar="Z,Z", help="of the statistics; images: of models as well")
+    parser.add_argument("--clip", type=float, default=CLIP, help="of the statistics; mix only (default: %(default)s)")
+    parser.add_argument("--only", default="", metavar="NAME;NAME", help="of the modes; mix only (default: all)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help=f"default: {FILE} or {images.FILE} of the kept results"
+    )
     settings_arguments(parser)
 
 
@@ -115,32 +94,40 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     SettingsError, RunError
         As a run.
     """
-    settings = from_arguments(arguments, SETTINGS.flat())
-    chosen = modes([float(one) for one in arguments.noise.split(",") if one], arguments.clip)
-    names = [one for one in arguments.only.split(";") if one] or list(chosen)
+    about_images = arguments.part == "images"
+    settings = from_arguments(arguments, (images.SETTINGS if about_images else SETTINGS).flat())
+    noises = [float(one) for one in arguments.noise.split(",") if one]
+    seeds = [int(one) for one in arguments.seeds.split(",")]
+    title = f"{settings.dataset}, {settings.clients} clients"
+    if about_images:
+        rows, title = images.measure(settings, noises or images.NOISES, seeds), f"Single images: {title}"
+    else:
+        rows = _mixes(settings, modes(noises or NOISES, arguments.clip), arguments.only, seeds)
+    changed = {key: value for key, value in settings.flat().items() if value != Settings().flat()[key]}
+    content = {"title": title, **provenance(), "settings": changed, "seeds": seeds, "modes": rows}
+    console.print(rendered(rows))
+    path = arguments.out or RESULTS / (images.FILE if about_images else FILE)
+    console.print(f"Written: {write_json(path, content)}", highlight=False)
+
+
+def _mixes(
+    settings: Settings, chosen: dict[str, dict[str, Any]], only: str, seeds: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Return the rows of the table of class mixes: the modes of a list of names, or all."""
+    names = [one for one in only.split(";") if one] or list(chosen)
     if unknown := [name for name in names if name not in chosen]:
         raise SettingsError(f"--only {';'.join(unknown)}: allowed are {'; '.join(chosen)}")
-    seeds = [int(one) for one in arguments.seeds.split(",")]
     rows = []
     for name in names:
         found = [measure(settings.replace(seed=seed, **chosen[name])) for seed in seeds]
-        rows.append({"mode": name, **{key: _mean([one[key] for one in found]) for key in found[0]}})
-    changed = {key: value for key, value in settings.flat().items() if value != Settings().flat()[key]}
-    title = f"{settings.dataset}, {settings.clients} clients"
-    content = {"title": title, **provenance(), "settings": changed, "seeds": seeds, "modes": rows}
-    console.print(rendered(rows))
-    console.print(f"Written: {write_json(arguments.out, content)}", highlight=False)
+        rows.append({"mode": name, **{key: mean_of([one[key] for one in found]) for key in found[0]}})
+    return rows
 
 
 def measure(settings: Settings) -> dict[str, float | None]:
     """Run once and return accuracies (%), what the attacks find, ε, seconds and bytes a client and round sends."""
-    allow_messages()
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    events: list[Event] = []
-    spy = Spy(VectorizedTransport(simulated_nodes(settings), settings.stacked_clients))
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        serve(spy, settings, Path(folder) / "run", [events.append])
+    spy, events = watched(settings)
     seconds = time.perf_counter() - start
     mixes = federation_of(settings).class_counts().astype(np.float64)
     mixes /= mixes.sum(1, keepdims=True)
@@ -151,7 +138,7 @@ def measure(settings: Settings) -> dict[str, float | None]:
     rounds = [event for event in events if event["event"] == "round"]
     spent = [event["epsilon"] for event in events if event["event"] == "privacy"]
     return {
-        **{f"accuracy {name}": _accuracy(events, name) for name in ("fedavg", "fedthe", "btfl")},
+        **{f"accuracy {name}": accuracy(events, name) for name in ("fedavg", "fedthe", "btfl")},
         "statistics r": by_statistics[0],
         "statistics largest": by_statistics[1],
         "model r": by_models[0],
@@ -259,16 +246,6 @@ def _attacked(
     truth = mixes[sorted(found)]
     right = float((estimates.argmax(1) == truth.argmax(1)).mean())
     return float(np.corrcoef(estimates.ravel(), truth.ravel())[0, 1]), right
-
-
-def _accuracy(events: Sequence[Event], method: str) -> float:
-    """Return the mean accuracy over clients and test distributions, %."""
-    return 100 * float(np.mean([e["accuracy"] for e in events if e["event"] == "evaluation" and e["method"] == method]))
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return round(float(np.mean(known)), 3) if known else None
 
 
 def rendered(rows: Sequence[dict[str, Any]]) -> Table:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedtta.benchmarks.reconstruction import SIZE
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.policy import Policy
 from fedtta.client.agent.server import serve
@@ -25,7 +26,6 @@ from tests.hostile.device import (
     agent_in,
     common,
 )
-from tests.hostile.reconstruction import SIZE
 
 
 @pytest.fixture

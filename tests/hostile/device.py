@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fedtta.benchmarks.reconstruction import SIZE, chosen_weights
 from fedtta.client.agent import audit
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.core import Agent
@@ -27,7 +28,6 @@ from fedtta.messages.requests import (
     TrainingTask,
 )
 from fedtta.settings import Settings, to_json
-from tests.hostile.reconstruction import SIZE, chosen_weights, responses
 
 #: A run of the digits whose weights the server has chosen, one step for all samples.
 RUN = Settings(
@@ -95,12 +95,6 @@ def own_images(agent: Agent) -> tuple[np.ndarray, np.ndarray]:
     device = make_device(Identify(settings=to_json(SITE), run="run1"), agent._node)
     split, images = device.federation.splits[0], device.federation.images
     return images.pixels[split.train], images.pixels[np.concatenate([split.validation, split.test])]
-
-
-def trap(seen: np.ndarray, count: int = 1) -> Arrays:
-    """Weights under which so many of the images have a feature."""
-    found = np.sort(responses(seen))
-    return chosen_weights(float(found[-count] + found[-count - 1]) / 2)
 
 
 def masked(request: Any, members: int = 4, keys: int | None = None) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedtta.benchmarks.reconstruction import chosen_weights, correlations, gap, reconstructed, trap
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.policy import Policy, PolicyError, statistics_of
 from fedtta.client.resources import federation_of
@@ -46,9 +47,7 @@ from tests.hostile.device import (
     own_images,
     summary,
     training,
-    trap,
 )
-from tests.hostile.reconstruction import chosen_weights, correlations, gap, reconstructed
 
 # What a message may ask for
 

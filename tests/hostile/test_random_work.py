@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from fedtta.benchmarks.reconstruction import chosen_weights, decoyed_weights, gap, trap
 from fedtta.client.agent import audit
 from fedtta.client.agent.core import Agent
+from fedtta.client.agent.federated import Relay
 from fedtta.client.agent.policy import Policy, PolicyError
-from fedtta.client.agent.service import Calls, Relay
+from fedtta.client.agent.service import Calls
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import protobuf
 from fedtta.messages.arrays import Arrays
@@ -48,9 +50,7 @@ from tests.hostile.device import (
     common,
     own_images,
     training,
-    trap,
 )
-from tests.hostile.reconstruction import chosen_weights, gap
 
 
 def hostile_settings(draw: np.random.Generator, outside: Path) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def hostile_arrays(draw: np.random.Generator, members: np.ndarray) -> Arrays:
     """Weights that single out images, or that are no weights."""
     count = int(draw.choice([0, 1, 2, 3, 100], p=[0.6, 0.1, 0.1, 0.1, 0.1]))
     arrays = trap(members, count) if count else chosen_weights()
-    kind, name = int(draw.integers(15)), str(draw.choice(list(arrays)))
+    kind, name = int(draw.integers(18)), str(draw.choice(list(arrays)))
     if kind == 0:
         arrays[name] = arrays[name] * np.float32(draw.choice([1e30, np.nan, np.inf, 0.0, -1.0]))
     elif kind == 1:
@@ -98,6 +98,8 @@ def hostile_arrays(draw: np.random.Generator, members: np.ndarray) -> Arrays:
         del arrays[name]
     elif kind == 4:
         arrays = {key: draw.normal(0, 0.1, value.shape).astype(np.float32) for key, value in arrays.items()}
+    elif kind > 14:
+        arrays = decoyed_weights(members)
     return arrays
 
 
@@ -254,15 +256,52 @@ def test_where_the_owner_wants_secure_sums_no_hostile_message_gets_an_image(tmp_
     assert worst < 0.1
 
 
-def test_the_noise_that_the_owner_wants_leaves_no_image_whatever_the_weights(agents: Any, noise: str) -> None:
+def noise_asked(draw: np.random.Generator) -> str:
+    """Return noise of a hostile run: as little as the owner allows or less, under any clip."""
+    z, clip = float(draw.choice([0.3, 0.29, 1e-9], p=[0.9, 0.05, 0.05])), float(draw.choice([1e-3, 0.1, 1.0, 1e6]))
+    return ";".join(f"{what}={z:g}/{clip:g}" for what in ("model", "statistics", "rates"))
+
+
+def test_where_the_owner_wants_noise_no_hostile_message_gets_an_image(tmp_path: Path, noise: str) -> None:
     """Of an input of n numbers a clipped update with noise z has a correlation of at most 1 / √(1 + n z²)."""
-    agent = agents(dataclasses.replace(OPEN, least_noise=0.3), data=noise)
+    draw, about = np.random.default_rng(18), common(classes=SITE.classes)
+    policy = dataclasses.replace(OPEN, least_noise=0.3, most_epochs=10, most_memory_mb=1024)  # no rule on samples
+    agent = agent_in(tmp_path, policy, data=noise)
+    agent.perform(Identify(**about))
     members, others = own_images(agent)
-    random = np.random.default_rng(0)
-    ordinary = {key: random.normal(0, 0.1, value.shape).astype(np.float32) for key, value in chosen_weights().items()}
-    for weights in (trap(members), ordinary):
-        reply = agent.perform(training(weights, classes=SITE.classes, differential_privacy="model=0.3/1"))
-        assert gap(weights, reply.arrays, members, others[:200]) < 0.1
+    worst, updates, results = 0.0, 0, dict[str, int]()
+    for number in range(int(os.environ.get("FEDTTA_FUZZ", "16"))):
+        request: Any = hostile_request(draw, tmp_path, members)
+        if number % 4 == 0:  # one image in an otherwise ordinary message
+            bait = (trap, decoyed_weights)[number // 4 % 2](members)
+            request = training(bait, classes=SITE.classes, batch_size=1000)
+        asked = from_json(request.settings).replace(differential_privacy=noise_asked(draw))
+        request = dataclasses.replace(request, settings=to_json(asked))
+        try:
+            reply: Any = agent.perform(request, Deadline(5.0))
+        except ANSWERS as error:
+            name = f"policy {error.rule}" if isinstance(error, PolicyError) else type(error).__name__
+        else:
+            name = f"ok {request.kind}"
+            if isinstance(request, Train) and _layout(request.arrays) == _layout(chosen_weights()):
+                worst = max(worst, gap(request.arrays, reply.arrays, members, others[:200]))
+                updates += 1
+        results[name] = results.get(name, 0) + 1
+    print(f"{updates} noisy updates, gap {worst:.3f}", results)
+    agent.close()
+    assert updates > 3
+    assert worst < 0.1
+
+
+def test_an_image_among_decoys_passes_the_default_rules_and_noise_hides_it(agents: Any, noise: str) -> None:
+    """What an owner without `least-noise` is told to expect: docs/deployment/policy.md."""
+    plain, noisy = agents(data=noise), agents(Policy(least_noise=0.3), data=noise)
+    members, others = own_images(plain)
+    bait = decoyed_weights(members)
+    told = plain.perform(training(bait, classes=SITE.classes, batch_size=1000))
+    assert gap(bait, told.arrays, members, others[:200]) > 0.8
+    request = training(bait, classes=SITE.classes, batch_size=1000, differential_privacy="model=0.3/1")
+    assert gap(bait, noisy.perform(request).arrays, members, others[:200]) < 0.1
 
 
 def _layout(arrays: Arrays) -> dict[str, tuple[int, ...]]:

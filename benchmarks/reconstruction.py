@@ -32,8 +32,7 @@ def chosen_weights(threshold: float | None = None) -> Arrays:
     threshold : float, optional
         Units are only active for images whose response is larger: a trap for few of them.
     """
-    network = build("cnn", 10, image_size=SIZE, seed=3)
-    arrays = {name: value.numpy().copy() for name, value in network.global_state().items()}
+    arrays = initial_weights(3)
     rng = np.random.default_rng(3)
     for name, value in arrays.items():
         if "conv" in name:
@@ -44,6 +43,43 @@ def chosen_weights(threshold: float | None = None) -> Arrays:
     bias = 0.01 if threshold is None else -threshold
     arrays[f"{FC}bias"] = np.full_like(arrays[f"{FC}bias"], bias)
     arrays["head.weight"] = rng.normal(0, 0.02, arrays["head.weight"].shape).astype(np.float32)
+    return arrays
+
+
+def trap(seen: NDArray[np.uint8], count: int = 1) -> Arrays:
+    """Return weights under which so many of the images have a feature."""
+    found = np.sort(responses(seen))
+    return chosen_weights(float(found[-count] + found[-count - 1]) / 2)
+
+
+def initial_weights(seed: int) -> Arrays:
+    """Return the weights with which a run starts."""
+    network = build("cnn", 10, image_size=SIZE, seed=seed)
+    return {name: value.numpy().copy() for name, value in network.global_state().items()}
+
+
+def random_weights() -> Arrays:
+    """Return normal weights."""
+    draw = np.random.default_rng(0)
+    return {name: draw.normal(0, 0.1, value.shape).astype(np.float32) for name, value in initial_weights(3).items()}
+
+
+def decoyed_weights(seen: NDArray[np.uint8], weight: float = 300.0, scale: float = 1e-6) -> Arrays:
+    """Return weights under which one of the images makes nearly all of the update, and all have features.
+
+    One unit is a trap; the others have the same small feature for every image, and their gradients cancel in the sum
+    over classes. The gradient of the trapped image is `weight` times that of each other one: among 600 images
+    (Σ c)² / Σ c² is 9. Random convolutions less the mean of their maps leave what an image has alone: that is two
+    thirds of the linear layer's input.
+    """
+    arrays = random_weights()
+    maps = _seen(_network(arrays), seen).numpy().reshape(len(seen), 64, -1)
+    arrays["encoder.body.conv2.bias"] -= maps.mean((0, 2))
+    total = np.sort(_seen(_network(arrays), seen).double().sum(1).numpy())
+    arrays[f"{FC}weight"][0], arrays[f"{FC}bias"][0] = scale, -scale * (total[-1] + total[-2]) / 2
+    arrays[f"{FC}weight"][1:], arrays[f"{FC}bias"][1:] = scale * 0.01, 1e-3
+    sign = np.where(np.arange(len(arrays["head.weight"])) % 2, 1.0, -1.0)
+    arrays["head.weight"][:], arrays["head.weight"][:, 0], arrays["head.weight"][:, 1] = 0, sign * weight, sign
     return arrays
 
 
@@ -72,7 +108,7 @@ def _seen(network: torch.nn.Module, pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def _inputs(network: torch.nn.Module, x: Tensor) -> Tensor:
-    for name, layer in network.encoder.body.named_children():  # type: ignore[union-attr, operator]
+    for name, layer in network.encoder.body.named_children():  # type: ignore[union-attr]
         if name == "fc1":
             return x
         x = layer(network.encoder.normalise(x) if name == "conv1" else x)  # type: ignore[union-attr, operator]
