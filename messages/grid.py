@@ -3,6 +3,9 @@
 What it relies on of Flower's internals, and why:
 - An error that the SuperLink makes carries the SuperLink's id: the node is found by the message that is answered.
 - Codes of errors: 3 and 4 for a message or reply that has expired (its time to live is the deadline).
+- A SuperNode that has a reply more than it took messages is one reply behind for good: it pushes a reply when it takes
+  the next message (`_push_messages` waits for a reply only if it has none). Such a reply is the error that it makes
+  when a client process ends without an answer after the run has ended. `_Reminders` bring it to push what it holds.
 - A SuperLink takes a reply from any node that knows the message's id and claims the addressed node's id. Each message
   has a secret, which its reply repeats. The id is a digest of the content, so the secret makes it unguessable, too.
 """
@@ -13,7 +16,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -24,6 +27,7 @@ from fedtta.messages.arrays import array_bytes
 from fedtta.messages.flower import CONTENT, SECRET, from_content, held_record, secret_of
 from fedtta.messages.inbox import inbox_of
 from fedtta.messages.record import Record
+from fedtta.messages.requests import Observe
 from fedtta.messages.transport import Addressed, Answer, late, read_answer, unknown_node
 
 EXPIRED = (3, 4)
@@ -31,6 +35,9 @@ POLL = 0.05  # seconds between two looks for replies, at least
 IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the clients
 REST = 1.0  # seconds at most: a look may be slow because the machine is busy, or because it brings large models
 SENT = 3  # times that a request is sent at most, when replies come without its secret
+#: A node that has not answered after so many seconds, or a part of the timeout if that is less, is sent so many
+#: reminders, which live so long: an idle SuperNode looks for messages every three seconds. The wait then doubles.
+REMIND, REMIND_PART, REMINDERS, REMINDER_LIFE = 60.0, 1 / 4, 3, 10.0
 #: A reply has at most so many bytes, and so many times the bytes of the largest request: it holds a part of the
 #: network, or statistics of it, up to three times over (what is shared, its start, and the normalization).
 REPLY_BYTES, REPLY_TIMES = 64 << 20, 4
@@ -43,6 +50,36 @@ class _Sent:
     one: Addressed
     secret: str
     times: int
+
+
+class _Reminders:
+    """Messages to nodes that have not answered, so that a SuperNode which is one reply behind pushes it.
+
+    A SuperNode at work does not take them before they expire. When two of them are answered at the same time, it
+    pushes both replies at once, and is behind no longer.
+
+    Parameters
+    ----------
+    every : float
+        Seconds until the first ones.
+    now : float
+    """
+
+    def __init__(self, every: float, now: float) -> None:
+        self._every, self._due = every, now + every
+        self.tickets: list[str] = []  # of the last ones: their replies are asked for, so that the SuperLink drops them
+
+    def send(self, grid: Grid, waiting: Iterable[_Sent], now: float) -> None:
+        """Remind the nodes of these requests if it is time."""
+        if now < self._due:
+            return
+        self._every *= 2
+        self._due, self.tickets = now + self._every, []
+        for run, node in {(sent.one.request.run, sent.one.node) for sent in waiting}:
+            for _ in range(REMINDERS):
+                message = _message(node, Observe(settings="{}", run=run).to_record(), secrets.token_hex(16), {})
+                message.metadata.ttl = REMINDER_LIFE
+                self.tickets += [ticket for ticket in grid.push_messages([message]) if ticket]
 
 
 class GridTransport:
@@ -79,6 +116,10 @@ class GridTransport:
         """Return the nodes that the grid has."""
         return list(self.grid.get_node_ids())
 
+    def patient(self) -> GridTransport:
+        """Return a transport over the same grid that looks for replies once in `REST` seconds."""
+        return GridTransport(self.grid, self.window, self._clock, lambda seconds: self._sleep(max(REST, seconds)))
+
     def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
         """See `Transport.exchange`.
 
@@ -92,6 +133,7 @@ class GridTransport:
         waiting: dict[str, _Sent] = {}
         records: dict[int, ArrayRecord] = {}
         inbox = inbox_of(self.grid, self._most_bytes, lambda: self._clock() >= end)
+        reminders = _Reminders(min(REMIND, REMIND_PART * timeout), self._clock()) if self.concurrent else None
         try:
             while queued or waiting:
                 while queued and (self.window is None or len(waiting) < self.window):
@@ -101,7 +143,8 @@ class GridTransport:
                     elif not self._send(one, times, timeout, records, waiting):
                         yield Answer(one.node, None, "failed", "the message was not accepted for sending")
                 began = time.perf_counter()
-                for ticket, read in inbox.look(list(waiting)) if waiting else ():
+                asked = [*waiting, *(reminders.tickets if reminders else ())] if waiting else ()
+                for ticket, read in inbox.look(asked):
                     if ticket in waiting:
                         sent = waiting.pop(ticket)
                         answer = _answer(sent, read)
@@ -109,8 +152,12 @@ class GridTransport:
                             queued.append((sent.one, sent.times + 1))
                         else:
                             yield answer
+                    elif reminders:
+                        reminders.tickets.remove(ticket)
                 if self._clock() >= end:
                     break
+                if waiting and reminders:
+                    reminders.send(self.grid, waiting.values(), self._clock())
                 if waiting and not queued:
                     took = time.perf_counter() - began
                     self._sleep(min(max(POLL, min(REST, IDLE * took)), max(0.0, end - self._clock())))

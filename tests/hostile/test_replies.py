@@ -261,6 +261,7 @@ REPLIES = int(os.environ.get("FEDTTA_FUZZ", "200"))
 NODES = 30  # hostile ones of a run
 
 
+@pytest.mark.timeout(max(600, REPLIES))
 def test_no_random_reply_ends_a_run(tmp_path: Path) -> None:
     """A mutation for each hostile node, which it applies in all phases; a few apply it to their identity, too."""
     tried: Counter[str] = Counter()

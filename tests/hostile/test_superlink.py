@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Message, RecordDict
+from flwr.app import Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
@@ -24,15 +24,19 @@ from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME, NOOP_FEDERATION_ID
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.grid.http_grid import HttpGrid
 from flwr.superlink.servicer.runtime import runtime_handlers as runtime
+from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
+from flwr.supernode.start_client_internal import _insert_message, _push_messages
 
+from fedtta.messages import grid
 from fedtta.messages.flower import reply_message
 from fedtta.messages.grid import GridTransport
-from fedtta.messages.replies import Trained
-from fedtta.messages.requests import Train, TrainingTask
+from fedtta.messages.replies import Telemetry, Trained
+from fedtta.messages.requests import Observe, Train, TrainingTask
 from fedtta.messages.transport import Addressed, Answer
 
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
@@ -190,3 +194,53 @@ def test_a_reply_in_another_node_s_name_is_not_used_and_the_true_one_is(link: Re
     assert taken[0] > 0
     assert taken[1] == 0, "another version of Flower: the forged reply was not taken, or the true one was, too"
     assert [found[i].reply.train_loss for i in range(3)] == [1.0] * 3  # type: ignore[union-attr]
+
+
+@contextmanager
+def one_behind(link: RealSuperLink, node: int) -> Iterator[None]:
+    """A SuperNode with a reply to a run that has ended, by Flower's own functions; it answers after a moment."""
+    store = ObjectStoreFactory(FLWR_IN_MEMORY_DB_NAME).store()
+    state, over = InMemoryNodeState(store), threading.Event()
+    ended = Message(RecordDict(), dst_node_id=node, message_type="train")
+    ended.metadata.__dict__ |= {"_message_id": "0" * 64, "_run_id": link.run}
+    stale = Message(Error(1, "crashed"), reply_to=ended)
+    _insert_message(stale, state, store)
+
+    def send(message: Message, tree: Any, seconds: float) -> tuple[set[str], str]:
+        if message.metadata.reply_to_message_id == "0" * 64:
+            raise RunNotRunningException
+        link.push(node, message)
+        return set(), ""
+
+    def answer(message: Message) -> None:
+        kind = Telemetry(name="a") if message.metadata.message_type == Observe.kind else REPLY
+        _insert_message(reply_message(kind, message), state, store)
+
+    def work() -> None:
+        while not over.is_set():
+            if (message := link.pull(node)) is None:
+                over.wait(0.1)
+                continue
+            threading.Timer(0.2, answer, [message]).start()
+            _push_messages(state, store, send, lambda *_: None)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("reminders", [3, 0])
+def test_a_node_that_is_one_reply_behind_is_brought_to_push_it(
+    link: RealSuperLink, reminders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "REMINDERS", reminders)
+    node, wait = link.nodes[0], 60.0 if reminders else 3.0
+    monkeypatch.setattr(grid, "REMIND", 1.0)
+    transport = GridTransport(link.grid())
+    with one_behind(link, node):
+        answers = [next(transport.exchange([Addressed(node, TRAIN)], wait)) for _ in range(3)]
+    assert [one.kind for one in answers] == ([""] * 3 if reminders else ["late"] * 3)
