@@ -52,6 +52,11 @@ class Baseline:
         """Return the value for a client without samples: all classes alike."""
         return cls(np.full(classes, 1 / classes))
 
+    @property
+    def known(self) -> bool:
+        """Return whether it is that of samples, not the value for none."""
+        return self.entropy != 0 or bool((self.shares != self.shares[0]).any())
+
 
 @dataclass(frozen=True)
 class Served:

@@ -1,14 +1,15 @@
 """Telemetry of devices in Prometheus' data model: the same names at an agent and at the operator's server.
 
-Every metric has the label `device`. A metric that a device does not know is left out for it.
+Every metric has the label `device`. A metric that a device does not know is left out for it. `Named` also describes
+the metrics of the server (`fedtta.watch.metrics`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -20,56 +21,99 @@ from prometheus_client.core import (
 
 from fedtta.messages.replies import LATENCY_BOUNDS, Telemetry
 
+Subject = TypeVar("Subject")
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily] | type[InfoMetricFamily]
+#: Family → what Prometheus appends to the name.
+ENDINGS: dict[Family, str] = {CounterMetricFamily: "_total", InfoMetricFamily: "_info"}
+
 
 @dataclass(frozen=True)
-class Named:
-    """A number of `Telemetry` as a metric.
+class Named(Generic[Subject]):
+    """A number of some object as a metric.
 
     Parameters
     ----------
     name : str
-        Without the ending "_total" of a counter.
+        Without the ending "_total" of a counter and "_info" of an info.
     about : str
     value : callable
-        Telemetry → number, truth value, None if it is unknown, or label value → number for a metric with a label.
+        Object → number, truth value, None if it is unknown, or label value → number for a metric with a label. For a
+        histogram, (upper bound → count up to it, sum); for an info, label → text.
     family : type
-        `CounterMetricFamily` or `GaugeMetricFamily`.
+        The type of the metric.
     label : str
-        A label in addition to "device"; empty: none.
+        A label in addition to those that say which object it is; empty: none.
     """
 
     name: str
     about: str
-    value: Callable[[Telemetry], Any]
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily] = GaugeMetricFamily
+    value: Callable[[Subject], Any]
+    family: Family = GaugeMetricFamily
     label: str = ""
 
-    def of(self, devices: Iterable[Telemetry]) -> Metric:
-        """Return the metric of all devices."""
-        found = self.family(self.name, self.about, labels=["device", *([self.label] if self.label else [])])
-        for one in devices:
-            value = self.value(one)
+    @property
+    def exposed(self) -> str:
+        """Name in the exposition; a histogram has several, with this beginning."""
+        return self.name + ENDINGS.get(self.family, "")
+
+    def of(self, subjects: Iterable[tuple[Sequence[str], Subject]], labels: Sequence[str]) -> Metric:
+        """Return the metric of all objects, each given with the values of `labels`, which differ between objects."""
+        found: Any = self.family(self.name, self.about, labels=[*labels, *([self.label] if self.label else [])])
+        for names, subject in subjects:
+            value = self.value(subject)
             if self.label:
                 for label, number in sorted(value.items()):
-                    found.add_metric([one.name, label], float(number))
+                    found.add_metric([*names, label], float(number))
+            elif isinstance(value, tuple):
+                counts, total = value
+                found.add_metric([*names], list(counts.items()), total)
             elif value is not None:
-                found.add_metric([one.name], float(value))
+                found.add_metric([*names], value if isinstance(value, dict) else float(value))
         return found
 
 
-METRICS = (
+def histogram(bounds: Sequence[float], counts: Sequence[int], total: float) -> tuple[dict[str, int], float]:
+    """Return a histogram as `Named.value` gives it.
+
+    Parameters
+    ----------
+    bounds : sequence of float
+        Upper bounds of the intervals; one more has none.
+    counts : sequence of int
+        Of each interval.
+    total : float
+        Sum of what was counted.
+    """
+    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+    return dict(zip(names, accumulate(counts), strict=True)), total
+
+
+def _listed(software: dict[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in sorted(software.items()))
+
+
+SECONDS = "fedtta_predict_seconds"
+METRICS: tuple[Named[Telemetry], ...] = (
+    Named(
+        "fedtta_device", "1, with model, adapter and software as labels.",
+        lambda one: {"model": one.model, "adapter": one.adapter, "software": _listed(one.software)}, InfoMetricFamily,
+    ),
+    Named(
+        SECONDS, "Seconds from a request's arrival to its answer.",
+        lambda one: histogram(LATENCY_BOUNDS, one.latency, one.latency_sum), HistogramMetricFamily,
+    ),
     Named("fedtta_uptime_seconds", "Seconds since the agent began.", lambda one: one.uptime),
     Named("fedtta_predictions", "Images predicted.", lambda one: one.predictions, CounterMetricFamily),
-    Named("fedtta_refused_requests", "Requests refused.", lambda one: one.refusals, CounterMetricFamily),
+    Named("fedtta_refused_requests", "Prediction requests refused.", lambda one: one.refusals, CounterMetricFamily),
     Named("fedtta_head_weight", "Mean weight e of the global head over the last images.", lambda one: one.weight),
     Named(
         "fedtta_estimated_accuracy",
-        "Accuracy over the last images, estimated without labels.",
+        "Accuracy of the unadapted network over the last images, estimated without labels.",
         lambda one: one.estimated_accuracy,
     ),
     Named(
         "fedtta_drift",
-        "Total variation distance between the classes predicted lately and those at the model's evaluation.",
+        "Total variation distance between the classes predicted lately and the usual ones.",
         lambda one: one.drift,
     ),
     Named("fedtta_guard_holding", "1 while predictions are those of the unadapted model.", lambda one: one.holding),
@@ -87,31 +131,9 @@ METRICS = (
     Named("fedtta_data_samples", "Files of the device's own data.", lambda one: one.data_samples),
     Named("fedtta_data_skipped", "Those of them that cannot be used.", lambda one: one.data_skipped),
 )  # fmt: skip
-SECONDS = "fedtta_predict_seconds"
-INFO = "fedtta_device"
 
 
 def metrics(devices: Iterable[Telemetry]) -> list[Metric]:
     """Return all metrics of devices with different names, for a collector of prometheus-client."""
-    known = list(devices)
-    return [_info(known), _seconds(known), *(one.of(known) for one in METRICS)]
-
-
-def _info(devices: Iterable[Telemetry]) -> InfoMetricFamily:
-    found = InfoMetricFamily(INFO, "Model, adapter and software.", labels=["device"])
-    for one in devices:
-        about = {"model": one.model, "adapter": one.adapter, "software": _listed(one.software)}
-        found.add_metric([one.name], about)
-    return found
-
-
-def _listed(software: dict[str, str]) -> str:
-    return ", ".join(f"{package} {version}" for package, version in sorted(software.items()))
-
-
-def _seconds(devices: Iterable[Telemetry]) -> HistogramMetricFamily:
-    bounds = [*(f"{bound:g}" for bound in LATENCY_BOUNDS), "+Inf"]
-    found = HistogramMetricFamily(SECONDS, "Seconds from a request's arrival to its answer.", labels=["device"])
-    for one in devices:
-        found.add_metric([one.name], list(zip(bounds, accumulate(one.latency), strict=True)), one.latency_sum)
-    return found
+    known = [((one.name,), one) for one in devices]
+    return [one.of(known, ("device",)) for one in METRICS]

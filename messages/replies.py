@@ -359,7 +359,7 @@ class Telemetry(Reply):
     phase : str
         The federated request that is being processed.
     predictions, refusals : int
-        Images predicted and requests refused since its process began.
+        Images predicted and prediction requests refused since its process began.
     samples, unsaved_samples : int
         Images that the adapter has seen, and those of them that no snapshot covers.
     latency : list of int
@@ -368,14 +368,14 @@ class Telemetry(Reply):
     latency_sum : float
         Seconds of all of them.
     weight : float or None
-        Mean e, the weight of the global head, over the last `WEIGHT_WINDOW` images.
+        Mean e, the weight of the global head, over the last `WEIGHT_WINDOW` images, of fewer in the beginning.
     weights : list of float
         Such means over time, oldest first, one for each `WEIGHT_WINDOW` images.
     estimated_accuracy : float or None
-        An estimate without labels (`fedtta.tta.estimates`), for the last images.
+        That of the unadapted network on the last images, estimated without labels (`fedtta.tta.estimates`).
     drift : float or None
-        Total variation distance between the classes that the unadapted network predicts for the last images and those
-        it predicted when it was evaluated.
+        Total variation distance between the classes that the unadapted network predicts for the last images and the
+        usual ones when it was evaluated: of each class the larger share of predictions and labels, normalized.
     holding : bool
         Whether the guard holds: predictions are those of the unadapted model.
     guard_events : dict

@@ -9,9 +9,14 @@ import queue
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from fedtta.client.agent.config import AgentConfig
-from fedtta.settings import SettingsError
+from fedtta.settings import SettingsError, logs
+
+if TYPE_CHECKING:
+    from fedtta.client.agent.core import Agent
 
 LOG = logging.getLogger("fedtta.agent")
 USAGE, LOST = 2, 3  # exit status for an invalid config, and where the adapter's state could not be saved
@@ -22,12 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fedtta agent", description="The resident agent of one device.")
     parser.add_argument("--config", required=True, metavar="FILE", help="TOML file of the agent's keys")
     chosen = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         config = AgentConfig.from_toml(chosen.config)
     except SettingsError as error:
         print(error, file=sys.stderr)
         return USAGE
+    logging.captureWarnings(True)
+    logs.configure(config.log_format, config.log_level, lambda: {"device": config.name})
     asked: queue.SimpleQueue[int] = queue.SimpleQueue()  # unlike an Event, safe to use in a signal's handler
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: asked.put(number))
@@ -37,13 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
     """Serve until a signal arrives in `asked`; then answer accepted requests, save, and return the exit status."""
     from fedtta.client.agent.core import Agent  # imports torch, which refusing an invalid config does not need
-    from fedtta.client.agent.server import serve
 
     try:
         agent = Agent(config)
     except (ValueError, OSError, RuntimeError) as error:
         LOG.error("%s", error)
         return 1
+    with ExitStack() as stack:
+        stack.callback(logs.configure(config.log_format, config.log_level, agent.log.fields))
+        return _serve(agent, config, asked)
+
+
+def _serve(agent: Agent, config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
+    """Serve an agent as `run` does."""
+    from fedtta.client.agent.server import serve
+
     try:
         running = serve(agent, config)
     except (ValueError, OSError) as error:

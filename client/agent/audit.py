@@ -3,8 +3,9 @@
     fedtta audit --config device.toml --run 3f2a
 
 One JSON object a line: in `<state-dir>/audit.jsonl` what was answered, synced to disk before the reply leaves, and in
-`audit-refused.jsonl` the rest, so that a flood of refused messages displaces nothing that tells what left. Of arrays
-it has names, shapes, sizes and digests, never values.
+`audit-refused.jsonl` the rest, so that a flood of refused messages displaces nothing that tells what left. Questions
+for telemetry, one a minute for years, are in `audit-observed.jsonl` for the same reason, refused ones as well. Of
+arrays it has names, shapes, sizes and digests, never values.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from fedtta.client.agent.policy import PolicyError, phase_of
 from fedtta.client.names import TABLES
 from fedtta.messages.protobuf import to_bytes
 from fedtta.messages.record import Record
+from fedtta.messages.requests import Observe
 from fedtta.settings import SettingsError, from_toml
 from fedtta.settings.files import Lines
 
-ANSWERED, REFUSED = "audit.jsonl", "audit-refused.jsonl"
+ANSWERED, REFUSED, OBSERVED = "audit.jsonl", "audit-refused.jsonl", "audit-observed.jsonl"
 FILES = 10  # of each that are kept, with the current one
+#: Files that are kept of each log, with the current one; of telemetry, which tells little, fewer.
+KEPT = {ANSWERED: FILES, REFUSED: FILES, OBSERVED: 2}
 HOUR, DAY = 3600.0, 86400.0
 DONE = "ok"  # result of a message that was worked on
+OBSERVE = phase_of(Observe.kind)
 TEXT = 500  # characters of a reason
 
 
@@ -57,7 +62,7 @@ class Audit:
 
     def __init__(self, folder: Path, limit: int, clock: Callable[[], float] = time.time) -> None:
         self.limit, self._clock = limit, clock
-        self._files = {name: Lines(folder / name) for name in (ANSWERED, REFUSED)}
+        self._files = {name: Lines(folder / name) for name in KEPT}
         self._lock = threading.Lock()
         self._done: deque[tuple[float, str]] = deque()  # time and phase of what was worked on in the last 24 hours
         for line in lines(folder):
@@ -67,9 +72,10 @@ class Audit:
     def count(self, seconds: float, phase: str = "") -> int:
         """Return how many messages, or those of a phase, were worked on in the last seconds, 24 hours at most."""
         now = self._clock()
-        while self._done and self._done[0][0] <= now - DAY:
-            self._done.popleft()
-        return sum(at > now - seconds and phase in ("", one) for at, one in self._done)
+        with self._lock:  # messages arrive on two threads
+            while self._done and self._done[0][0] <= now - DAY:
+                self._done.popleft()
+            return sum(at > now - seconds and phase in ("", one) for at, one in self._done)
 
     def write(self, phase: str, result: str, **values: Any) -> None:
         """Append a message.
@@ -93,7 +99,7 @@ class Audit:
         known = {key: value for key, value in values.items() if value not in ("", None)}
         line = json.dumps({"time": at, "phase": phase, "result": result, **known}).encode() + b"\n"
         with self._lock:
-            file = self._files[ANSWERED if result == DONE else REFUSED]
+            file = self._files[OBSERVED if phase == OBSERVE else ANSWERED if result == DONE else REFUSED]
             self._rotate(file.path, len(line))
             file.append(line)
             if result == DONE:
@@ -133,12 +139,12 @@ def sent(record: Record) -> list[dict[str, Any]]:
 
 def lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a state directory's audit log, the oldest first; a line that is cut short is left out."""
-    return heapq.merge(*(_lines_of(folder / name) for name in (ANSWERED, REFUSED)), key=_time)
+    return heapq.merge(*(_lines_of(folder / name) for name in KEPT), key=_time)
 
 
 def _oldest_first(path: Path) -> list[Path]:
     """Return a file's former files and the file itself."""
-    return [*(path.with_name(f"{path.name}.{number}") for number in range(FILES - 1, 0, -1)), path]
+    return [*(path.with_name(f"{path.name}.{number}") for number in range(KEPT[path.name] - 1, 0, -1)), path]
 
 
 def _lines_of(newest: Path) -> Iterator[dict[str, Any]]:

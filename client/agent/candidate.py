@@ -27,6 +27,7 @@ from fedtta.client.agent.live import Live, as_floats
 from fedtta.client.serving import Served
 from fedtta.data import Images, Split
 from fedtta.models.arrays import all_finite, array_finite
+from fedtta.tta.estimates import confidences
 
 if TYPE_CHECKING:
     from fedtta.client.device import Device
@@ -83,7 +84,8 @@ class Check:
         Why the model is refused; empty: it is accepted.
     figures : dict
         Name → number: samples, accuracy, served_accuracy, lost, agreement, confidence, served_confidence, one_class;
-        those that could be computed.
+        those that could be computed. All are of unadapted predictions; accuracy and confidence, the mean of the
+        largest probabilities, are those that the estimated accuracy begins from (`fedtta.tta.estimates`).
     """
 
     reason: str = ""
@@ -127,12 +129,13 @@ def check(candidate: Served, served: Served | None, samples: Samples, limits: Ac
     count, labels = len(samples.pixels), samples.labels
     if not count:
         return Check(figures={"samples": 0})
-    figures = {"samples": float(count), "confidence": float(new.max(1).mean()), "lost": lost}
+    figures = {"samples": float(count), "confidence": float(confidences(new).mean()), "lost": lost}
     old = probabilities(served, pixels) if served is not None and comparable(candidate, served) else None
     old = None if old is None or not np.isfinite(old).all() else old
     reference = None if old is None else _shares(old.argmax(1), new.shape[1])
     if labels is not None:
         reference = _shares(labels, new.shape[1])
+        figures["accuracy"] = float((new.argmax(1) == labels).mean())
     reasons = [_one_class(new, reference, limits, candidate.classes, figures)]
     if old is not None:
         figures["agreement"] = float((new.argmax(1) == old.argmax(1)).mean())
@@ -210,7 +213,8 @@ def _less_accurate(
 ) -> str:
     """Return why a model is refused that is less accurate; one sample makes no difference."""
     right = [int((rows.argmax(1) == labels).sum()) for rows in (new, old)]
-    figures["accuracy"], figures["served_accuracy"] = found, before = [count / len(labels) for count in right]
+    found, before = (count / len(labels) for count in right)
+    figures["served_accuracy"] = before
     past, figures["lost"] = figures["lost"], max(0.0, figures["lost"] + before - found)
     if right[0] >= right[1] or figures["lost"] * len(labels) <= max(limits.margin * len(labels), 1) + 1e-9:
         return ""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fedtta.client.agent.policy import Policy, by_field
+from fedtta.client.agent.policy import Policy
 from fedtta.client.names import LEFT, TABLES, absolute_source, check_name, parse_class_map
 from fedtta.settings import Scalar, SettingsError, assignments, from_toml
-from fedtta.settings.schema import REQUIRED, check, key_of, setting
+from fedtta.settings.logs import FORMATS, LEVELS
+from fedtta.settings.schema import REQUIRED, by_field, check, key_of, setting
 
 #: Keys that hold a path; a relative one is relative to the TOML file.
 PATHS = ("state_dir", "data_dir", "model", "certificate", "key", "client_ca")
 #: Keys that only a TCP address has.
 TLS = ("certificate", "key", "client_ca")
 UNIX = "unix:"
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,14 @@ class AgentConfig:
     approval: bool = setting(False, "whether it waits for the operator's approval")
     models_kept: int = setting(3, "models on disk, the served one included", low=1)
     log_mb: int = setting(10, "size at which <state-dir>/agent.log is rotated, MiB", low=1)
+    log_format: str = setting("text", "lines on stderr: text for people, json for programs", FORMATS)
+    log_level: str = setting("info", "least level of lines on stderr", LEVELS)
 
     # Addresses and limits of the sockets
     listen: str = setting("", "address of the predictor; empty: unix:<state-dir>/agent.sock")
     relay: str = setting("", "address for the Flower ClientApp; empty: unix:<state-dir>/relay.sock")
     relay_group: str = setting("", "group of the SuperNode's user, which may connect to relay; empty: this user only")
+    metrics: str = setting("", "address of the metrics for Prometheus, e.g. '127.0.0.1:9464'; empty: none")
     certificate: str = setting("", "PEM file of this server's certificate (TCP only)")
     key: str = setting("", "PEM file of its private key (TCP only)")
     client_ca: str = setting("", "PEM file of the authority that signs clients' certificates (TCP only)")
@@ -169,15 +175,31 @@ class AgentConfig:
         if not self.relay_address.startswith(UNIX):
             raise SettingsError(f"relay = {self.relay!r}: allowed is unix:<path>, for federated requests stay local")
         given = [key_of(name) for name in TLS if getattr(self, name)]
+        if self.metrics:
+            self._check_metrics(given)
         if self.listen_address.startswith(UNIX):
-            if given:
-                raise SettingsError(f"{', '.join(given)}: allowed with listen = <host>:<port> only")
+            if given and not self.metrics:
+                raise SettingsError(f"{', '.join(given)}: allowed with listen or metrics = <host>:<port> only")
             if self.listen_address == self.relay_address:
                 raise SettingsError(f"relay = {self.relay!r}: the same as listen; each needs its own socket")
         elif not re.fullmatch(r".+:\d+", self.listen_address):
             raise SettingsError(f"listen = {self.listen!r}: allowed are unix:<path> and <host>:<port>")
         elif missing := [key_of(name) for name in TLS if key_of(name) not in given]:
             raise SettingsError(f"listen = {self.listen!r}: TCP needs mutual TLS; set {', '.join(missing)}")
+
+    def _check_metrics(self, given: list[str]) -> None:
+        """Refuse an address of the metrics that is none, or that others reach without certificates."""
+        match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:]+):(\d{1,5})", self.metrics)
+        if match is None or int(match[2]) > LAST_PORT:
+            raise SettingsError(f"metrics = {self.metrics!r}: allowed is <host>:<port>")
+        if given and (missing := [key_of(name) for name in TLS if key_of(name) not in given]):
+            raise SettingsError(f"metrics = {self.metrics!r}: mutual TLS needs {', '.join(missing)}, too")
+        if not given and not _is_loopback(match[1].strip("[]")):
+            keys = ", ".join(key_of(name) for name in TLS)
+            raise SettingsError(
+                f"metrics = {self.metrics!r}: allowed without TLS is 127.0.0.1, [::1] or localhost; "
+                f"other addresses need mutual TLS: set {keys}"
+            )
 
     def _check_adapter(self) -> None:
         """Refuse an adapter that does not exist, or that needs a whole test set."""
@@ -287,6 +309,14 @@ class AgentConfig:
             if isinstance(values.get(name), str) and values[name].startswith(UNIX):
                 values[name] = f"{UNIX}{folder / Path(values[name].removeprefix(UNIX)).expanduser()}"
         return cls(**values)
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _word(value: Scalar) -> str:

@@ -23,27 +23,26 @@ from fedtta.client.agent.lifecycle import Changed, Lifecycle
 from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
-from fedtta.client.agent.own_data import Scan, samples_of, scan
+from fedtta.client.agent.observation import Observation
+from fedtta.client.agent.own_data import Scan, Scans, samples_of
 from fedtta.client.agent.predictions import NoModel, Prediction, joined, parts_of
 from fedtta.client.agent.status import Saved, Status
 from fedtta.client.agent.store import Store
-from fedtta.client.agent.work import Work
-from fedtta.client.names import parse_class_map
-from fedtta.client.node import Node, make_device, perform
+from fedtta.client.agent.work import Work, own_node
+from fedtta.client.node import make_device, perform
 from fedtta.client.resources import resolve_device
 from fedtta.client.serving import from_file
-from fedtta.client.state import MemoryState, forget_runs
-from fedtta.messages.replies import Evaluated, Identity, Reply
-from fedtta.messages.requests import AdapterRow, Base, Evaluate, Request
+from fedtta.client.state import forget_runs
+from fedtta.messages.replies import Evaluated, Identity, Reply, Telemetry
+from fedtta.messages.requests import AdapterRow, Base, Evaluate, Observe, Request
 from fedtta.models.deadline import Deadline
-from fedtta.settings import Scalar, keys_in
+from fedtta.settings import logs
 
 LOG = logging.getLogger("fedtta.agent")
 NOTES = 100  # notes kept, the newest ones
 ATTEMPTS = 2  # to save before the agent stops
 PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
 LOG_FILE = "agent.log"
-SCANNING = "its data are being scanned"
 
 
 class Agent:
@@ -63,6 +62,8 @@ class Agent:
     ----------
     log : EventLog
         `<state-dir>/agent.log`.
+    observation : Observation
+        What it counts since it began.
     trouble : str
         Why the adapter's state could not be saved the last time; empty: it could.
 
@@ -83,15 +84,17 @@ class Agent:
         name, base = config.adapter_name, cast(Base, config.base)
         self._row = AdapterRow(name, name, config.adapter_options, base)
         self._private = config.state_folder / PRIVATE
-        self._node = self._own_node()
-        self._current, self._data = "", Scan()
-        self._working, self._scanning = threading.Lock(), threading.Lock()
+        self._node = own_node(config, self._private, self._note)
+        self._current, self._working = "", threading.Lock()
         self.trouble = ""
-        self.log = EventLog(config.state_folder / LOG_FILE, config.log_mb << 20)
+        self.log = EventLog(config.state_folder / LOG_FILE, config.log_mb << 20, config.name)
+        self._scans = Scans(config, self.log, self._note, clock)
         self._store = Store(config.state_folder, config.snapshots_kept, self._note, config.models_kept)
+        self.observation = Observation(config, clock)
         self.audit = Audit(config.state_folder, config.log_mb << 20)
         self._work = Work(config.policy, self._node, self._private, self.audit)
         self._models = Lifecycle(config, self._row, self._device, self._store, self._note, self.log, self._save)
+        self.log.version = lambda: self._live.version if self._live else ""
         try:
             self._models.start()
             if config.model:
@@ -100,12 +103,11 @@ class Agent:
             self.log.write("stop", error=str(error))
             self._store.close()
             raise
-        self.log.write("start", version=self._live.version if self._live else "", adapter=config.adapter)
+        self.log.write("start", adapter=config.adapter)
         self._due, self._closed = threading.Event(), False
         self._saver = threading.Thread(target=self._save_when_due, name="save", daemon=True)
         self._saver.start()
-        if config.data:
-            threading.Thread(target=self._scan_first, name="scan", daemon=True).start()
+        self._scans.begin(lambda: self._live.served if self._live else None)
 
     @property
     def per(self) -> Literal["sample", "batch"]:
@@ -154,33 +156,49 @@ class Agent:
             for part, answer in zip(parts, answers, strict=True):
                 self._models.shade(part, answer[0])
             waiting = live.samples - max(live.saved, live.tried)
+            self.observation.predicted(len(known))
         if waiting >= self.config.save_every_samples or self._models.due:
             self._due.set()
         return joined(answers, live.version, position)
 
     def status(self) -> Status:
-        """Return the state of the agent."""
+        """Return the state of the agent between two predictions."""
         with self._models.predicting:
-            live = self._live
-            return Status(
-                version=live.version if live else "",
-                adapter=self.config.adapter,
-                classes=live.served.classes if live else (),
-                samples=live.samples if live else 0,
-                unsaved_samples=live.samples - live.saved if live else 0,
-                holding=bool(live and live.guard and live.guard.holding),
-                guard_events=self._models.events(),
-                snapshots=self._store.names,
-                notes=list(self._notes),
-                uptime=self._clock() - self._start,
-                training=self._current,
-                shape=live.served.shape if live else (),
-                candidate=self._models.waiting,
-                refused=self._models.refused,
-                data_samples=self._data.samples,
-                data_skipped=self._data.skipped,
-                data_notes=[*([SCANNING] if self.scanning else []), *self._data.notes],
-            )
+            return self._status(self._live)
+
+    def telemetry(self) -> Telemetry:
+        """Return what the device tells of itself, which waits for no prediction and no request; any thread may ask."""
+        live, model = self._live, self._store.served
+        known = live and model and model.origin == live.served.origin  # not while one replaces another
+        return self.observation.telemetry(
+            self._status(live),
+            live.recent if live else None,
+            live.guard if live else None,
+            model.check if known and model else {},
+            bool(self.trouble),
+        )
+
+    def _status(self, live: Live | None) -> Status:
+        """Return the state of the agent; numbers are those of one moment while `predicting` is held."""
+        return Status(
+            version=live.version if live else "",
+            adapter=self.config.adapter,
+            classes=live.served.classes if live else (),
+            samples=live.samples if live else 0,
+            unsaved_samples=max(0, live.samples - live.saved) if live else 0,
+            holding=bool(live and live.guard and live.guard.holding),
+            guard_events=self._models.events(),
+            snapshots=self._store.names,
+            notes=list(self._notes),
+            uptime=self._clock() - self._start,
+            training=self._current,
+            shape=live.served.shape if live else (),
+            candidate=self._models.waiting,
+            refused=self._models.refused,
+            data_samples=self._scans.found.samples,
+            data_skipped=self._scans.found.skipped,
+            data_notes=self._scans.notes,
+        )
 
     def snapshot(self) -> Saved:
         """Save the adapter's state now.
@@ -266,32 +284,17 @@ class Agent:
         ValueError
             The device has no data of its own, or they cannot be read.
         """
-        return self._scan("rescan")
+        return self._scans.scan("rescan", self._live.served if self._live else None)
 
     @property
     def scanning(self) -> bool:
         """Return whether the device's own data are being scanned outside a run."""
-        return self._scanning.locked()
-
-    def _scan(self, event: str) -> Scan:
-        with self._scanning:
-            start = self._clock()
-            found = scan(self.config, self._live.served if self._live else None)
-            counts = {"samples": found.samples, "used": found.used, "skipped": found.skipped}
-            self.log.write(event, **counts, seconds=round(self._clock() - start, 3))
-            self._data = found
-        return found
-
-    def _scan_first(self) -> None:
-        """Scan the data when the agent starts: the first scan of many files takes longer than a run waits for it."""
-        try:
-            self._scan("scan")
-        except Exception as error:  # a run says it, too
-            self._note(f"its data cannot be used: {error}")
-            self.log.write("scan", error=str(error))
+        return self._scans.running
 
     def perform(self, request: Request, deadline: Deadline | None = None) -> Reply:
         """Answer a federated request; after an evaluation of the served training, offer its model.
+
+        Requests are answered one at a time, but for `Observe`, which is answered at once.
 
         Raises
         ------
@@ -300,7 +303,9 @@ class Agent:
         SettingsError, ValueError, FloatingPointError
             As `fedtta.client.node.perform`.
         """
-        with self._working:
+        if isinstance(request, Observe):
+            return self._work.observe(request, self.telemetry)
+        with self._working, logs.about(run=request.run, round=getattr(request, "round", None)):
             self._current = request.kind.rpartition(".")[2]
             start, failed = self._clock(), ""
             try:
@@ -310,8 +315,8 @@ class Agent:
                 raise
             finally:
                 self._current = ""
-                about = {"run": request.run, "round": getattr(request, "round", None), "error": failed}
-                self.log.write("request", kind=request.kind, seconds=round(self._clock() - start, 3), **about)
+                seconds = round(self._clock() - start, 3)
+                self.log.write("request", kind=request.kind, seconds=seconds, error=failed)
         return reply
 
     def _answer(self, request: Request) -> Reply:
@@ -319,11 +324,8 @@ class Agent:
         reply = perform(request, self._node, self._work.admit)
         if isinstance(request, Evaluate) and isinstance(reply, Evaluated):
             reply = replace(reply, served=self._take_over(request))
-        if isinstance(reply, Identity) and reply.own_data:
-            used = reply.samples - reply.skipped
-            hidden = reply.labelled and reply.classes_present is None  # from the server, not from its owner
-            notes = self._data.notes if hidden else tuple(reply.notes)
-            self._data = Scan(reply.samples, used, reply.skipped, notes)
+        if isinstance(reply, Identity):
+            self._scans.take(reply)
         self._forget_runs(request.run)
         return reply
 
@@ -366,23 +368,6 @@ class Agent:
             self._notes.append(text)
             LOG.warning("%s", text)
             self.log.write("note", text=text)
-
-    def _own_node(self) -> Node:
-        config = self.config
-        settings: dict[str, Scalar] = dict.fromkeys(keys_in("paths"), "")  # a message names no path of this machine
-        settings |= {"data-dir": config.data_dir, "state-dir": str(self._private), "device": config.device}
-        settings |= {"download": config.policy.download, **config.limits_of_data}
-        return Node(
-            config.name,
-            MemoryState(),
-            config.data,
-            config.role or None,
-            settings,
-            class_map=parse_class_map(config.class_map),
-            index=config.index,
-            note=self._note,
-            least_batch=config.policy.least_batch_size,
-        )
 
     @property
     def _live(self) -> Live | None:

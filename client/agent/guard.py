@@ -108,6 +108,19 @@ class Guard:
         """Return whether predictions are the unadapted model's."""
         return not self.runs_adapter or self._kind in DEGENERATE
 
+    @property
+    def drift(self) -> float | None:
+        """Return how far the classes of the window are from the usual ones; any thread may ask.
+
+        The total variation distance between the classes that the unadapted model predicts for the window and the
+        baseline's shares, normalized; None before the window is full, and without a baseline.
+        """
+        window = self._window
+        if len(window) < self.limits.window or not self.baseline.known:
+            return None
+        usual = self.baseline.shares / self.baseline.shares.sum()
+        return min(1.0, float(np.abs(self._shares(window[:, UNADAPTED]) - usual).sum()) / 2)
+
     def judge(
         self, unadapted: NDArray[Any], adapted: NDArray[Any] | None, flat: NDArray[np.bool_] | None = None
     ) -> Verdict:

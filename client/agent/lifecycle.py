@@ -23,6 +23,7 @@ from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.live import Live, as_floats
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model, State
+from fedtta.client.agent.observation import Recent
 from fedtta.client.agent.store import Store
 from fedtta.client.serving import Served
 from fedtta.messages.requests import AdapterRow
@@ -91,7 +92,6 @@ class Lifecycle:
         self.predicting, self.saving = threading.RLock(), threading.RLock()
         self.live: Live | None = None
         self._shadow: Shadow | None = None
-        self._events: dict[str, int] = {}  # of the guards of former models
 
     def start(self) -> None:
         """Serve what the state directory holds, and go on with a candidate; what does not fit is noted."""
@@ -124,9 +124,12 @@ class Lifecycle:
         return before[1] if len(before) == 3 and before[0] == run else ""
 
     def events(self) -> dict[str, int]:
-        """Return how often the guard has acted, by kind, of all models; `predicting` is held."""
-        events = dict(self._events)
-        for kind, count in (self.live.guard.events if self.live and self.live.guard else {}).items():
+        """Return how often the guard has acted, by kind, of all models; any thread may ask."""
+        live = self.live
+        if live is None:
+            return {}
+        events = dict(live.former_events)
+        for kind, count in (live.guard.events if live.guard else {}).items():
             events[kind] = events.get(kind, 0) + count
         return events
 
@@ -322,8 +325,7 @@ class Lifecycle:
         commit()
         with self.predicting:
             former = self.live
-            if former is not None:
-                self._events = self.events()
+            live.former_events, live.recent = self.events(), Recent()  # of a model that was tried, too
             self.live = live
             if self._shadow is not None and self._shadow.live is live:
                 self._shadow = None

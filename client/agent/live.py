@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import Guard, LastGood, Verdict, flat_images
+from fedtta.client.agent.observation import Recent
 from fedtta.client.serving import Served
 from fedtta.messages.arrays import Arrays
-from fedtta.tta.heads import two_heads
+from fedtta.tta.heads import NoAdaptation, two_heads
 from fedtta.tta.registry import info
 
 ADAPTER, GUARD = "adapter.", "guard."  # prefixes of names in a snapshot
@@ -45,6 +46,10 @@ class Live:
         Samples covered by its newest snapshot, and by the last attempt to save one.
     changed : bool
         Whether there is anything to save.
+    recent : Recent
+        e and confidence of the last images.
+    former_events : dict
+        How often the guards of the models before it have acted, by kind.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class Live:
         self._before: NDArray[Any] | None = None  # the last image, which the next one may repeat
         self._noted = dict(self.guard.events) if self.guard else {}
         self._mixes = MIXES in info(served.row.adapter).needs
+        self.recent = Recent()
+        self.former_events: dict[str, int] = {}
 
     @torch.no_grad()
     def predict(self, pixels: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None, bool]:
@@ -81,6 +88,7 @@ class Live:
         if self.guard is None:
             adapted, weights = self._adapted(x)
             self.samples += len(x)
+            self.recent.note(weights, adapted if isinstance(self.adapter, NoAdaptation) else None)
             return adapted, weights, True
         plain, heads = self._unadapted(x)
         if not np.isfinite(plain).all():
@@ -94,10 +102,13 @@ class Live:
         if verdict.action == "go":
             if verdict.healthy:
                 self._good.note(self.adapter.state_dict, len(x))
+            self.recent.note(weights, plain)
             return adapted, weights, True
         if runs:
             self._go_back(before if verdict.kind == "small-batch" else self._good.state)
-        return plain, np.ones(len(x), np.float32) if self._mixes else None, False
+        weights = np.ones(len(x), np.float32) if self._mixes else None
+        self.recent.note(weights, plain)
+        return plain, weights, False
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -105,13 +116,13 @@ class Live:
         adapter, good, guard = self.adapter.state_dict(), copy.copy(self._good), copy.copy(self.guard)
         if guard is not None:
             guard.events = dict(guard.events)
-        samples, before = self.samples, self._before
+        samples, before, recent = self.samples, self._before, copy.copy(self.recent)
         try:
             yield
         except BaseException:
             self.adapter.load_state_dict(adapter)
             self.adapter.take_report()
-            self._good, self.guard, self.samples, self._before = good, guard, samples, before
+            self._good, self.guard, self.samples, self._before, self.recent = good, guard, samples, before, recent
             raise
 
     def reset(self) -> None:

@@ -9,7 +9,6 @@ message is ignored on every device.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from fedtta.messages.requests import (
 )
 from fedtta.privacy.gaussian import Privacy
 from fedtta.settings import Settings, SettingsError, assignments
-from fedtta.settings.schema import REQUIRED, check, key_of, setting
+from fedtta.settings.schema import by_field, check, setting
 
 ANY = "*"  # a list of names that has everything
 BUILT_IN = "built-in"  # stands for the networks of this package
@@ -63,7 +62,7 @@ class PolicyError(ValueError):
 
 
 def phase_of(kind: str) -> str:
-    """Return the short name of a kind of request: identify, train, statistics, rates, adapt or evaluate."""
+    """Return the short name of a kind of request: identify, train, statistics, observe and so on."""
     return kind.rpartition(".")[2]
 
 
@@ -81,8 +80,8 @@ class Policy:
 
     # What is computed
     phases: str = setting(
-        "identify,train,statistics,rates,evaluate,share_keys,unmask",
-        "kinds of messages; adapt, a test-time round, tells the class counts of every batch",
+        "identify,train,statistics,rates,evaluate,share_keys,unmask,observe",
+        "kinds of messages; adapt, a test-time round, tells the class counts of every batch; observe tells telemetry",
     )
     algorithms: str = setting(ANY, "local algorithms of trainings")
     objectives: str = setting(ANY, "losses of trainings")
@@ -177,6 +176,24 @@ class Policy:
         if size > self.most_message_mb * MIB:
             raise PolicyError("most-message-mb", f"{size / MIB:.0f} MiB", f"at most {self.most_message_mb}")
 
+    def check_names(self, request: Request) -> None:
+        """Refuse names that could not be those of files.
+
+        Raises
+        ------
+        PolicyError
+        """
+        task: TrainingTask | None = getattr(request, "task", None)
+        names = {"run": request.run, "training": task.training if task else "t"}
+        names |= {what: getattr(request, what) for what in ("cell", "network") if hasattr(request, what)}
+        for what, name in names.items():
+            if not NAME.fullmatch(name) or (what == "run" and (name in RESERVED or name.endswith(FORGOTTEN))):
+                raise PolicyError("names", f"{what} {name[:40]!r}", "a plain name of at most 128 characters")
+
+    def rounded(self, count: int, total: int) -> int:
+        """Return a count of right predictions as it may leave: a multiple of `count-step`, at most `total`."""
+        return min(total, (2 * count + self.count_step) // (2 * self.count_step) * self.count_step)
+
     def check_request(self, request: Request, settings: Settings, own_data: bool) -> None:
         """Refuse a request by what it says, before anything of it is done.
 
@@ -249,12 +266,7 @@ class Policy:
             )
 
     def _check_run(self, request: Request, settings: Settings) -> None:
-        task: TrainingTask | None = getattr(request, "task", None)
-        names = {"run": request.run, "training": task.training if task else "t"}
-        names |= {what: getattr(request, what) for what in ("cell", "network") if hasattr(request, what)}
-        for what, name in names.items():  # they become names of files
-            if not NAME.fullmatch(name) or (what == "run" and (name in RESERVED or name.endswith(FORGOTTEN))):
-                raise PolicyError("names", f"{what} {name[:40]!r}", "a plain name of at most 128 characters")
+        self.check_names(request)
         if settings.clients < self.least_clients:
             raise PolicyError("least-clients", f"clients = {settings.clients}", f"{self.least_clients} or more")
         if settings.collaborations and "adapt" not in _names(self.phases) and self.phases != ANY:
@@ -358,30 +370,6 @@ def statistics_of(methods: str) -> set[str]:
     chosen = [ADAPTERS[name] for name in ADAPTERS if name in named or "all" in named]
     needs = frozenset[str]().union(*(adapter.needs for adapter in chosen))
     return {name for name, statistic in STATISTICS.items() if statistic.on_request and statistic.need in needs}
-
-
-def by_field(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of hyphenated keys by the field's name of a class of settings.
-
-    Raises
-    ------
-    SettingsError
-        A key is unknown, or a required one is missing.
-    """
-    known = {key_of(field.name): field for field in dataclasses.fields(cls)}
-    for key in content:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise SettingsError(f"unknown key {key!r}{hint}; there are: {', '.join(sorted(known))}")
-    required = [
-        key
-        for key, field in known.items()
-        if field.default is REQUIRED and field.default_factory is dataclasses.MISSING
-    ]
-    if missing := [key for key in required if key not in content]:
-        raise SettingsError(f"{', '.join(missing)}: must be set")
-    return {known[key].name: value for key, value in content.items()}
 
 
 def _rows(request: Request) -> Sequence[AdapterRow]:

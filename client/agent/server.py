@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import socket
-import ssl
 import stat
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -23,8 +22,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedtta.client.agent.config import UNIX, AgentConfig
 from fedtta.client.agent.core import Agent
+from fedtta.client.agent.federated import Relay
+from fedtta.client.agent.metrics import MetricsServer
 from fedtta.client.agent.predictions import PredictQueue
-from fedtta.client.agent.service import Calls, Predictor, Relay
+from fedtta.client.agent.service import Calls, Predictor
+from fedtta.client.agent.tls import credentials
 from fedtta.client.relay import MAX_BYTES, socket_path
 from fedtta.messages import agent_pb2_grpc
 from fedtta.messages.protobuf import PROTOCOL
@@ -51,12 +53,19 @@ class Running:
 
     Parameters
     ----------
-    listen, relay : str
-        Their addresses, with the port that was chosen for port 0.
+    listen, relay, metrics : str
+        Their addresses, with the port that was chosen for port 0; `metrics` is empty without metrics.
     """
 
-    def __init__(self, sockets: Sequence[_Socket], calls: Calls, ends: Sequence[Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        sockets: Sequence[_Socket],
+        calls: Calls,
+        ends: Sequence[Callable[[], None]],
+        metrics: MetricsServer | None = None,
+    ) -> None:
         self.listen, self.relay = (one.address for one in sockets)
+        self.metrics = metrics.address if metrics else ""
         self._sockets, self._calls, self._ends = sockets, calls, ends
 
     def stop(self, grace: float = 30.0) -> int:
@@ -90,15 +99,18 @@ def serve(agent: Agent, config: AgentConfig) -> Running:
     OSError
         An address is in use, or cannot be bound.
     """
-    queue = PredictQueue(agent, config.queue_limit, config.batch_limit)
-    try:
-        return _on_loop(_start(agent, queue, config))
-    except BaseException:
-        queue.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        metrics = MetricsServer(agent.telemetry, config) if config.metrics else None
+        if metrics:
+            undo.callback(metrics.close)
+        queue = PredictQueue(agent, config.queue_limit, config.batch_limit)
+        undo.callback(queue.close)
+        running = _on_loop(_start(agent, queue, metrics, config))
+        undo.pop_all()
+    return running
 
 
-async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Running:
+async def _start(agent: Agent, queue: PredictQueue, metrics: MetricsServer | None, config: AgentConfig) -> Running:
     calls = Calls(agent.log)
     predictor = _server(config.message_limit_mb << 20, config.max_streams + config.queue_limit + SPARE, calls)
     agent_pb2_grpc.add_PredictorServicer_to_server(Predictor(agent, queue, calls), predictor)
@@ -127,7 +139,8 @@ async def _start(agent: Agent, queue: PredictQueue, config: AgentConfig) -> Runn
                 socket_path(one.address).unlink(missing_ok=True)
         raise
     LOG.info("predictions at %s, federated requests at %s", *(one.address for one in bound))
-    return Running(bound, calls, (queue.close, requests.close))
+    ends = [queue.close, requests.close, *([metrics.close] if metrics else [])]
+    return Running(bound, calls, ends, metrics)
 
 
 def _server(limit: int, most: int, calls: Calls) -> grpc.aio.Server:
@@ -266,28 +279,6 @@ def share(path: Path, group: str) -> None:
         path.chmod(0o660)
     except (LookupError, PermissionError) as error:
         raise ValueError(f"relay-group = {group!r}: allowed is a group that this user belongs to: {error}") from error
-
-
-def credentials(config: AgentConfig) -> grpc.ServerCredentials:
-    """Return the credentials for mutual TLS; ValueError names an invalid file."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)  # only checks the files: gRPC would not name the problem
-    pair = f"certificate = {config.certificate}, key = {config.key}"
-    for what, check in (
-        (pair, functools.partial(context.load_cert_chain, config.certificate, config.key, _no_password)),
-        (f"client-ca = {config.client_ca}", functools.partial(context.load_verify_locations, config.client_ca)),
-    ):
-        try:
-            check()
-        except OSError as error:  # ssl.SSLError too
-            raise ValueError(f"{what}: {error}") from error
-    certificate, key, authority = (
-        Path(path).read_bytes() for path in (config.certificate, config.key, config.client_ca)
-    )
-    return grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True)
-
-
-def _no_password() -> str:
-    raise OSError("the key has a password")
 
 
 @contextlib.contextmanager

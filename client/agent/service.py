@@ -1,8 +1,7 @@
-"""The agent's gRPC services: predictions for the device's owner, federated requests for the ClientApp.
+"""The agent's predictor service: predictions, status and models for the device's owner.
 
-All handlers run on one event loop. Predictions run on the thread of the queue, federated requests on one thread of
-their own, everything else on the loop's default threads. A waiting request is a future, and cancelling it removes it
-from the queue.
+All handlers run on one event loop, predictions on the thread of the queue, everything else on the loop's default
+threads. A waiting request is a future, and cancelling it removes it from the queue.
 """
 
 from __future__ import annotations
@@ -11,20 +10,16 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import math
-import queue
-import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.lifecycle import Changed
@@ -35,17 +30,12 @@ from fedtta.client.agent.predictions import Busy, NoModel, Prediction, PredictQu
 from fedtta.client.agent.status import Saved
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
-from fedtta.messages.requests import REQUESTS
-from fedtta.models.deadline import Deadline
 
 LOG = logging.getLogger("fedtta.agent")
 DETAILS = 4000  # bytes of an error's text, as gRPC encodes it in a header of at most 8 KiB
 LOOK = 0.02  # seconds between two looks at a full queue
 STREAMS_SHARE = 75  # per cent of the queue that streams may fill; the rest is for single requests
-KIND = 80  # characters of a message's kind that the audit log keeps
 AHEAD = 4  # replies of a stream that may wait for sending; with the one being sent and the one being read: six requests
-_Result = TypeVar("_Result")
-_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Stopping(RuntimeError):
@@ -131,34 +121,6 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.INTERNAL, _shortened(f"{type(error).__name__}: {error}")
 
 
-class OneThread:
-    """One daemon thread that runs functions one after the other; it does not keep the process alive."""
-
-    def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    async def run(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Run a function in its turn; cancelled before that, it does not run."""
-        future: Future[_Result] = Future()
-        self._tasks.put((future, function, arguments))
-        return await asyncio.wrap_future(future)
-
-    def close(self) -> None:
-        """End after the waiting functions."""
-        self._tasks.put(None)
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, function, arguments = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # raised where the result is awaited
-                future.set_exception(error)
-
-
 class Predictor(agent_pb2_grpc.PredictorServicer):
     """Predictions, status and snapshots for the device's owner; see agent.proto.
 
@@ -180,8 +142,10 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
 
     async def Predict(self, request: pb.PredictRequest, context: Any) -> pb.PredictReply:
         """Predict one request; busy if the queue is full."""
+        arrived = _now()
         async with self.calls.answered(context):
-            return await self._reply(request.id, self._enter(request), self._due())
+            with self._counted():
+                return await self._reply(request.id, self._enter(request, arrived), self._due())
         raise AssertionError("unreachable: the call has been aborted")
 
     async def PredictStream(self, _: Any, context: Any) -> None:
@@ -261,9 +225,18 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
 
     def _due(self) -> float:
         """Return the deadline of a request that arrives now, in the loop's time."""
-        return asyncio.get_running_loop().time() + self.config.deadline
+        return _now() + self.config.deadline
 
-    def _enter(self, request: pb.PredictRequest) -> asyncio.Future[Prediction]:
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a prediction request that is refused; one whose caller disappears is not."""
+        try:
+            yield
+        except Exception:
+            self.agent.observation.refused()
+            raise
+
+    def _enter(self, request: pb.PredictRequest, arrived: float) -> _Asked:
         """Put a request into the queue; raises ValueError or Busy."""
         images = request.images
         files = Encoded(protobuf.from_files(images)) if images.kind == pb.Images.ENCODED else None
@@ -271,7 +244,7 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
         self._accepted.add(accepted)
         future = asyncio.wrap_future(accepted)
         future.add_done_callback(lambda _: self._left(accepted))
-        return future
+        return _Asked(future, arrived)
 
     def _left(self, accepted: Future[Prediction]) -> None:
         self._accepted.discard(accepted)
@@ -281,7 +254,7 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
         """Return the number of requests that have not begun."""
         return sum(not (one.running() or one.done()) for one in self._accepted)
 
-    async def _enter_in_turn(self, request: pb.PredictRequest) -> asyncio.Future[Prediction]:
+    async def _enter_in_turn(self, request: pb.PredictRequest, arrived: float) -> _Asked:
         """Put a stream's request into the queue when streams have room: they wait instead of being refused as busy."""
         async with self._entrance:
             while self._waiting() >= self._share:
@@ -289,15 +262,17 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
                 with contextlib.suppress(TimeoutError):  # a request that begins sets no event
                     async with asyncio.timeout(LOOK):  # unlike wait_for, it never swallows a cancellation
                         await self._moved.wait()
-            return self._enter(request)
+            return self._enter(request, arrived)
 
-    async def _reply(self, name: str, future: asyncio.Future[Prediction], due: float) -> pb.PredictReply:
+    async def _reply(self, name: str, asked: _Asked, due: float) -> pb.PredictReply:
         """Wait for a prediction until its deadline; a request that has not begun by then leaves the queue."""
         try:
             async with asyncio.timeout_at(due):
-                return _predict_reply(name, await future)
+                reply = _predict_reply(name, await asked.future)
         except TimeoutError as error:
             raise TimeoutError(f"not answered within {self.config.deadline:g} s") from error
+        self.agent.observation.answered(asked.predicted - asked.arrived)
+        return reply
 
     async def _read(self, context: Any, answers: asyncio.Queue[_Entry]) -> None:
         """Put a stream's requests into the queue in order, until the stream ends or the agent stops."""
@@ -306,7 +281,7 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
         try:
             while (request := await _next(context, stop)) is not None:
                 try:
-                    answer: asyncio.Future[Prediction] | Exception = await self._enter_in_turn(request)
+                    answer: _Asked | Exception = await self._enter_in_turn(request, _now())
                 except (ValueError, Busy, NoModel) as error:
                     answer = error
                 entry = _Entry(request.id, answer, self._due())
@@ -324,10 +299,11 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
     async def _stream_reply(self, entry: _Entry) -> pb.PredictReply:
         """Return the reply to one request of a stream; for a refused request it holds the error."""
         try:
-            if isinstance(entry.answer, Exception):
-                raise entry.answer
-            assert entry.answer is not None
-            return await self._reply(entry.name, entry.answer, entry.due)
+            with self._counted():
+                if isinstance(entry.answer, Exception):
+                    raise entry.answer
+                assert entry.answer is not None
+                return await self._reply(entry.name, entry.answer, entry.due)
         except Exception as error:
             _, text = self.calls.refused(error)
             return pb.PredictReply(id=entry.name, error=text)
@@ -335,67 +311,50 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
             entry.forget()
 
 
+class _Asked:
+    """A request in the queue.
+
+    Parameters
+    ----------
+    future : asyncio.Future
+        Its prediction.
+    arrived : float
+        When it came, in the loop's time.
+
+    Attributes
+    ----------
+    predicted : float
+        When the future was done: a stream whose caller reads slowly is answered later.
+    """
+
+    def __init__(self, future: asyncio.Future[Prediction], arrived: float) -> None:
+        self.future, self.arrived, self.predicted = future, arrived, arrived
+        future.add_done_callback(self._done)
+
+    def _done(self, _: asyncio.Future[Prediction]) -> None:
+        self.predicted = _now()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Entry:
     """A request of a stream with its future prediction or the reason for its refusal; or the end of the stream."""
 
     name: str = ""
-    answer: asyncio.Future[Prediction] | Exception | None = None
+    answer: _Asked | Exception | None = None
     due: float = 0.0
     end: Exception | bool | None = None  # True: the caller ended it
 
     def forget(self) -> None:
         """Cancel the prediction."""
-        if isinstance(self.answer, asyncio.Future) and not self.answer.cancel() and not self.answer.cancelled():
-            self.answer.exception()  # retrieved, or asyncio logs that it never was
+        if isinstance(self.answer, _Asked):
+            future = self.answer.future
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # retrieved, or asyncio logs that it never was
 
 
-class Relay(agent_pb2_grpc.RelayServicer):
-    """Federated requests, one at a time; see agent.proto.
-
-    Parameters
-    ----------
-    agent : Agent
-    calls : Calls
-    """
-
-    def __init__(self, agent: Agent, calls: Calls) -> None:
-        self.agent, self.calls, self.config = agent, calls, agent.config
-        self._thread = OneThread("federated requests")
-
-    async def Perform(self, request: pb.Work, context: Any) -> pb.Done:
-        """Answer a request; refuse requests to another client."""
-        async with self.calls.answered(context):
-            deadline = Deadline(context.time_remaining() or math.inf)
-            try:
-                return await self._thread.run(self._perform, request, deadline)
-            except asyncio.CancelledError:
-                deadline.cancel("its caller is gone")
-                raise
-        raise AssertionError("unreachable: the call has been aborted")
-
-    def close(self) -> None:
-        """End the thread after its current request."""
-        self._thread.close()
-
-    def _perform(self, message: pb.Work, deadline: Deadline) -> pb.Done:
-        try:
-            check_client(message, self.config)
-            self.config.policy.check_kind(message.phase, message.ByteSize())
-            record = protobuf.from_work(message)
-            request = REQUESTS[record.kind].from_record(record)
-        except Exception as error:  # the others are recorded by the agent
-            self.agent.audit.failed(message.phase[:KIND], error, received=message.ByteSize())
-            raise
-        return protobuf.to_done(self.agent.perform(request, deadline).to_record())
-
-
-def check_client(request: pb.Work, config: AgentConfig) -> None:
-    """Raise ValueError for an unknown kind of request, or a request to another client."""
-    if request.phase not in REQUESTS:
-        raise ValueError(f"request {request.phase!r}: allowed are {', '.join(REQUESTS)}")
-    if request.HasField("name") and request.name != config.name:
-        raise ValueError(f"the node config says name = {request.name!r}, the agent's own file {config.name!r}")
+def _now() -> float:
+    """Return the time of the running loop."""
+    return asyncio.get_running_loop().time()
 
 
 async def _next(context: Any, stop: asyncio.Task[Any]) -> pb.PredictRequest | None:

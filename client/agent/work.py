@@ -7,19 +7,27 @@ A reply that the audit log cannot record does not leave.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from fedtta.client.agent.audit import DAY, DONE, HOUR, Audit, sent
+from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.policy import MIB, RESERVED, SETTINGS_BYTES, Policy, PolicyError, phase_of
 from fedtta.client.device import Device
+from fedtta.client.names import parse_class_map
 from fedtta.client.node import Node, settings_of
+from fedtta.client.state import MemoryState
 from fedtta.messages.arrays import array_bytes
-from fedtta.messages.replies import Adapted, Evaluated, RefinedRates, Reply, Validated
-from fedtta.messages.requests import Request, Summarize, Train
+from fedtta.messages.replies import Adapted, Evaluated, RefinedRates, Reply, Telemetry, Validated
+from fedtta.messages.requests import Observe, Request, Summarize, Train
 from fedtta.models.deadline import Deadline, Stopped
+from fedtta.settings import Scalar, keys_in
+
+#: A number, or the name of a class.
+FIGURE = re.compile(r"'.*?'|\d+(\.\d+)?%?")
 
 
 class Work:
@@ -59,9 +67,34 @@ class Work:
         Exception
             As `answer`.
         """
-        start, deadline = time.monotonic(), deadline or Deadline()
-        record = request.to_record()
-        received = sum(array_bytes(arrays) for arrays in record.arrays.values()) + len(request.settings)
+        received = _bytes(request)
+        return self._recorded(
+            request, received, lambda: self._answered(request, answer, received, deadline or Deadline())
+        )
+
+    def observe(self, request: Observe, answer: Callable[[], Reply]) -> Reply:
+        """Answer a question for telemetry if the policy allows it; unlike `perform`, any thread may call it.
+
+        It is answered without data, network and deadline: of the rules, those about them do not apply.
+
+        Raises
+        ------
+        PolicyError, OSError, Exception
+            As `perform`.
+        """
+        received = _bytes(request)
+
+        def answered() -> Reply:
+            self._check_message(request, received)
+            self.policy.check_names(request)
+            self._check_rate(phase_of(request.kind))
+            return coarse(answer(), self.policy)
+
+        return self._recorded(request, received, answered)
+
+    def _recorded(self, request: Request, received: int, answer: Callable[[], Reply]) -> Reply:
+        """Return an answer that the audit log has recorded."""
+        start = time.monotonic()
         about = {
             "run": request.run[:80],
             "round": getattr(request, "round", None),
@@ -69,7 +102,7 @@ class Work:
             "received": received,
         }
         try:
-            reply = self._answered(request, answer, received, deadline)
+            reply = answer()
             left = sent(reply.to_record())
         except BaseException as error:
             self.audit.failed(request.kind, error, **about, seconds=round(time.monotonic() - start, 3))
@@ -85,7 +118,7 @@ class Work:
         with deadline.enforced():
             self._check(request, received)
             try:
-                return rounded(answer(request), self.policy.count_step)
+                return coarse(answer(request), self.policy)
             except Stopped as error:
                 if ours and not deadline.gone:
                     raise PolicyError("most-seconds", str(error), f"{self.policy.most_seconds:g}") from error
@@ -93,12 +126,15 @@ class Work:
 
     def _check(self, request: Request, received: int) -> None:
         """Refuse a request before anything of it is done."""
-        self.policy.check_kind(request.kind, received)
-        if len(request.settings) > SETTINGS_BYTES:
-            raise PolicyError("most-message-mb", f"settings of {len(request.settings)} bytes", f"{SETTINGS_BYTES}")
+        self._check_message(request, received)
         self.policy.check_request(request, settings_of(request, self._node), bool(self._node.source))
         self._check_rate(phase_of(request.kind))
         self._check_state(request.run)
+
+    def _check_message(self, request: Request, received: int) -> None:
+        self.policy.check_kind(request.kind, received)
+        if len(request.settings) > SETTINGS_BYTES:
+            raise PolicyError("most-message-mb", f"settings of {len(request.settings)} bytes", f"{SETTINGS_BYTES}")
 
     def _check_rate(self, phase: str) -> None:
         policy = self.policy
@@ -127,31 +163,67 @@ class Work:
             self.policy.check_effective(request, *device.effective_samples(request))
 
 
-def rounded(reply: Reply, step: int) -> Reply:
-    """Return a reply whose counts of right predictions are multiples of `step`, and at most what they are out of.
+def own_node(config: AgentConfig, private: Path, note: Callable[[str], None]) -> Node:
+    """Return the node of an agent, whose own paths and data stand in place of those that a message names.
 
-    Exact counts of models that predict one class each would be the label counts of a split. Counts by class, which a
-    test-time round tells, are left as they are.
+    Parameters
+    ----------
+    private : Path
+        Folder of the private state of all runs.
+    note : callable
+        Called with a line of text for the owner.
     """
-    if step == 1 or isinstance(reply, Adapted):
+    settings: dict[str, Scalar] = dict.fromkeys(keys_in("paths"), "")
+    settings |= {"data-dir": config.data_dir, "state-dir": str(private), "device": config.device}
+    settings |= {"download": config.policy.download, **config.limits_of_data}
+    return Node(
+        config.name,
+        MemoryState(),
+        config.data,
+        config.role or None,
+        settings,
+        class_map=parse_class_map(config.class_map),
+        index=config.index,
+        note=note,
+        least_batch=config.policy.least_batch_size,
+    )
+
+
+def coarse(reply: Reply, policy: Policy) -> Reply:
+    """Return a reply whose counts of right predictions are as they may leave (`Policy.rounded`).
+
+    Exact counts of models that predict one class each would be the label counts of a split; so would the figures in the
+    reason for which such a model was refused, which are left out. Counts by class, which a test-time round tells, are
+    left as they are.
+    """
+    if policy.count_step == 1 or isinstance(reply, Adapted):
         return reply
     if isinstance(reply, Validated):
         total, personal = reply.validation_total, reply.personal_validation_correct
         return replace(
             reply,
-            validation_correct=_rounded(reply.validation_correct, total, step),
-            personal_validation_correct=None if personal is None else _rounded(personal, total, step),
+            validation_correct=policy.rounded(reply.validation_correct, total),
+            personal_validation_correct=None if personal is None else policy.rounded(personal, total),
         )
     if isinstance(reply, RefinedRates):
-        return replace(reply, correct=_rounded(reply.correct, reply.num_examples, step))
+        return replace(reply, correct=policy.rounded(reply.correct, reply.num_examples))
     if isinstance(reply, Evaluated):
-        results = [replace(one, correct=_rounded(one.correct, one.total, step)) for one in reply.results]
-        return replace(reply, results=results)
+        results = [replace(one, correct=policy.rounded(one.correct, one.total)) for one in reply.results]
+        return replace(reply, results=results, served=without_figures(reply.served))
+    if isinstance(reply, Telemetry):
+        return replace(reply, refused=without_figures(reply.refused))
     return reply
 
 
-def _rounded(count: int, total: int, step: int) -> int:
-    return min(total, (2 * count + step) // (2 * step) * step)
+def without_figures(text: str) -> str:
+    """Return "<what>: <reason>" with an ellipsis for each number and quoted name in the reason."""
+    what, colon, reason = text.partition(": ")
+    return what + colon + FIGURE.sub("…", reason)
+
+
+def _bytes(request: Request) -> int:
+    """Return the bytes of a request's arrays and settings."""
+    return sum(array_bytes(arrays) for arrays in request.to_record().arrays.values()) + len(request.settings)
 
 
 def _training(request: Request) -> str:

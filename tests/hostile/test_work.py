@@ -18,8 +18,10 @@ import pytest
 from fedtta.client.agent import audit
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.policy import Policy, PolicyError
+from fedtta.client.agent.work import coarse
 from fedtta.messages import protobuf
 from fedtta.messages.arrays import Arrays
+from fedtta.messages.replies import Evaluated, Telemetry
 from fedtta.messages.requests import (
     AdapterRow,
     Identify,
@@ -158,6 +160,18 @@ def test_no_new_model_is_served_where_the_owner_says_never(agents: Any) -> None:
     _, reply = world.train(agent.perform)
     assert reply.served == "refused: policy serve: no new model is served here"
     assert agent.status().version == ""
+
+
+def test_the_reason_of_a_refused_model_leaves_without_figures_and_class_names() -> None:
+    reason = "it predicts 'class 3' for 98% of 61 samples, usual is 7%"
+    told = coarse(Evaluated(checked=1, leaked=0, results=[], served=f"refused: {reason}"), Policy())
+    assert told.served == "refused: it predicts … for … of … samples, usual is …"
+    assert coarse(Telemetry(name="a", refused=f"run/ce/1/0a: {reason}"), Policy()).refused == (
+        "run/ce/1/0a: it predicts … for … of … samples, usual is …"
+    )
+    assert coarse(Telemetry(name="a", refused=f"x: {reason}"), Policy(count_step=1)).refused == f"x: {reason}"
+    promoted = Evaluated(checked=1, leaked=0, results=[], served="promoted run/ce/3/12ab")
+    assert coarse(promoted, Policy()).served == "promoted run/ce/3/12ab"
 
 
 # The audit log

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fedtta.messages.exposition import INFO, METRICS, SECONDS, metrics
+from fedtta.messages.exposition import METRICS, SECONDS, metrics
 from fedtta.messages.replies import LATENCY_BOUNDS, Telemetry
 
 
@@ -35,7 +35,7 @@ def read(*devices: Telemetry) -> dict[tuple[str, ...], float]:
 
 
 def test_names_follow_prometheus_rules() -> None:
-    names = [one.name for one in METRICS] + [INFO, SECONDS]
+    names = [one.name for one in METRICS]
     assert len(names) == len(set(names))
     for name in names:
         assert re.fullmatch(r"fedtta_[a-z]+(_[a-z]+)*", name)

@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.lifecycle import Changed
 from fedtta.client.agent.manifest import Model
+from fedtta.client.agent.observation import Observation
 from fedtta.client.agent.own_data import Scan
 from fedtta.client.agent.predictions import NoModel, Prediction
 from fedtta.client.agent.server import Running, serve
 from fedtta.client.agent.status import Saved, Status
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
-from fedtta.messages.replies import Reply, Trained
+from fedtta.messages.replies import Reply, Telemetry, Trained
 from fedtta.messages.requests import Request, Train, TrainingTask
 from fedtta.models.preprocessing import Preprocessing
 
@@ -54,6 +55,9 @@ class FakeLog:
     def __init__(self) -> None:
         self.events: list[tuple[str, dict[str, Any]]] = []
 
+    def fields(self) -> dict[str, str]:
+        return {"device": "0", "version": ""}
+
     def write(self, event: str, **values: Any) -> None:
         self.events.append((event, values))
 
@@ -75,6 +79,7 @@ class FakeAgent:
 
     def __init__(self, config: AgentConfig) -> None:
         self.config, self.log, self.audit = config, FakeLog(), FakeAudit()
+        self.observation = Observation(config)
         self.seen: list[float] = []
         self.model = True
         self.gate = threading.Event()  # closed: a prediction that has begun does not end
@@ -110,6 +115,9 @@ class FakeAgent:
             "run/ce/3/abcd", "fedthe", ("a", "b", "c"), len(self.seen), 2, True, {"one-class": 4}, ["1", "2"], ["n"],
             1.5, "train", (1, 2, 2), "shadow run/ce/4/bbbbbbbb", "run/ce/2/cccccccc: not finite", 61, 1, ["1 damaged"],
         )  # fmt: skip
+
+    def telemetry(self) -> Telemetry:
+        return self.observation.telemetry(self.status(), None, None, {}, bool(self.trouble))
 
     def snapshot(self) -> Saved:
         raise OSError(28, "No space left on device")

@@ -71,10 +71,13 @@ def test_a_good_model_is_accepted_with_figures(known: bool, before: bool) -> Non
     assert found.figures["one_class"] < 0.5
     assert ("agreement" in found.figures) == before
     assert found.figures.get("agreement", 1.0) == 1.0
-    if known and before:
+    assert ("accuracy" in found.figures) == known
+    assert ("served_accuracy" in found.figures) == (known and before)
+    if known:
         p = torch.softmax(served("none").network(torch.from_numpy(sample_images(0, 60).astype(np.float32) / 255)), 1)
         right = (p.argmax(1).numpy() == labels(0, 60)).mean()
-        assert found.figures["accuracy"] == found.figures["served_accuracy"] == pytest.approx(right)
+        assert found.figures["accuracy"] == found.figures.get("served_accuracy", right) == pytest.approx(right)
+        assert found.figures["confidence"] == pytest.approx(float(p.max(1).values.mean()), abs=1e-6)
 
 
 @pytest.mark.parametrize("known", [True, False])

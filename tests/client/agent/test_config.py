@@ -39,6 +39,14 @@ def test_tcp_has_certificates(tmp_path: Path) -> None:
     assert config.client_ca == "/etc/ca.pem"
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:9464", "[::1]:9464", "localhost:0"])
+def test_metrics_are_local_without_certificates(tmp_path: Path, address: str) -> None:
+    assert read(tmp_path).metrics == ""
+    assert read(tmp_path, f'metrics = "{address}"').metrics == address
+    assert read(tmp_path, f'metrics = "0.0.0.0:9464"\n{TLS}').listen_address.startswith("unix:")
+    assert read(tmp_path, f'metrics = "{address}"\nlisten = "0.0.0.0:1"\n{TLS}').metrics == address
+
+
 def test_an_adapter_has_typed_options(tmp_path: Path) -> None:
     config = read(tmp_path, 'adapter = "fedthe[beta=1; objective=em]"')
     assert (config.adapter_name, config.adapter_options) == ("fedthe", {"beta": 1.0, "objective": "em"})
@@ -68,7 +76,12 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ('adapter = "fedicon[mode=offline]"', "needs a whole test set"),
         ('listen = "localhost"', "allowed are unix:<path> and <host>:<port>"),
         ('listen = "0.0.0.0:7000"', "TCP needs mutual TLS; set certificate, key, client-ca"),
-        (TLS, "certificate, key, client-ca: allowed with listen = <host>:<port> only"),
+        (TLS, "certificate, key, client-ca: allowed with listen or metrics = <host>:<port> only"),
+        ('metrics = "9464"', "metrics = '9464': allowed is <host>:<port>"),
+        ('metrics = "localhost:99999"', "metrics = 'localhost:99999': allowed is <host>:<port>"),
+        ('metrics = "0.0.0.0:9464"', "other addresses need mutual TLS: set certificate, key, client-ca"),
+        ('metrics = "localhost.example.org:9464"', "allowed without TLS is 127.0.0.1, [::1] or localhost"),
+        ('metrics = "127.0.0.1:9464"\ncertificate = "a"', "mutual TLS needs key, client-ca, too"),
         ('relay = "localhost:7001"', "relay = 'localhost:7001': allowed is unix:<path>"),
         ('listen = "unix:one"\nrelay = "unix:one"', "each needs its own socket"),
     ],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedtta.client.agent.log import EventLog
+from fedtta.settings import logs
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -25,6 +26,24 @@ def test_an_event_is_a_line_with_time_and_values(tmp_path: Path) -> None:
     assert (first["path"], first["count"]) == (str(tmp_path), "2.0")
     assert str(first["time"]).endswith("+00:00")
     assert first["time"] <= second["time"]  # type: ignore[operator]
+
+
+def test_lines_have_the_fields_of_all_logs(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "agent.log", 10**6, "site-a")
+    log.write("start")
+    log.version = lambda: "run/ce/3/abcd"
+    with logs.about(run="r1", round=4):
+        log.write("refused", version="run/ce/4/ef01", reason="not finite")
+    log.write("request", kind="train", error="OSError: https://me:secret@host")
+    first, second, third = lines(tmp_path / "agent.log")
+    assert {key: first[key] for key in ("level", "logger", "message", "event", "device", "version")} == {
+        "level": "info", "logger": "fedtta.agent", "message": "start", "event": "start", "device": "site-a",
+        "version": "",
+    }  # fmt: skip
+    assert (second["level"], second["message"]) == ("warning", "refused: not finite")
+    assert (second["run"], second["round"], second["version"]) == ("r1", 4, "run/ce/4/ef01")
+    assert (third["level"], third["version"]) == ("error", "run/ce/3/abcd")
+    assert (third["error"], third["message"]) == ("OSError: https://***@host", "request: OSError: https://***@host")
 
 
 def test_it_is_rotated_and_two_files_remain(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_a_model_file_is_served_by_a_process_of_its_own(capsys: pytest.CaptureFi
     with folder() as path:
         model_file(path / "m.safetensors")
         text = 'name = "a"\nstate-dir = "state"\ndevice = "cpu"\nadapter = "t3a"\nmodel = "m.safetensors"\n'
-        (path / "device.toml").write_text(text)
+        (path / "device.toml").write_text(text + 'log-format = "json"\n')
         with subprocess.Popen(command(path), cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
             try:
                 wait_for(path)
@@ -115,9 +115,16 @@ def test_a_model_file_is_served_by_a_process_of_its_own(capsys: pytest.CaptureFi
                 assert control.main(["--socket", f"unix:{path}/state/agent.sock", "models"]) == 0
                 assert f"served    {time.strftime('%Y-', time.gmtime())}" in capsys.readouterr().out
                 agent.send_signal(signal.SIGTERM)
-                assert agent.wait(START) == 0
+                _, told = agent.communicate(timeout=START)
+                assert agent.returncode == 0
             finally:
                 agent.kill()
+        lines = [json.loads(line) for line in told.splitlines()]
+        assert [line["message"] for line in lines if line["level"] == "info"][
+            -1
+        ] == "stopped; the adapter's state is saved"
+        assert {line["device"] for line in lines} == {"a"}
+        assert lines[-1]["version"] == reply.model_version
         events = [json.loads(line)["event"] for line in (path / "state" / "agent.log").read_text().splitlines()]
         assert [event for event in events if event in ("offered", "promoted", "start", "stop")] == [
             "offered", "promoted", "start", "stop",

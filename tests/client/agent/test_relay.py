@@ -17,7 +17,7 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from fedtta.client.agent import service
+from fedtta.client.agent import federated
 from fedtta.client.app import app
 from fedtta.client.relay import RelayTransport, relay, socket_path
 from fedtta.messages import agent_pb2 as pb
@@ -128,16 +128,16 @@ def test_requests_are_relayed_to_unix_sockets_only(address: str, told: str) -> N
 
 
 def test_one_request_at_a_time_and_a_withdrawn_one_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard, run = threading.Event(), service.OneThread.run
+    heard, run = threading.Event(), federated.OneThread.run
 
-    async def noted(self: service.OneThread, *arguments: Any) -> Any:
+    async def noted(self: federated.OneThread, *arguments: Any) -> Any:
         try:
             return await run(self, *arguments)
         except asyncio.CancelledError:
             heard.set()
             raise
 
-    monkeypatch.setattr(service.OneThread, "run", noted)
+    monkeypatch.setattr(federated.OneThread, "run", noted)
     with running() as (agent, sockets):
         begun, end = threading.Semaphore(0), threading.Event()
         together: list[int] = []
