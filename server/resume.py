@@ -20,7 +20,7 @@ from fedtta.settings import Settings, SettingsError, keys_in
 from fedtta.settings.files import cut, write_atomically
 
 #: Settings that a resumed run may change: they decide where and how it runs, not what results.
-FREE = keys_in("source", "storage", "execution", "availability")
+FREE = keys_in("source", "storage", "execution", "availability", "observation")
 LOST = (
     "without state-dir it is deleted with the run (in a simulation, with Flower's context): set state-dir and start a "
     "new run, or restore the client's folder"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_type_hints
+
+from fedtta.settings.logs import FORMATS, LEVELS
 
 Scalar = bool | int | float | str
 
@@ -28,6 +32,7 @@ GROUPS: dict[str, str] = {
     "availability": "how long the server waits for clients, and for how many",
     "execution": "what runs the clients",
     "storage": "what is kept on disk, and where",
+    "observation": "how a run is followed: trackers and logs",
     "paths": "files and folders of the machine that submits the run",
     "node": "settings that a node may override in its own node config",
     "adapter": "settings that adapters' default options follow from",
@@ -423,11 +428,26 @@ class Settings:
     run_name: str = setting("", "name of the run folder; empty: data set, seed and time", group="storage")
     checkpoint_every: int = setting(1, "rounds between two checkpoints (0: no checkpoints)", low=0, group="storage")
     checkpoints_kept: int = setting(2, "number of checkpoints kept", low=1, group="storage")
+    observe_every: float = setting(
+        0.0, "seconds between two questions how the devices are, in devices.jsonl (0: none)", low=0, group="storage"
+    )
+    observe_only: bool = setting(
+        False, "ask the devices how they are until the run is stopped, and train nothing", group="storage"
+    )
     resume: str = setting(
         "",
         "run folder, or checkpoint file in it, to resume, with its other settings; clients need state-dir",
         group=("storage", "paths"),
     )
+
+    # How it is followed
+    track: str = setting(
+        "", "trackers that get the run's numbers: tensorboard, mlflow, wandb, separated by commas", group="observation"
+    )
+    log_format: str = setting(
+        "text", "lines on stderr: progress and text for people, or json for programs", FORMATS, group="observation"
+    )
+    log_level: str = setting("info", "least level of the log's lines on stderr", LEVELS, group="observation")
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -455,6 +475,10 @@ class Settings:
             raise SettingsError(f"min-clients = {self.min_clients}: allowed is at most clients = {self.clients}")
         if self.max_clients and self.max_clients < self.clients:
             raise SettingsError(f"max-clients = {self.max_clients}: allowed is at least clients = {self.clients}, or 0")
+        if self.observe_only and not self.observe_every:
+            raise SettingsError("observe-every = 0.0: allowed with observe-only = True is more than 0")
+        if self.observe_only and self.resume:
+            raise SettingsError(f"resume = {self.resume!r}: allowed with observe-only = True is none")
         if self.channels == 2:
             raise SettingsError("channels = 2: allowed are 1, 3")
         if "/" in self.run_name or self.run_name in (".", ".."):
@@ -530,3 +554,27 @@ def check(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
 def _hints() -> dict[str, Any]:
     """Return the types of the settings' fields; found once, since every message has settings."""
     return get_type_hints(Settings)
+
+
+def by_field(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of hyphenated keys by the field's name of a class of settings.
+
+    Raises
+    ------
+    SettingsError
+        A key is unknown, or a required one is missing.
+    """
+    known = {key_of(field.name): field for field in dataclasses.fields(cls)}
+    for key in content:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            raise SettingsError(f"unknown key {key!r}{hint}; there are: {', '.join(sorted(known))}")
+    required = [
+        key
+        for key, field in known.items()
+        if field.default is REQUIRED and field.default_factory is dataclasses.MISSING
+    ]
+    if missing := [key for key in required if key not in content]:
+        raise SettingsError(f"{', '.join(missing)}: must be set")
+    return {known[key].name: value for key, value in content.items()}

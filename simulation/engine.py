@@ -25,6 +25,7 @@ from fedtta.server.adaptation import check_collaborations
 from fedtta.server.app import run_folder, serve
 from fedtta.server.events import Listener
 from fedtta.server.methods import plan
+from fedtta.server.trackers import tracker_names
 from fedtta.settings import Settings, SettingsError, from_config, from_toml
 from fedtta.simulation.vectorized import VectorizedTransport
 
@@ -131,6 +132,7 @@ def check(settings: Settings) -> list[list[int]]:
         Something asked for does not exist or does not fit.
     """
     check_collaborations(settings, plan(settings))
+    tracker_names(settings)
     try:
         resolve(settings.shifts, has_natural=True)
     except ValueError as error:
