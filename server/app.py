@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,17 +16,19 @@ from fedtta.messages.grid import GridTransport
 from fedtta.messages.transport import Transport
 from fedtta.server.checkpoints import FOLDER, Checkpoints
 from fedtta.server.environment import describe
-from fedtta.server.events import Events, JsonLines, Listener, RunError
-from fedtta.server.progress import TerminalProgress
+from fedtta.server.events import STEPS, Events, JsonLines, Listener, RunError
+from fedtta.server.live import LiveState
+from fedtta.server.logs import EventLines
+from fedtta.server.observation import STANDING, observe
+from fedtta.server.progress import TerminalProgress, escape
 from fedtta.server.report import METRICS_FILE, read_results, write_report, write_table
 from fedtta.server.report.journal import COPY
 from fedtta.server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
 from fedtta.server.run import run
+from fedtta.server.trackers import Trackers
 from fedtta.settings import Settings, SettingsError, class_names, from_config, to_toml
 from fedtta.settings.files import make_folder, write_atomically
-
-#: Events that progress counts as a step of the plan.
-STEPS = ("round", "statistics", "rates_round", "adapt_round", "leak_check")
+from fedtta.settings.logs import configure
 
 app = ServerApp()
 
@@ -36,6 +39,7 @@ def main(grid: Grid, context: Context) -> None:
     settings = from_config(context.run_config)
     if settings.engine in ("ray", "vectorised"):
         raise SettingsError(f"engine = {settings.engine!r}: Flower runs these nodes; allowed are auto, flower")
+    configure(settings.log_format, settings.log_level)  # until the process ends: Flower logs after the run, too
     serve(GridTransport(grid), settings, run_folder(settings))
 
 
@@ -94,19 +98,25 @@ def serve(
     OSError
         The run's files could not be written; it can be resumed from its last checkpoint.
     """
+    if settings.observe_only:
+        return _observe(transport, settings, folder)
     settings = settings.replace(classes=class_names(settings.classes))
     if settings.resume and folder.resolve() != run_folder_of(settings.resume).resolve():
         raise SettingsError(f"resume = {settings.resume!r}: a run is resumed in its own folder, not in {folder}")
+    trackers = Trackers(settings, folder)
     make_folder(folder)
-    with locked(folder):
-        progress = TerminalProgress(Console(stderr=True))
-        events = Events(JsonLines(folder / METRICS_FILE), progress, *listeners)
+    with locked(folder), LiveState(folder) as live, ExitStack() as stack:
+        about = {"run_name": folder.name}
+        stack.callback(configure(settings.log_format, settings.log_level, lambda: about))
+        progress = TerminalProgress(Console(stderr=True)) if settings.log_format == "text" else EventLines()
+        events = Events(JsonLines(folder / METRICS_FILE), progress, trackers, live, *listeners)
         if settings.resume:
-            checkpoints = _resume(settings, events, progress)
+            checkpoints = _resume(settings, events, [progress, live])
         else:
             write_atomically(folder / "settings.toml", to_toml(settings).encode())
             (folder / COPY).unlink(missing_ok=True)  # of a run whose events were removed
             checkpoints = Checkpoints(folder, settings)
+        about["run"] = checkpoints.run
         try:
             with progress:
                 run(transport, settings, folder, events, class_counts, checkpoints)
@@ -120,6 +130,14 @@ def serve(
                 error.add_note(f"{folder} does not say so: {unwritten}")
             raise
         _write_results(folder)
+
+
+def _observe(transport: Transport, settings: Settings, folder: Path) -> None:
+    """Ask the devices how they are until this process is stopped."""
+    make_folder(folder)
+    with locked(folder):
+        write_atomically(folder / "settings.toml", to_toml(settings).encode())
+        observe(transport, settings, folder, lambda text: Console(stderr=True).print(f"note: {escape(text)}"))
 
 
 def _write_results(folder: Path) -> None:
@@ -140,15 +158,17 @@ def _write_results(folder: Path) -> None:
         ) from error
 
 
-def _resume(settings: Settings, events: Events, progress: Listener) -> Checkpoints:
-    """Roll the run folder back to a checkpoint and report it; progress gets the events before it."""
+def _resume(settings: Settings, events: Events, showing: Sequence[Listener]) -> Checkpoints:
+    """Roll the run folder back to a checkpoint and report it; what shows progress gets the events before it."""
     found = find_checkpoint(settings)
     tail = roll_back(found)
     earlier = earlier_events(found.folder)
     steps = sum(event["event"] in STEPS for event in earlier)
     for event in earlier:
         if event["event"] in ("run", "clients", "joined", "plan"):
-            progress({**event, "steps": event.get("steps", 0) - steps} if event["event"] == "plan" else event)
+            left = {**event, "steps": event.get("steps", 0) - steps} if event["event"] == "plan" else event
+            for listener in showing:
+                listener(left)
     position, name = found.checkpoint.position, f"{FOLDER}/{found.path.name}"
     about = {key: value for key, value in describe(settings).items() if key != "settings"}
     events("resumed", **about, checkpoint=name, **asdict(position), cut=tail)
@@ -175,7 +195,8 @@ def run_folder(settings: Settings) -> Path:
     if settings.resume:
         return run_folder_of(settings.resume)
     data = "devices" if settings.devices or settings.classes else settings.dataset
-    name = settings.run_name or f"{data}-{settings.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = settings.run_name or (STANDING if settings.observe_only else "")
+    name = name or f"{data}-{settings.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(settings.results).expanduser() / name
     if (folder / METRICS_FILE).exists():
         raise FileExistsError(f"{folder} already holds a run; choose another run-name")

@@ -14,6 +14,8 @@ Listener = Callable[[Event], None]
 
 #: Events that only progress listens to.
 TRANSIENT = ("phase", "answered")
+#: Events that count as a step of the plan.
+STEPS = ("round", "statistics", "rates_round", "adapt_round", "leak_check")
 
 
 class RunError(RuntimeError):

@@ -348,6 +348,7 @@ def gather(
     timeout: float,
     events: Events,
     phase: str,
+    round: int | None = None,
 ) -> list[Answer]:
     """Return the answers to requests, in the clients' order: sums must not depend on the order of arrival.
 
@@ -355,10 +356,11 @@ def gather(
     ----------
     partitions : mapping
         node id → partition, in the order of the answers; nodes that are not in it come first, by id.
-    phase : str
-        Name for progress.
+    phase, round
+        Name and number for progress.
     """
-    events("phase", name=phase, total=len(requests))
+    asked = [partitions[one.node] for one in requests if one.node in partitions]
+    events("phase", name=phase, round=round, total=len(requests), asked=asked)
     answers: list[Answer] = []
     for answer in transport.exchange(requests, timeout):
         answers.append(answer)

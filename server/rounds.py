@@ -33,6 +33,7 @@ from fedtta.server.events import Events, NoReplies, QuorumMissed
 from fedtta.server.limits import Distances, Limits, TrainLimits
 from fedtta.server.methods import Training
 from fedtta.server.nodes import Nodes, gather, grouped, sample
+from fedtta.server.observation import Observation
 from fedtta.server.trainings import TrainingStage
 from fedtta.server.validation import Check, TrainCheck
 from fedtta.settings import Settings, to_json
@@ -97,6 +98,8 @@ class Federation:
         Training or cell → the rounds that the server could resume from; clients keep private state of these.
     secure : callable, optional
         Secure aggregation (`fedtta.server.secure.SecureAggregation`).
+    observation : Observation, optional
+        Asks the clients for telemetry between rounds.
     """
 
     nodes: Nodes
@@ -105,6 +108,7 @@ class Federation:
     events: Events
     checkpoint_rounds: Callable[[str], list[int]] = lambda _: []
     secure: Callable[..., tuple[list[Replied], list[str]]] | None = None
+    observation: Observation | None = None
 
     @property
     def sources(self) -> list[int]:
@@ -143,6 +147,11 @@ class Federation:
         replaced = self.nodes.update(request, self.settings.node_timeout, self.events, about, join)
         if replaced and isinstance(strategy, Collaborative):
             strategy.load_state_arrays(strategy.state_arrays(before), self.nodes.by_partition)
+        if join and self.observation is not None:
+            connected = set(self.nodes.transport.nodes())
+            present = {node: one for one, node in self.nodes.by_partition.items() if node in connected}
+            self.observation.ask({node: self.nodes.name(partition) for node, partition in present.items()})
+            self.observation.tell()
 
     def common(self, key: str) -> dict[str, Any]:
         """Return the fields that every request has; `key` is the training or the cell."""
@@ -273,7 +282,7 @@ class Round:
         position = {node: index for index, node in enumerate(partitions)}
         ordered = sorted(requests, key=lambda one: position[one.node])
         kind = type(ordered[0].request) if ordered else Request
-        answers = gather(nodes.transport, ordered, partitions, settings.round_timeout, events, self.phase)
+        answers = gather(nodes.transport, ordered, partitions, settings.round_timeout, events, self.phase, self.number)
         replies = [Replied(partitions[one.node], one.node, one.reply) for one in answers if one.reply is not None]
         examples = [most_examples(settings, kind, nodes.identities.get(one.partition)) for one in replies]
         labelled = [self.federation.labelled(one.partition) for one in replies]

@@ -12,7 +12,7 @@ import torch
 from fedtta.messages.arrays import Arrays, channels_last
 from fedtta.messages.flower import held_record
 from fedtta.messages.replies import Identity
-from fedtta.messages.requests import Identify
+from fedtta.messages.requests import Identify, Observe
 from fedtta.messages.transport import Transport
 from fedtta.models import Preprocessing, TwoHead, build, load_model, save_arrays, save_model
 from fedtta.server.adaptation import (
@@ -31,6 +31,7 @@ from fedtta.server.events import Events, RunError
 from fedtta.server.members import FederationInfo, known_members, member_names
 from fedtta.server.methods import STATISTICS, Training, left_out_notes, plan, tuning_note
 from fedtta.server.nodes import Nodes, Wanted, grouped
+from fedtta.server.observation import Observation, patient
 from fedtta.server.privacy import Ledger, spent_note
 from fedtta.server.rates import initial_rates, learn_rates, save_rates
 from fedtta.server.resume import misfits
@@ -74,6 +75,7 @@ def run(
     if checkpoints.resumed is None:
         events("run", **describe(settings))
     federation, info = connect(transport, settings, events, checkpoints)
+    federation = replace(federation, observation=observation_of(federation, folder))
     check_streams(settings, collaborations, info)
     roles = [] if collaborations and not settings.rounds else info.labelled_roles  # without rounds roles do not matter
     trainings = plan(settings, roles)
@@ -94,6 +96,9 @@ def run(
             files = Files(folder, "" if position == 0 else f"-{training.name}")
             run_training(federation, training, info, collaborations, files, checkpoints)
             checkpoints.finish(training.name)
+    if federation.observation is not None:
+        federation.observation.close()
+        federation.observation.tell()
     if spent := ledger.spent():
         events("privacy", **spent)
         events("note", text=spent_note(spent))
@@ -152,6 +157,20 @@ def unfit(settings: Settings) -> Callable[[Identity], str]:
         return "stream-rounds = 0: allowed is 1 or more" if collaborative and not one.stream_rounds else ""
 
     return why
+
+
+def observation_of(federation: Federation, folder: Path) -> Observation | None:
+    """Return what asks a run's clients for telemetry; None if its settings do not ask for that."""
+    settings = federation.settings
+    if not settings.observe_every:
+        return None
+    return Observation(
+        patient(federation.nodes.transport),
+        folder,
+        Observe(**federation.common("")),
+        settings.observe_every,
+        lambda text: federation.events("note", text=text),
+    )
 
 
 def _counts_of(class_counts: list[list[int]] | None, names: Sequence[str]) -> list[list[int]] | None:

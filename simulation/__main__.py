@@ -10,6 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from fedtta.settings import SettingsError, add_arguments, from_arguments
+from fedtta.simulation.live_page import NotServed, live_page
 
 
 class Parser(argparse.ArgumentParser):
@@ -20,11 +21,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}; `fedtta settings` lists the settings\n")
 
 
+def make_parser() -> Parser:
+    """Return the parser of the command line."""
+    parser = Parser(prog="python -m fedtta.simulation", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--watch", nargs="?", const="", metavar="HOST:PORT",
+        help="serve a page that follows the run, on this machine (see `fedtta watch`)",
+    )  # fmt: skip
+    add_arguments(parser)
+    return parser
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Parse, run, print the table; exit status 0 on success, 1 when the run failed, 2 for bad settings."""
-    parser = Parser(prog="python -m fedtta.simulation", description=__doc__, allow_abbrev=False)
-    add_arguments(parser)
-    arguments = parser.parse_args(words)
+    arguments = make_parser().parse_args(words)
     console = Console()
     try:
         settings = from_arguments(arguments)
@@ -32,14 +42,23 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
-    from fedtta.server.events import RunError  # imports torch and Flower, which refusing a setting does not need
+    from fedtta.server.app import run_folder  # imports torch and Flower, which refusing a setting does not need
+    from fedtta.server.events import RunError
     from fedtta.server.report import METRICS_FILE, read_results, render_tables
     from fedtta.simulation.engine import simulate
 
     try:
-        folder = simulate(settings)
+        if arguments.watch is None:
+            folder = simulate(settings)
+        else:
+            folder = run_folder(settings)
+            with live_page(folder, arguments.watch) as address:
+                console.print(f"Live page: {address}", soft_wrap=True, markup=False, highlight=False)
+                folder = simulate(settings, folder)
     except (SettingsError, FileExistsError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except NotServed:
         return 2
     except RunError as error:
         print(f"run failed: {error}", file=sys.stderr)

@@ -85,7 +85,7 @@ def enrol(superlink: str, ca: Path | None, key: Path, name: str) -> str:
     FileNotFoundError
         There is no such file.
     """
-    with _home(superlink, ca) as home:
+    with flower_home(superlink, ca) as home:
         try:
             answer = flwr(home, "supernode", "register", str(existing(key).resolve()), CONNECTION, "--name", name)
         except FlowerError as error:
@@ -111,13 +111,13 @@ def remove(superlink: str, ca: Path | None, device: str) -> str:
         names = ", ".join(f"{one.name} ({one.node_id})" for one in found or enrolled) or "none"
         why = "several devices are called so, give the node id" if found else "no such device"
         raise SettingsError(f"{device}: {why}; enrolled: {names}")
-    with _home(superlink, ca) as home:
+    with flower_home(superlink, ca) as home:
         flwr(home, "supernode", "unregister", str(found[0].node_id), CONNECTION)
     return f"{found[0].name} (node {found[0].node_id}) is removed"
 
 
 @contextmanager
-def _home(superlink: str, ca: Path | None) -> Iterator[Path]:
+def flower_home(superlink: str, ca: Path | None) -> Iterator[Path]:
     """Make a Flower home that names the SuperLink."""
     with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:
         home = Path(folder).resolve()

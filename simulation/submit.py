@@ -20,6 +20,7 @@ from fedtta.simulation import signing, superlink
 from fedtta.simulation.certificates import KeysError
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar, run_config
 
+OBSERVE_EVERY = 60.0  # seconds between two questions how the devices are, unless a setting says otherwise
 AWAY = 600.0  # seconds for a killed SuperLink to be restarted
 #: The server's reasons for a run that died before its first checkpoint; see `fedtta.server.resume`.
 NOTHING_KEPT = re.compile("no checkpoint can be used: there is none|allowed is the folder of a run")
@@ -93,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
     runs.add_argument("--database", type=Path, metavar="FILE", help="with --signed: the SuperLink's database")
     arguments = parser.parse_args(words)
     try:
-        config = run_config(arguments.set) if arguments.command == "run" else {}
+        config = run_config(arguments.set, {"observe-every": OBSERVE_EVERY}) if arguments.command == "run" else {}
         if arguments.command == "run" and (arguments.signed is None) != (arguments.database is None):
             raise SettingsError("--signed and --database: allowed are both, or neither")
         with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:

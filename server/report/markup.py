@@ -10,6 +10,21 @@ from typing import Any
 from fedtta.server.report.drawing import DARK, LIGHT, Plot
 
 
+def document(title: str, body: str, head: str = "") -> str:
+    """Return a whole page; `body` and `head`, which follows the style sheet, are HTML."""
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>{CSS}</style>\n{head}</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def section(name: str, content: str) -> str:
+    """Return a part of a page under an id that stays the same."""
+    return f'<section id="{name}">{content}</section>'
+
+
 def plot_figure(plot: Plot, caption: str) -> str:
     """Return a figure with a plot and its caption (HTML)."""
     return f'<figure class="plot">{plot.svg}<figcaption>{caption}</figcaption></figure>'
@@ -27,7 +42,7 @@ def data_table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str,
         ``cards`` shows each row as a list on a narrow screen.
     """
     header = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    labels = [f' data-label="{cell}"' if kind == "cards" else "" for cell in head]
+    labels = [f' data-label="{cell}"' if "cards" in kind else "" for cell in head]
     body = "".join(
         f'<tr><th scope="row">{row[0]}</th>'
         + "".join(f"<td{label}>{cell}</td>" for cell, label in zip(row[1:], labels[1:], strict=True))
@@ -149,7 +164,8 @@ dd { margin: 0; overflow-wrap: anywhere; }
   linear-gradient(to right, var(--line), transparent) 0 / .8rem 100%,
   linear-gradient(to left, var(--line), transparent) 100% / .8rem 100%;
   background-repeat: no-repeat; }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: separate; border-spacing: 0; width: 100%; font-size: .92rem;
+  font-variant-numeric: tabular-nums; }
 figcaption { text-align: left; color: var(--muted); font-size: .86rem; line-height: 1.5; margin-top: .6rem; }
 figcaption strong { color: var(--ink); }
 th, td { padding: .42rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
@@ -176,6 +192,13 @@ details { margin-top: 1rem; }
 summary { cursor: pointer; color: var(--accent); }
 .prose td:not([style]), .prose th:not([style]) { text-align: left; white-space: normal; }
 pre { overflow-x: auto; font-size: .84rem; }
+progress { display: block; width: 100%; height: .7rem; margin: .4rem 0 .9rem; accent-color: var(--accent); }
+.states { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; margin: .6rem 0; padding: 0; list-style: none; }
+.state-failed, .state-refused, .state-late, .state-gone { color: var(--bad); }
+.state-answered { color: var(--good); }
+#now { margin-bottom: 2.5rem; }
+.now { max-width: 34rem; }
+.now th, .now td { text-align: left; }
 .settings { columns: 16rem; column-gap: 2rem; margin: .8rem 0 0; font-size: .88rem; }
 .settings div { display: flex; justify-content: space-between; gap: 1rem; padding: .22rem 0;
   border-bottom: 1px solid var(--line); break-inside: avoid; }

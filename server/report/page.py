@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page about a run, without scripts or external resources.
 
-`build_page` is a pure function of the results so far. A section without data says so, or is left out if the run is
-not of its kind.
+`build_page` is a pure function of the results so far. The live page of `fedtta.watch` has the same sections. A section
+without data says so, or is left out if the run is not of its kind.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from fedtta.server.report.collaboration import Matrix, matrix
 from fedtta.server.report.drawing import Plot
 from fedtta.server.report.events import AdaptRound, RatesRound, Round
 from fedtta.server.report.journal import METRICS_FILE
+from fedtta.server.report.live import Live, now_section
 from fedtta.server.report.markup import (
-    CSS,
     breakable,
     counted,
     data_table,
     definitions,
+    document,
     duration,
     folded,
     instant,
     missing,
     plot_figure,
+    section,
     size,
     text,
 )
@@ -62,13 +64,39 @@ def write_report(run_dir: Path) -> Path:
     """
     results = read_results(run_dir / METRICS_FILE)
     write_collaboration(results, run_dir / COLLABORATION_FILE)
+    page = build_page(results, run_dir.resolve().name, network_bytes_of(run_dir))
+    return write_atomically(run_dir / REPORT_FILE, page.encode())
+
+
+def network_bytes_of(run_dir: Path) -> int | None:
+    """Return the size of a run's network file; None before it is written."""
     model = run_dir / MODEL_FILE
-    network_bytes = model.stat().st_size if model.exists() else None
-    return write_atomically(run_dir / REPORT_FILE, build_page(results, run_dir.resolve().name, network_bytes).encode())
+    return model.stat().st_size if model.exists() else None
 
 
-def build_page(results: Results, name: str, network_bytes: int | None = None) -> str:
+def build_page(
+    results: Results, name: str, network_bytes: int | None = None, live: Live | None = None, now: float | None = None
+) -> str:
     """Return the page as HTML.
+
+    Parameters
+    ----------
+    results, name, network_bytes
+        As in `build_sections`.
+    live : Live, optional
+        What the run is doing: one more section, at the top.
+    now : float, optional
+        The moment of `live`'s reader in seconds since the epoch; None: when `live` was written.
+    """
+    sections = build_sections(results, name, network_bytes)
+    if live is not None:
+        moment = live.written if now is None else now
+        sections = {"now": section("now", now_section(live, results, moment)), **sections}
+    return document(f"{name} · FedTTA", "<main>\n" + "\n".join(sections.values()) + "\n</main>")
+
+
+def build_sections(results: Results, name: str, network_bytes: int | None = None) -> dict[str, str]:
+    """Return id → section of the page as HTML, in order.
 
     Parameters
     ----------
@@ -80,28 +108,22 @@ def build_page(results: Results, name: str, network_bytes: int | None = None) ->
         Size of the network, shown next to the traffic.
     """
     found = matrix(results)
-    sections = [
-        _header(results, name),
-        accuracy_section(results) if results.evaluations or found is None else "",
-        collaboration_section(results, found),
-        client_section(results),
-        _weights(results),
-        _rates(results),
-        _training(results),
-        data_section(results),
-        _time(results, found, network_bytes),
-        _checks(results),
-        _settings(results),
-        f"<footer>Generated from {METRICS_FILE} by python -m fedtta.server.report results/{escape(name)}</footer>",
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(name)} · FedTTA</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in sections if part)
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    contents = {
+        "summary": _header(results, name),
+        "accuracy": accuracy_section(results) if results.evaluations or found is None else "",
+        "collaboration": collaboration_section(results, found),
+        "client-accuracy": client_section(results),
+        "weights": _weights(results),
+        "rates": _rates(results),
+        "training": _training(results),
+        "clients": data_section(results),
+        "time": _time(results, found, network_bytes),
+        "checks": _checks(results),
+        "settings": _settings(results),
+        "source": f"<footer>Generated from {METRICS_FILE} by python -m fedtta.server.report results/{escape(name)}"
+        "</footer>",
+    }
+    return {key: section(key, content) for key, content in contents.items() if content}
 
 
 # Header
@@ -119,7 +141,7 @@ def _header(results: Results, name: str) -> str:
     ]
     state = ""
     if results.end is None:
-        state = '<p class="warning">This run has not ended. The page shows its results so far.</p>'
+        state = missing("This run has not ended. The page shows its results so far.")
     elif results.end.status != "completed":
         state = f'<p class="warning">This run ended with status “{escape(results.end.status)}”.</p>'
     lead = " · ".join(part for part in parts if part)

@@ -392,6 +392,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("fedtta.server.app", "fedtta.server.run"):
         monkeypatch.setattr(f"{module}.describe", lambda settings: {**known, "settings": settings.flat()})
     monkeypatch.setattr("fedtta.server.report.page.build_page", lambda *_: "<html>")  # which takes most of the time
+    monkeypatch.setattr("fedtta.server.live.LiveState.write", lambda self: None)  # of a thread, so at no certain moment
 
 
 SETTINGS = SMALL.replace(rounds=1, methods="fedthe", checkpoints_kept=1)
