@@ -8,8 +8,9 @@ refused.
 from __future__ import annotations
 
 import difflib
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,9 @@ TRY, FEDERATION, DEVICE, RESULTS = "Simulate", "Run a federation", "On a device"
 WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}  # a program's own parser reads them
 #: Settings that `fedtta run --help` shows; `fedtta settings` shows all.
 COMMON = ("dataset", "clients", "partition", "model", "methods", "rounds", "local-epochs", "shifts", "seed", "run-name")
+
+#: Options of `fedtta run` that are no settings.
+RUN_OPTIONS = ("watch",)
 
 
 class Group(TyperGroup):
@@ -46,7 +50,10 @@ app = typer.Typer(
     cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
     help="Federated learning with test-time adaptation on the device, without labels.",
 )  # fmt: skip
-devices = typer.Typer(cls=Group, no_args_is_help=True, help="Who is enrolled at a SuperLink: list, enrol, remove.")
+devices = typer.Typer(
+    cls=Group, no_args_is_help=True, invoke_without_command=True,
+    help="The devices of a SuperLink: watch them, list, enrol, remove.",
+)  # fmt: skip
 
 
 def call(module: str, words: Sequence[str]) -> None:
@@ -107,6 +114,7 @@ Every setting is an option, [bold]--key value[/bold], and wins over the file of 
 \b
 {common_settings()}
 
+[bold]--watch[/bold] serves a page that follows the run, [bold]--watch 127.0.0.1:9000[/bold] at this address.
 [bold]fedtta settings[/bold] lists the groups of settings, [bold]fedtta settings GROUP[/bold] its keys.
 Example: fedtta run --dataset digits --methods fedavg,btfl --rounds 5
 """
@@ -122,12 +130,12 @@ def run(
 
     for word in context.args:
         key = word[2:].partition("=")[0]
-        if word.startswith("--") and key not in fields_by_key():
-            raise click.UsageError(f"unknown setting {key!r}{near(key, fields_by_key())}; `fedtta settings` lists all")
+        if word.startswith("--") and key not in (known := [*fields_by_key(), *RUN_OPTIONS]):
+            raise click.UsageError(f"unknown setting {key!r}{near(key, known)}; `fedtta settings` lists all")
     call("fedtta.simulation.__main__", [*(["--settings", file] if file else []), *context.args])
 
 
-@app.command(rich_help_panel=TRY)
+@app.command(rich_help_panel=TRY, short_help="The settings of a run: their groups, or the keys of one.")
 def settings(
     group: Annotated[str, typer.Argument(help="A group, or a key; without it, all groups are listed.")] = "",
 ) -> None:
@@ -186,6 +194,7 @@ program("agent", "fedtta.client.agent.__main__", DEVICE, "Run a device's agent: 
 program("audit", "fedtta.client.agent.audit", DEVICE, "What a device was asked, and what left it.")
 program("data", "fedtta.data.sources.__main__", DEVICE, "What a device's folder holds: classes, skipped files.")
 program("report", "fedtta.server.report.__main__", RESULTS, "Write the table and the report of a run folder again.")
+program("watch", "fedtta.watch.__main__", RESULTS, "Pages that follow the runs of a results folder.")
 program("export", "fedtta.models.export", RESULTS, "Write a run's model as a file that loads without this project.")
 
 
@@ -217,6 +226,79 @@ def submit(
         word for name, path in (("signed", signed), ("database", database)) if path for word in (f"--{name}", path)
     ]
     call("fedtta.simulation.submit", [*words, *(["--set", *pairs] if pairs else [])])
+
+
+@devices.callback()
+def fleet(
+    context: typer.Context,
+    watch: Annotated[bool, typer.Option("--watch", help="Show how the devices are, until Ctrl-C.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show what is known, once; no run is started for it.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Print an alert a line; exit status 1 if there is one, and 0 otherwise.")
+    ] = False,
+    alerts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --check: the rules, TOML. [default: the default rules]")
+    ] = None,
+    results: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder of run folders, on the SuperLink's machine.")
+    ] = Path("results"),
+    every: Annotated[float, typer.Option(min=1.0, metavar="SECONDS", help="Between two questions to a device.")] = 30.0,
+    superlink: SuperLink = LOCAL,
+    root: Root = CA,
+    insecure: Insecure = False,
+    signed: Annotated[str, typer.Option(metavar="FILE", help="Ask by this bundle of `fedtta sign`.")] = "",
+    database: Annotated[str, typer.Option(metavar="FILE", help="With --signed: the SuperLink's database.")] = "",
+) -> None:
+    """Show the fleet; a standing run asks the devices, which is started if there is none, and stopped at the end."""
+    if context.invoked_subcommand is not None:
+        return
+    if not (watch or once or check):
+        raise click.UsageError("allowed are --watch, --once, --check, or a command", context)
+    if (check and (watch or once)) or (alerts and not check):
+        raise click.UsageError("--check is allowed without --watch and --once, and --alerts with it only", context)
+    if bool(signed) != bool(database):
+        raise click.UsageError("--signed and --database: allowed are both, or neither", context)
+    from rich.console import Console
+
+    from fedtta.simulation import devices as enrolled
+    from fedtta.simulation import signing, standing
+    from fedtta.simulation import superlink as flower
+    from fedtta.watch.devices import follow
+
+    ca = None if insecure else root
+    if check:
+        check_devices(alerts, results, lambda: enrolled.listed(superlink, ca))
+
+    def begin(config: Mapping[str, Any]) -> str:
+        if signed:
+            return signing.start(superlink, ca, Path(database), Path(signed), config)
+        checkout()
+        with enrolled.flower_home(superlink, ca) as home:
+            return flower.start(home, config)
+
+    run = standing.Standing(superlink, ca, begin, results, every)
+    ensure = (lambda: None) if once else run.ensure
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the run is stopped on the way
+    with failing():
+        try:
+            follow(results, lambda: enrolled.listed(superlink, ca), every, Console(), ensure, once)
+        finally:
+            run.stop()
+
+
+def check_devices(rules: Path | None, results: Path, listed: Callable[[], Sequence[Any]]) -> None:
+    """Print the alerts of the devices and exit: status 1 if there is one, or the SuperLink does not answer."""
+    from fedtta.watch.alerting import Alerting
+    from fedtta.watch.fleet import history, read_fleet
+    from fedtta.watch.rules import Rules
+
+    with failing():
+        kept = Rules.from_toml(rules) if rules else Rules()
+        fleet = read_fleet(results, listed())
+        found = Alerting(kept, lambda: fleet, lambda one: history(results, one.name, node_id=one.node_id)).look()
+        for change in found:
+            print(change.alert.line)
+        raise typer.Exit(1 if found else 0)
 
 
 @devices.command("list")
@@ -291,7 +373,7 @@ app.add_typer(devices, name="devices", rich_help_panel=FEDERATION)
 # A device
 
 
-@app.command(rich_help_panel=DEVICE)
+@app.command(rich_help_panel=DEVICE, short_help="Serve a model with no federation.")
 def serve(
     model: Annotated[Path, typer.Argument(help="A model file, such as results/<run>/model.safetensors.")],
     state: Annotated[Path, typer.Option("--state-dir", help="Folder of the agent's state.")],

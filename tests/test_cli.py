@@ -21,7 +21,8 @@ from tests.client.agent import fake
 ROOT = Path(__file__).parent.parent
 TREE: Any = get_command(cli.app)
 #: Commands of typer's; the others show the help of the program that they call.
-OWN = sorted(set(TREE.commands) - {"agent", "bench", "data", "demo", "deploy-local", "export", "keys", "report"})
+OTHERS = {"agent", "bench", "data", "demo", "deploy-local", "export", "keys", "report", "watch"}
+OWN = sorted(set(TREE.commands) - OTHERS)
 
 
 def invoke(*words: str, width: int = 80) -> Result:
@@ -101,6 +102,9 @@ def test_help_imports_neither_torch_nor_flower() -> None:
     ("words", "module", "given"),
     [
         ("run --rounds 3 --settings s.toml --seed=2", "simulation.__main__", "--settings s.toml --rounds 3 --seed=2"),
+        ("run --rounds 3 --watch", "simulation.__main__", "--rounds 3 --watch"),
+        ("run --watch 127.0.0.1:9000 --seed 2", "simulation.__main__", "--watch 127.0.0.1:9000 --seed 2"),
+        ("watch results --run r --listen 127.0.0.1:1", "watch.__main__", "results --run r --listen 127.0.0.1:1"),
         ("agent --config device.toml", "client.agent.__main__", "--config device.toml"),
         ("bench run brfl --cells a,b --seeds 3", "benchmarks.__main__", "run brfl --cells a,b --seeds 3"),
         ("keys --nodes 3 --host a --host b", "simulation.keys", "--nodes 3 --host a --host b"),
@@ -176,6 +180,7 @@ def test_an_agent_answers_its_owner() -> None:
         ("devices list --root-certificates nowhere.crt", "nowhere.crt"),
         ("devices enrol nowhere.pub --insecure", "nowhere.pub"),
         ("report nowhere", "nowhere"),
+        ("watch --listen 0.0.0.0:1", "--listen 0.0.0.0:1"),
         ("keys --nodes 0 --folder k", "0"),
     ],
 )

@@ -34,9 +34,10 @@ def test_a_wheel_holds_one_name_with_types(installed: Path) -> None:
     assert (installed / "fedtta" / "py.typed").is_file()
     packed = {path.relative_to(installed / "fedtta").as_posix() for path in installed.glob("fedtta/**/*.py")}
     parts = [path.name for path in (ROOT / "fedtta").iterdir() if path.is_symlink()]
-    assert len(parts) == 11
+    assert len(parts) == 12
     ours = {path.relative_to(ROOT).as_posix() for part in parts for path in (ROOT / part).rglob("*.py")}
     assert packed == ours | {"__init__.py", "__main__.py", "cli.py"}
+    assert (installed / "fedtta" / "watch" / "live.js").is_file()
     assert not (installed / "fedtta" / "benchmarks" / "results").exists()
 
 

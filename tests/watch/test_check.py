@@ -1,0 +1,82 @@
+"""`fedtta devices --check`: one line an alert, and the exit status."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedtta import cli
+from fedtta.messages.replies import Telemetry
+from fedtta.server.observation import Kept
+from fedtta.simulation import devices
+from fedtta.simulation.devices import Device
+from fedtta.simulation.superlink import FlowerError
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fleet of which one has fallen silent, one was removed, one never came, and one's guard holds."""
+    now = datetime.now(UTC)
+    fleet = [
+        Device("held", 1, "online", now),
+        Device("silent", 2, "offline", now - timedelta(hours=2)),
+        Device("removed", 3, "unregistered", now - timedelta(days=2)),
+        Device("new", 4, "registered", None),
+    ]
+    monkeypatch.setattr(devices, "listed", lambda *_: fleet)
+    kept = Kept(tmp_path / "results" / "run")
+    for images in (100, 700, 1300):
+        telemetry = Telemetry(name="held", holding=True, predictions=images, saving_fails=images == 100)
+        kept.append(time.time() - 2000 + images, 1, "1", telemetry)
+    return tmp_path / "results"
+
+
+def check(*words: str) -> tuple[int, list[str]]:
+    done = CliRunner().invoke(cli.app, ["devices", "--check", *words])
+    return done.exit_code, done.output.splitlines()
+
+
+def test_alerts_are_lines_and_status_1(results: Path) -> None:
+    status, lines = check("--results", str(results))
+    assert status == 1
+    assert [line.partition(", since ")[0] for line in lines] == [
+        "held: guard-holding-samples: the guard has held for 1,200 images or more (limit 1,000)",
+        "silent: silent-minutes: silent for 120 minutes (limit 10)",
+    ]
+
+
+def test_no_alerts_are_status_0(results: Path) -> None:
+    (results / "alerts.toml").write_text("silent-minutes = 180\nguard-holding-samples = 1201\n")
+    assert check("--results", str(results), "--alerts", str(results / "alerts.toml")) == (0, [])
+
+
+def test_a_superlink_that_does_not_answer_is_status_1(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(*_: object) -> list[Device]:
+        raise FlowerError("nobody there")
+
+    monkeypatch.setattr(devices, "listed", listed)
+    assert check("--results", str(results)) == (1, ["failed: nobody there"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--alerts", "none.toml"], "none.toml"),
+        (["--alerts", "{wrong}"], "most-drift = 3.0: allowed is at most 1"),
+        (["--watch"], "--check is allowed without --watch"),
+    ],
+)
+def test_what_is_wrong_is_status_2(results: Path, words: list[str], told: str) -> None:
+    (results / "wrong.toml").write_text("most-drift = 3")
+    status, lines = check("--results", str(results), *(word.format(wrong=results / "wrong.toml") for word in words))
+    assert (status, len(lines)) == (2, 1)
+    assert told in lines[0]
+
+
+def test_rules_without_check_are_status_2(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["devices", "--once", "--alerts", str(tmp_path)])
+    assert done.exit_code == 2
