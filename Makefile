@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 export FLWR_TELEMETRY_ENABLED := 0
 export OMP_NUM_THREADS := 1
 
-.PHONY: run demo test test-faults lint docs flower keys deploy-local sheet proto requirements torch-hashes clean help
+.PHONY: run demo test test-faults lint docs screenshots flower keys deploy-local sheet proto requirements torch-hashes clean help
 
 help:          ## show this
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -40,6 +40,9 @@ lint: $(VENV)/ready  ## lint, format and types
 
 docs: $(VENV)/docs  ## the documentation site in site/; every warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
+screenshots: $(VENV)/ready  ## pictures of the pages in docs/assets/, where there is a chromium
+	$(BIN)/python -m tests.browser.screenshots $(ARGS)
 
 flower: $(VENV)/ready  ## the same app through Flower's own CLI, on a SuperLink of its own
 	$(BIN)/python -m fedtta.simulation.flower_cli $(ARGS)
