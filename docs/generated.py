@@ -204,6 +204,19 @@ def tuning() -> str:
     return table(["protocol", "chosen", "accuracy of each value"], rows)
 
 
+def metrics() -> str:
+    """Return the table of the metrics at `/metrics`, those that an agent has, too, first."""
+    from fedtta.messages import exposition
+    from fedtta.watch.metrics import documented
+
+    at_agents = {one.exposed for one in exposition.METRICS}
+    rows = [
+        [f"`{name}`", kind, _names(labels.split(", ")) if labels else "", "yes" if name in at_agents else "", about]
+        for name, kind, labels, about in documented()
+    ]
+    return table(["metric", "type", "labels", "at an agent, too", "meaning"], rows)
+
+
 def fields_that_leave() -> str:
     """Return a table for each reply: what each field tells the server, and what protects it."""
     from docs.leaving import rows
@@ -251,6 +264,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "shifts": shifts,
     "protocols": protocols,
     "tuning": tuning,
+    "metrics": metrics,
     "leaving": fields_that_leave,
     "privacy": privacy,
 }
