@@ -110,6 +110,7 @@ class GridTransport:
             raise ValueError(f"window = {window}: allowed is 1 or more")
         self.grid, self.window, self._clock, self._sleep = grid, window, clock, sleep
         self.concurrent = isinstance(grid, HttpGrid)
+        self._reminds = self.concurrent
         self._largest = 0  # bytes of the arrays of a request so far
 
     def nodes(self) -> list[int]:
@@ -117,8 +118,10 @@ class GridTransport:
         return list(self.grid.get_node_ids())
 
     def patient(self) -> GridTransport:
-        """Return a transport over the same grid that looks for replies once in `REST` seconds."""
-        return GridTransport(self.grid, self.window, self._clock, lambda seconds: self._sleep(max(REST, seconds)))
+        """Return a transport over the same grid that looks for replies once in `REST` seconds, without reminders."""
+        made = GridTransport(self.grid, self.window, self._clock, lambda seconds: self._sleep(max(REST, seconds)))
+        made._reminds = False
+        return made
 
     def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
         """See `Transport.exchange`.
@@ -133,7 +136,7 @@ class GridTransport:
         waiting: dict[str, _Sent] = {}
         records: dict[int, ArrayRecord] = {}
         inbox = inbox_of(self.grid, self._most_bytes, lambda: self._clock() >= end)
-        reminders = _Reminders(min(REMIND, REMIND_PART * timeout), self._clock()) if self.concurrent else None
+        reminders = _Reminders(min(REMIND, REMIND_PART * timeout), self._clock()) if self._reminds else None
         try:
             while queued or waiting:
                 while queued and (self.window is None or len(waiting) < self.window):

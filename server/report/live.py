@@ -166,7 +166,7 @@ def _steps(live: Live, now: float) -> str:
     done = f"{min(live.steps, live.planned):,} of {counted(live.planned, 'step')} done"
     left = "time left not known yet"
     if live.end is not None:
-        left = f"about {duration(live.end - now)} left" if live.end > now else "nearly done"
+        left = f"about {_ago(now, live.end)} left" if live.end > now else "nearly done"
     return f'<p id="now-steps-done">{done}, {lasting}, {left}</p>' + _bar(
         "now-steps", min(live.steps, live.planned), live.planned, f"Steps of the run: {done}"
     )
