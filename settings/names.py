@@ -1,7 +1,8 @@
-"""The order of clients by name, and class names from a file."""
+"""Names: the order of clients, class names from a file, and hosts."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,14 @@ from fedtta.settings.schema import SettingsError
 def is_number(name: str) -> bool:
     """Return whether a name is a decimal number in its shortest form, as those of a divided data set are."""
     return re.fullmatch(r"0|[1-9][0-9]*", name) is not None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine's loopback, which no other machine reaches; of names only localhost is."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 @lru_cache(maxsize=1 << 17)  # asked for every client, several times a round

@@ -32,7 +32,7 @@ GROUPS: dict[str, str] = {
     "availability": "how long the server waits for clients, and for how many",
     "execution": "what runs the clients",
     "storage": "what is kept on disk, and where",
-    "observation": "how a run is followed: trackers and logs",
+    "observation": "how a run is followed: trackers, logs and telemetry",
     "paths": "files and folders of the machine that submits the run",
     "node": "settings that a node may override in its own node config",
     "adapter": "settings that adapters' default options follow from",
@@ -428,12 +428,6 @@ class Settings:
     run_name: str = setting("", "name of the run folder; empty: data set, seed and time", group="storage")
     checkpoint_every: int = setting(1, "rounds between two checkpoints (0: no checkpoints)", low=0, group="storage")
     checkpoints_kept: int = setting(2, "number of checkpoints kept", low=1, group="storage")
-    observe_every: float = setting(
-        0.0, "seconds between two questions how the devices are, in devices.jsonl (0: none)", low=0, group="storage"
-    )
-    observe_only: bool = setting(
-        False, "ask the devices how they are until the run is stopped, and train nothing", group="storage"
-    )
     resume: str = setting(
         "",
         "run folder, or checkpoint file in it, to resume, with its other settings; clients need state-dir",
@@ -448,6 +442,12 @@ class Settings:
         "text", "lines on stderr: progress and text for people, or json for programs", FORMATS, group="observation"
     )
     log_level: str = setting("info", "least level of the log's lines on stderr", LEVELS, group="observation")
+    observe_every: float = setting(
+        0.0, "seconds between two questions how the devices are, in devices.jsonl (0: none)", low=0, group="observation"
+    )
+    observe_only: bool = setting(
+        False, "ask the devices how they are until the run is stopped, and train nothing", group="observation"
+    )
 
     def __post_init__(self) -> None:
         """Check every field."""

@@ -38,13 +38,13 @@ from fedtta.models import build, export, save_model
 from fedtta.server.methods import METHODS, plan
 from fedtta.server.trainings import TRAININGS
 from fedtta.settings import Settings, SettingsError, from_arguments, keys_in
+from fedtta.settings.names import is_loopback
 from fedtta.simulation import deploy_local, flower_cli, keys, superlink
 from fedtta.simulation.__main__ import make_parser
 from fedtta.simulation.demo import __main__ as demo
 from fedtta.tta.registry import ADAPTERS
 from fedtta.watch.__main__ import address
 from fedtta.watch.__main__ import parser as watch_parser
-from fedtta.watch.access import is_loopback
 from tests.client.agent import fake
 
 ROOT = Path(__file__).parent.parent

@@ -21,7 +21,8 @@ import uvicorn
 from fastapi import APIRouter, FastAPI
 
 from fedtta.settings import Settings, SettingsError
-from fedtta.watch.access import Access, is_loopback, read_token
+from fedtta.settings.names import is_loopback
+from fedtta.watch.access import Access, read_token
 from fedtta.watch.app import make_app
 
 HOST, PORT = "127.0.0.1", 8650

@@ -8,7 +8,6 @@ which is valid for some hours and only in this process; it is never part of an a
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedtta.settings import SettingsError
+from fedtta.settings.names import is_loopback
 from fedtta.watch.layout import page
 
 COOKIE = "fedtta-watch"
@@ -44,14 +44,6 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine's loopback; of names only localhost is."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def read_token(path: Path) -> str:

@@ -24,8 +24,8 @@ from typing import Any, Self, get_type_hints
 import httpx
 
 from fedtta.settings import SettingsError, from_toml
+from fedtta.settings.names import is_loopback
 from fedtta.settings.schema import by_field, check, setting
-from fedtta.watch.access import is_loopback
 
 DEVICES = "devices"  # the table of limits by pattern
 

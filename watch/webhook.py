@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import httpx
 
-from fedtta.watch.access import is_loopback
+from fedtta.settings.names import is_loopback
 
 LOG = logging.getLogger(__name__)
 TIMEOUT = 10.0  # seconds for one request, from connecting to the answer's status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from fedtta.client.agent.policy import Policy
 from fedtta.client.names import LEFT, TABLES, absolute_source, check_name, parse_class_map
 from fedtta.settings import Scalar, SettingsError, assignments, from_toml
 from fedtta.settings.logs import FORMATS, LEVELS
+from fedtta.settings.names import is_loopback
 from fedtta.settings.schema import REQUIRED, by_field, check, key_of, setting
 
 #: Keys that hold a path; a relative one is relative to the TOML file.
@@ -194,7 +194,7 @@ class AgentConfig:
             raise SettingsError(f"metrics = {self.metrics!r}: allowed is <host>:<port>")
         if given and (missing := [key_of(name) for name in TLS if key_of(name) not in given]):
             raise SettingsError(f"metrics = {self.metrics!r}: mutual TLS needs {', '.join(missing)}, too")
-        if not given and not _is_loopback(match[1].strip("[]")):
+        if not given and not is_loopback(match[1]):
             keys = ", ".join(key_of(name) for name in TLS)
             raise SettingsError(
                 f"metrics = {self.metrics!r}: allowed without TLS is 127.0.0.1, [::1] or localhost; "
@@ -309,14 +309,6 @@ class AgentConfig:
             if isinstance(values.get(name), str) and values[name].startswith(UNIX):
                 values[name] = f"{UNIX}{folder / Path(values[name].removeprefix(UNIX)).expanduser()}"
         return cls(**values)
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _word(value: Scalar) -> str:

@@ -12,9 +12,10 @@ from fastapi import APIRouter
 from starlette.testclient import TestClient
 
 from fedtta.settings import SettingsError
+from fedtta.settings.names import is_loopback
 from fedtta.watch import __main__ as program
 from fedtta.watch import access as module
-from fedtta.watch.access import COOKIE, LOGIN, POLICY, Access, is_loopback, read_token
+from fedtta.watch.access import COOKIE, LOGIN, POLICY, Access, read_token
 from fedtta.watch.app import make_app
 from tests.report.runs import write_events
 
