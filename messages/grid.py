@@ -25,7 +25,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedtta.messages.arrays import array_bytes
 from fedtta.messages.flower import CONTENT, SECRET, from_content, held_record, secret_of
-from fedtta.messages.inbox import inbox_of
+from fedtta.messages.inbox import Incomplete, inbox_of
 from fedtta.messages.record import Record
 from fedtta.messages.requests import Observe
 from fedtta.messages.transport import Addressed, Answer, late, read_answer, unknown_node
@@ -207,6 +207,8 @@ def _message(node: int, plain: Record, secret: str, records: dict[int, ArrayReco
 def _answer(sent: _Sent, read: Callable[[], Message]) -> Answer | None:
     """Return what a message brought; None if it lacks the secret and the request may be sent again."""
     one, message = sent.one, _opened(read)
+    if isinstance(message, Incomplete):  # the line was cut: nothing says that the node is to blame
+        return Answer(one.node, None, "failed", str(message))
     if isinstance(message, Message) and message.has_error():
         reason = f"error {message.error.code}: {_last_line(message.error.reason)}"
         return Answer(one.node, None, "late" if message.error.code in EXPIRED else "failed", reason)

@@ -38,6 +38,10 @@ TURN = 1.0  # seconds of a look for one reply: a large one must not keep those b
 Arrival = tuple[str, Callable[[], Message]]
 
 
+class Incomplete(ValueError):
+    """A reply was announced, and a part of it never came: the SuperLink has dropped it after three minutes."""
+
+
 class Inbox(Protocol):
     """The replies to the messages of one exchange."""
 
@@ -149,8 +153,10 @@ class HttpInbox:
 
         Raises
         ------
+        Incomplete
+            The SuperLink does not have one of them.
         ValueError
-            There are too many objects or bytes, or the SuperLink does not have one.
+            There are too many objects or bytes.
         """
         if len(coming.missing) > OBJECTS:
             raise ValueError(f"a reply of {len(coming.missing)} objects; allowed are at most {OBJECTS}")
@@ -160,7 +166,7 @@ class HttpInbox:
             complete = True
             for name, response in zip(wanted, list(self._pool.map(self._pull, wanted)), strict=True):
                 if not response.object_found:
-                    raise ValueError(f"the reply lacks its object {name[:12]}")
+                    raise Incomplete(f"the reply lacks its object {name[:12]}")
                 if not response.object_available:
                     complete = False
                     continue

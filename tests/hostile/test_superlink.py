@@ -16,7 +16,7 @@ from flwr.app import Error, Message, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import PullObjectRequest, PushObjectRequest
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.server.superlink.fleet.message_handler import message_handler as fleet
 from flwr.server.superlink.linkstate import LinkStateFactory
@@ -194,6 +194,15 @@ def test_a_reply_in_another_node_s_name_is_not_used_and_the_true_one_is(link: Re
     assert taken[0] > 0
     assert taken[1] == 0, "another version of Flower: the forged reply was not taken, or the true one was, too"
     assert [found[i].reply.train_loss for i in range(3)] == [1.0] * 3  # type: ignore[union-attr]
+
+
+def test_a_reply_whose_objects_the_superlink_has_dropped_has_failed(link: RealSuperLink) -> None:
+    """A line that is cut while a reply travels: the SuperLink drops what did not come whole in three minutes."""
+    own: Any = link.grid()
+    own._client.PullObject = lambda request: PullObjectResponse(object_found=False)
+    with working(link, {link.nodes[0]: honest(link, 0)}):
+        answer = next(GridTransport(own).exchange([Addressed(link.nodes[0], TRAIN)], 60.0))
+    assert (answer.kind, answer.reason[:27]) == ("failed", "the reply lacks its object ")
 
 
 @contextmanager
