@@ -147,8 +147,8 @@ def listen(host: str, port: int, exact: bool) -> socket.socket:
 def _config(app: FastAPI, options: argparse.Namespace) -> uvicorn.Config:
     """Return the server's settings: no log of requests, no names of software, bounded work."""
     return uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, proxy_headers=False, ws="none",
-        limit_concurrency=64, timeout_keep_alive=15, timeout_graceful_shutdown=3,
+        app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
+        ws="none", limit_concurrency=64, timeout_keep_alive=15, timeout_graceful_shutdown=3,
         ssl_certfile=options.certificate, ssl_keyfile=options.key,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from pathlib import Path
@@ -222,6 +223,16 @@ def test_refusals_are_one_line(words: str, told: str, tmp_path: Path, capsys: py
     (line,) = error.splitlines()
     assert told in line
     assert TOKEN not in line
+
+
+def test_the_logs_of_others_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn's own configuration would close every handler of the process, and with some the stream behind it."""
+    handler = logging.StreamHandler()
+    closed: list[bool] = []
+    monkeypatch.setattr(handler, "close", lambda: closed.append(True))
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        assert program.main([str(tmp_path), "--listen", f"127.0.0.1:{used.getsockname()[1]}"]) == 2
+    assert not closed
 
 
 def test_the_default_address_is_any_free_one_where_the_usual_one_is_used() -> None:
