@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from fedtta.server.events import STEPS, Events, JsonLines, Listener, RunError
 from fedtta.server.live import LiveState
 from fedtta.server.logs import EventLines
 from fedtta.server.observation import STANDING, observe
-from fedtta.server.progress import TerminalProgress, escape
+from fedtta.server.progress import TerminalProgress
 from fedtta.server.report import METRICS_FILE, read_results, write_report, write_table
 from fedtta.server.report.journal import COPY
 from fedtta.server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
@@ -29,6 +30,8 @@ from fedtta.server.trackers import Trackers
 from fedtta.settings import Settings, SettingsError, class_names, from_config, to_toml
 from fedtta.settings.files import make_folder, write_atomically
 from fedtta.settings.logs import configure
+
+LOG = logging.getLogger("fedtta.run")
 
 app = ServerApp()
 
@@ -137,7 +140,7 @@ def _observe(transport: Transport, settings: Settings, folder: Path) -> None:
     make_folder(folder)
     with locked(folder):
         write_atomically(folder / "settings.toml", to_toml(settings).encode())
-        observe(transport, settings, folder, lambda text: Console(stderr=True).print(f"note: {escape(text)}"))
+        observe(transport, settings, folder, lambda text: LOG.warning("%s", text))
 
 
 def _write_results(folder: Path) -> None:

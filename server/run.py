@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,6 @@ def run(
     if checkpoints.resumed is None:
         events("run", **describe(settings))
     federation, info = connect(transport, settings, events, checkpoints)
-    federation = replace(federation, observation=observation_of(federation, folder))
     check_streams(settings, collaborations, info)
     roles = [] if collaborations and not settings.rounds else info.labelled_roles  # without rounds roles do not matter
     trainings = plan(settings, roles)
@@ -90,15 +90,13 @@ def run(
     for variant in (variant for training in trainings for variant in training.variants):
         initial_rates(settings.rates_init, modules, variant)  # refused before training, not after
     checkpoints.begin(info)
-    for position, training in enumerate(trainings):
-        if training.name not in checkpoints.finished:
-            checkpoints.open(training.name)
-            files = Files(folder, "" if position == 0 else f"-{training.name}")
-            run_training(federation, training, info, collaborations, files, checkpoints)
-            checkpoints.finish(training.name)
-    if federation.observation is not None:
-        federation.observation.close()
-        federation.observation.tell()
+    with observed(federation, folder) as federation:
+        for position, training in enumerate(trainings):
+            if training.name not in checkpoints.finished:
+                checkpoints.open(training.name)
+                files = Files(folder, "" if position == 0 else f"-{training.name}")
+                run_training(federation, training, info, collaborations, files, checkpoints)
+                checkpoints.finish(training.name)
     if spent := ledger.spent():
         events("privacy", **spent)
         events("note", text=spent_note(spent))
@@ -159,18 +157,22 @@ def unfit(settings: Settings) -> Callable[[Identity], str]:
     return why
 
 
-def observation_of(federation: Federation, folder: Path) -> Observation | None:
-    """Return what asks a run's clients for telemetry; None if its settings do not ask for that."""
+@contextmanager
+def observed(federation: Federation, folder: Path) -> Iterator[Federation]:
+    """Ask a run's clients for telemetry if its settings say so; answers after the run, however it ends, are dropped."""
     settings = federation.settings
     if not settings.observe_every:
-        return None
-    return Observation(
-        patient(federation.nodes.transport),
-        folder,
-        Observe(**federation.common("")),
-        settings.observe_every,
-        lambda text: federation.events("note", text=text),
+        yield federation
+        return
+    transport, request = patient(federation.nodes.transport), Observe(**federation.common(""))
+    observation = Observation(
+        transport, folder, request, settings.observe_every, lambda text: federation.events("note", text=text)
     )
+    try:
+        yield replace(federation, observation=observation)
+    finally:
+        observation.close()
+    observation.tell()
 
 
 def _counts_of(class_counts: list[list[int]] | None, names: Sequence[str]) -> list[list[int]] | None:

@@ -36,7 +36,7 @@ from fedtta.server.report.results import Results, read_results
 from fedtta.watch import alerts as rules
 from fedtta.watch.alerts import Alert
 from fedtta.watch.fleet import FleetDevice, damaged_lines
-from fedtta.watch.runs import LARGEST, SHARE, Runs
+from fedtta.watch.runs import LARGEST, SHARE, Runs, Signature, signature_of
 
 LOG = logging.getLogger(__name__)
 NEWEST = 20  # runs with metrics
@@ -210,7 +210,7 @@ def run_metrics(runs: dict[str, Run]) -> list[Metric]:
 class _Kept:
     """A run that was read; None: it cannot be."""
 
-    signature: tuple[tuple[int, int], ...]
+    signature: Signature
     run: Run | None
     again: float  # monotonic time from which on a change is read
 
@@ -244,7 +244,7 @@ class RunReader:
 
     def _current(self, name: str) -> _Kept:
         folder, kept, now = self._runs.folder / name, self._kept.get(name), time.monotonic()
-        signature = _signature(folder)
+        signature = signature_of(folder, (METRICS_FILE, COPY))
         if kept is not None and (kept.signature == signature or now < kept.again):
             return kept
         self.readings += 1
@@ -320,15 +320,3 @@ def documented() -> list[tuple[str, str, str, str]]:
         for table, labels in TABLES
         for one in table
     ]
-
-
-def _signature(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Return what changes when the metrics of a run, or their copy, change."""
-    found = []
-    for name in (METRICS_FILE, COPY):
-        try:
-            status = (folder / name).stat()
-            found.append((status.st_mtime_ns, status.st_size))
-        except OSError:
-            found.append((0, -1))
-    return tuple(found)

@@ -155,7 +155,7 @@ class Runs:
     def _now(self, name: str, folder: Path, drawn: Drawn) -> Now:
         """Return what a run does, read and drawn once a second for all readers."""
         second = int(self.clock())
-        key = second, _signature(folder, (LIVE_FILE,)), drawn.signature
+        key = second, signature_of(folder, (LIVE_FILE,)), drawn.signature
         if name in self._nows and self._nows[name].key == key:
             return self._nows[name]
         try:
@@ -180,7 +180,7 @@ class Runs:
         """
         kept = self._drawn.get(name)
         due = kept is None or (
-            kept.signature != _signature(folder) and (time.monotonic() >= kept.again or kept.running != running)
+            kept.signature != signature_of(folder) and (time.monotonic() >= kept.again or kept.running != running)
         )
         task = self._drawing.get(name)
         if due and task is None:
@@ -206,7 +206,7 @@ class Runs:
         """Draw the sections; where that fails, keep the last ones and say why."""
         begin, self.drawings = time.monotonic(), self.drawings + 1
         before = self._drawn.get(name, Drawn(()))
-        signature = _signature(folder)  # before reading: what is written meanwhile is a change
+        files = signature_of(folder)  # before reading: what is written meanwhile is a change
         sections, results, problem = before.sections, before.results, ""
         try:
             path = folder / METRICS_FILE
@@ -222,12 +222,12 @@ class Runs:
             if not sections:
                 sections = {"summary": section("summary", f"<h1>{escape(name)}</h1>")}
         end = time.monotonic()
-        return Drawn(signature, sections, results, problem, running, end + (end - begin) * (1 / SHARE - 1))
+        return Drawn(files, sections, results, problem, running, end + (end - begin) * (1 / SHARE - 1))
 
     def _changed(self, folder: Path) -> float:
         """Return when a run's metrics changed last, in seconds since the epoch."""
-        signature = _signature(folder)
-        return max(nanoseconds for nanoseconds, _, _ in signature) / 1e9
+        changed = signature_of(folder)
+        return max(nanoseconds for nanoseconds, _, _ in changed) / 1e9
 
     def _state(self, folder: Path) -> str:
         """Return what a run does, or how it has ended, as HTML, without reading all of it."""
@@ -265,7 +265,7 @@ def _done(live: Live) -> str:
     return f"{share}\N{NO-BREAK SPACE}%"
 
 
-def _signature(folder: Path, names: Sequence[str] = (METRICS_FILE, COPY, MODEL_FILE)) -> Signature:
+def signature_of(folder: Path, names: Sequence[str] = (METRICS_FILE, COPY, MODEL_FILE)) -> Signature:
     """Return what changes when files of a run change."""
     found = []
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -51,11 +52,9 @@ class Webhook:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Send what waits, for a moment; what cannot be sent by then is dropped."""
-        try:
+        with contextlib.suppress(queue.Full):
             self._messages.put_nowait(None)
             self._thread.join(LEAVING)
-        except queue.Full:
-            pass
         if waiting := self._messages.qsize():
             LOG.warning("webhook %s: stopped with %d messages waiting", self.place, waiting)
 

@@ -37,7 +37,7 @@ def write(folder: Path, *events: dict[str, Any]) -> Path:
 
 def test_a_table_says_what_is_known_and_a_dash_otherwise() -> None:
     enrolled = [Device("a", 7, "online", NOW), Device("b", 8, "registered", None), Device("c", 9, "unregistered", NOW)]
-    known = {"a": Known("30 samples", "v2"), "nobody": Known()}
+    known = {"a": Known("30 samples", "v2"), "other": Known()}
     head, *rows = drawn(enrolled, known)
     assert head == "name node status last seen data model"
     assert rows == ["a 7 online 2026-11-23 10:20:30 30 samples v2", "b 8 registered never - -"]

@@ -56,10 +56,10 @@ def test_no_alerts_are_status_0(results: Path) -> None:
 
 def test_a_superlink_that_does_not_answer_is_status_1(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def listed(*_: object) -> list[Device]:
-        raise FlowerError("nobody there")
+        raise FlowerError("no answer")
 
     monkeypatch.setattr(devices, "listed", listed)
-    assert check("--results", str(results)) == (1, ["failed: nobody there"])
+    assert check("--results", str(results)) == (1, ["failed: no answer"])
 
 
 @pytest.mark.parametrize(
