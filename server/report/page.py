@@ -22,7 +22,6 @@ from fedtta.server.report.collaboration import Matrix, matrix
 from fedtta.server.report.drawing import Plot
 from fedtta.server.report.events import AdaptRound, RatesRound, Round
 from fedtta.server.report.journal import METRICS_FILE
-from fedtta.server.report.live import Live, now_section
 from fedtta.server.report.markup import (
     breakable,
     counted,
@@ -74,24 +73,9 @@ def network_bytes_of(run_dir: Path) -> int | None:
     return model.stat().st_size if model.exists() else None
 
 
-def build_page(
-    results: Results, name: str, network_bytes: int | None = None, live: Live | None = None, now: float | None = None
-) -> str:
-    """Return the page as HTML.
-
-    Parameters
-    ----------
-    results, name, network_bytes
-        As in `build_sections`.
-    live : Live, optional
-        What the run is doing: one more section, at the top.
-    now : float, optional
-        The moment of `live`'s reader in seconds since the epoch; None: when `live` was written.
-    """
+def build_page(results: Results, name: str, network_bytes: int | None = None) -> str:
+    """Return the page as HTML; parameters are those of `build_sections`."""
     sections = build_sections(results, name, network_bytes)
-    if live is not None:
-        moment = live.written if now is None else now
-        sections = {"now": section("now", now_section(live, results, moment)), **sections}
     return document(f"{name} · FedTTA", "<main>\n" + "\n".join(sections.values()) + "\n</main>")
 
 

@@ -19,13 +19,12 @@ from fedtta.messages.flower import allow_messages
 from fedtta.messages.requests import Request, Train
 from fedtta.server import live as listener
 from fedtta.server.app import serve
-from fedtta.server.report import Results, build_page, read_results
+from fedtta.server.report import Results
 from fedtta.server.report.live import LISTED, LIVE_FILE, ClientState, Live, now_section
-from fedtta.server.report.page import build_sections
 from fedtta.settings import Settings
 from fedtta.watch import runs as module
 from fedtta.watch.app import make_app
-from tests.report.runs import Elements, clients_event, training_round, write_events
+from tests.report.runs import clients_event, training_round, write_events
 from tests.transports import devices
 
 SMALL = Settings(
@@ -138,16 +137,17 @@ def test_the_first_page_lists_the_runs(watched: Watched, tmp_path: Path) -> None
         assert "No run has begun" in browser.get("/").text
 
 
-def test_a_live_state_adds_one_section_and_changes_no_other(watched: Watched) -> None:
-    results = read_results(watched.folder / "r" / "metrics.jsonl")
-    live = Live(written=100.0, started=90.0, clients={0: ClientState("idle", 95.0)})
-    plain, with_live = build_page(results, "r"), build_page(results, "r", live=live)
-    found = sections(with_live)
+def test_a_live_page_is_the_report_with_one_more_section(watched: Watched, tmp_path: Path) -> None:
+    shutil.copytree(watched.folder / "r", tmp_path / "r")
+    now = time.time()
+    live = Live(written=now, started=now - 10, clients={0: ClientState("idle", now - 5)})
+    (tmp_path / "r" / "live.json").write_bytes(live.to_json())
+    with client(tmp_path) as browser:
+        page = browser.get("/runs/r").text
+    found = sections(page)
     assert found.pop("now")
-    assert found == sections(plain)
-    assert with_live.replace(re.findall(r'(?s)<section id="now">.*?</section>\n', with_live)[0], "") == plain
-    Elements(with_live)  # tags match, and ids are unique
-    assert list(found) == list(build_sections(results, "r"))
+    assert found == sections((watched.folder / "r" / "report.html").read_text())
+    assert {"summary", "training", "settings"} <= set(found)
 
 
 # -- the section "Now"
