@@ -25,7 +25,7 @@ from fedtta.messages.flower import allow_messages
 from fedtta.server.events import Event, Events
 from fedtta.server.run import run as run_federation
 from fedtta.settings import Settings, SettingsError
-from fedtta.simulation.vectorized import VectorizedTransport
+from fedtta.simulation.vectorized import VectorizedTransport, at_once
 
 FILE = "poisoning.json"
 SPLITS: dict[str, dict[str, Any]] = {
@@ -174,7 +174,7 @@ def federate(settings: Settings, partitions: Sequence[int], attack: attacks.Atta
     """Run a federation in this process, and return its events."""
     events: list[Event] = []
     folder.mkdir(parents=True, exist_ok=True)
-    transport = VectorizedTransport(simulated_nodes(settings), settings.stacked_clients)
+    transport = VectorizedTransport(simulated_nodes(settings), at_once(settings))
     nodes = [partition + 1 for partition in partitions]
     run_federation(attacks.Poisoned(transport, nodes, attack), settings, folder, Events(events.append))
     return events

@@ -17,7 +17,7 @@ from fedtta.messages.transport import Addressed, Answer, Transport
 from fedtta.server.app import serve
 from fedtta.server.events import Event
 from fedtta.settings import Settings
-from fedtta.simulation.vectorized import VectorizedTransport
+from fedtta.simulation.vectorized import VectorizedTransport, at_once
 
 
 @dataclass
@@ -45,7 +45,7 @@ def watched(settings: Settings) -> tuple[Spy, list[Event]]:
     allow_messages()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     events: list[Event] = []
-    spy = Spy(VectorizedTransport(simulated_nodes(settings), settings.stacked_clients))
+    spy = Spy(VectorizedTransport(simulated_nodes(settings), at_once(settings)))
     with tempfile.TemporaryDirectory() as folder:
         serve(spy, settings, Path(folder) / "run", [events.append])
     return spy, events

@@ -416,7 +416,9 @@ class Settings:
         group="execution",
     )
     workers: int = setting(2, "ray, flower: simulated clients that run at once", low=1, group="execution")
-    stacked_clients: int = setting(50, "vectorised: the most clients that train at once", low=1, group="execution")
+    stacked_clients: int = setting(
+        0, "vectorised: the most clients that train at once (0: 50 on a GPU, 1 on a CPU)", low=0, group="execution"
+    )
     num_gpus: float = setting(0.0, "share of a GPU for each simulated client", low=0, group="execution")
     eval_batch_size: int = setting(256, "batch of statistics and test streams", low=1, group=("evaluation", "adapter"))
     state_dir: str = setting(

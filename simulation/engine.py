@@ -27,7 +27,7 @@ from fedtta.server.events import Listener
 from fedtta.server.methods import plan
 from fedtta.server.trackers import tracker_names
 from fedtta.settings import Settings, SettingsError, from_config, from_toml
-from fedtta.simulation.vectorized import VectorizedTransport
+from fedtta.simulation.vectorized import VectorizedTransport, at_once
 
 #: Bytes of a network up to which a GPU trains many at once faster: one alone leaves most of the GPU idle.
 SMALL = 8 * 2**20
@@ -71,7 +71,7 @@ def simulate(
         if name != "flower":
             allow_messages()  # strategies configure their rounds in Flower's messages
         if name == "vectorised":
-            transport = VectorizedTransport(simulated_nodes(settings), settings.stacked_clients, on_disk)
+            transport = VectorizedTransport(simulated_nodes(settings), at_once(settings), on_disk)
             serve(transport, settings, folder, listeners, class_counts)
         elif name == "ray":
             from fedtta.simulation.workers import ray_transport  # imports Ray

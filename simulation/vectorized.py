@@ -2,6 +2,9 @@
 
 No array is copied, no process is started and nothing is sent: a round takes as long as its computation. Only the local
 training of FedAvg and FedProx is vectorized; other requests are answered one after the other.
+
+Stacking pays on a GPU, which one small network leaves idle. On a CPU a stacked step of 20 CNNs takes 1.8 times the
+processor time of 20 steps: grouped convolutions are slower, and activations of all clients do not fit the cache.
 """
 
 from __future__ import annotations
@@ -16,14 +19,23 @@ from dataclasses import replace
 from fedtta.client import cohort
 from fedtta.client.node import Node, make_device, perform
 from fedtta.client.privacy import protect
+from fedtta.client.resources import resolve_device
 from fedtta.client.state import MemoryState
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.record import read_only
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import Train
 from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
+from fedtta.settings import Settings
 
 LOG = logging.getLogger(__name__)
+STACKED_ON_GPU = 50
+
+
+def at_once(settings: Settings) -> int:
+    """Return how many clients train at once, at most."""
+    on_cpu = resolve_device(settings.device).type == "cpu"
+    return settings.stacked_clients or (1 if on_cpu else STACKED_ON_GPU)
 
 
 class VectorizedTransport:

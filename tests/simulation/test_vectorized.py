@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Context, RecordDict
 
 from fedtta.client import cohort
@@ -21,7 +22,7 @@ from fedtta.simulation import engine, simulate, vectorized
 from fedtta.simulation.vectorized import VectorizedTransport
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
-ONE = SMALL.replace(engine="vectorised")
+ONE = SMALL.replace(engine="vectorised", stacked_clients=50)
 
 
 def transport(clients: int, stacked: int) -> VectorizedTransport:
@@ -51,6 +52,14 @@ def test_a_run_matches_that_of_one_client_after_another(tmp_path: Path, changes:
     folder = simulate(ONE.replace(**changes), tmp_path / "one")
     assert_close(folder, run(tmp_path / "other", ONE.replace(**changes)))
     assert (folder / "report.html").is_file()
+
+
+def test_a_cpu_trains_one_client_after_another_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = SMALL.replace(engine="vectorised", device="cpu", methods="fedavg", rounds=1)
+    assert [vectorized.at_once(one), vectorized.at_once(one.replace(stacked_clients=7))] == [1, 7]
+    assert_same_results(simulate(one, tmp_path / "one"), run(tmp_path / "other", one))
+    monkeypatch.setattr(vectorized, "resolve_device", lambda _: torch.device("cuda", 0))
+    assert [vectorized.at_once(one), vectorized.at_once(one.replace(stacked_clients=7))] == [50, 7]
 
 
 def test_one_seed_one_result_and_a_run_resumes(tmp_path: Path) -> None:
