@@ -1,0 +1,204 @@
+"""A simulation on a Ray cluster: addresses and resources, and a real cluster of three nodes, one of which is killed."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from fedtta.settings import Settings, SettingsError
+from fedtta.simulation import simulate, workers
+from fedtta.simulation.cluster import connected, gpu_share, room
+from fedtta.simulation.engine import cluster_address, engine
+from fedtta.simulation.workers import RayTransport, Worker
+from tests.server.test_run import assert_same_results, run
+
+PATIENCE = 300.0
+SETTINGS = Settings(
+    dataset="npz", dataset_options="path=images.npz", clients=3, partition="iid", rounds=3, local_epochs=1,
+    image_size=16, methods="fedavg,personal,fedthe", shifts="original", learning_rate=0.1, device="cpu", workers=2,
+    node_timeout=PATIENCE, round_timeout=PATIENCE,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "address"),
+    [
+        ("", "", ""), ("local", "10.0.0.1:6379", ""), ("", "10.0.0.1:6379", "10.0.0.1:6379"), ("", "local", ""),
+        ("auto", "", "auto"), ("auto", "ray://head:10001", "ray://head:10001"),
+        ("[::1]:6379", "10.0.0.1:6379", "[::1]:6379"),
+    ],
+)  # fmt: skip
+def test_the_setting_comes_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch, setting: str, variable: str, address: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    settings = Settings(ray_address=setting, device="cpu")
+    assert cluster_address(settings) == address
+    assert engine(settings) == "ray"
+
+
+def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ("head", "http://head:8265", "ray://head", "head:port", "a b:1"):
+        with pytest.raises(SettingsError, match=f"ray-address = '{wrong}': allowed are auto, local, HOST:PORT"):
+            Settings(ray_address=wrong)
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    with pytest.raises(SettingsError, match=r"environment variable RAY_ADDRESS.*'http://head:8265'"):
+        cluster_address(Settings())
+    with pytest.raises(SettingsError, match="engine = 'ray'"):
+        engine(Settings(ray_address="head:6379", engine="vectorised"))
+
+
+@pytest.mark.parametrize("kind", ["", "ray://"])
+def test_where_nothing_answers_is_said_at_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # taken, and not listening
+        address = f"{kind}127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(SettingsError, match=f"ray-address = '{address}'.*refused"), connected(address):
+            pass
+
+
+def test_gpus_of_a_cluster_are_used_if_and_only_if_a_share_is_asked_for() -> None:
+    assert gpu_share(Settings()) == ("cpu", 0.0)  # whatever the driver has
+    assert gpu_share(Settings(num_gpus=0.25)) == gpu_share(Settings(num_gpus=0.25, device="cuda")) == ("cuda", 0.25)
+    for wrong in ({"device": "cuda"}, {"device": "cuda:1"}, {"device": "cpu", "num_gpus": 1.0}, {"num_gpus": 1.5}):
+        with pytest.raises(SettingsError, match="allowed"):
+            gpu_share(Settings(**wrong))
+
+
+def test_room_is_counted_node_by_node() -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
+        {"Alive": True, "Resources": {"CPU": 2.0, "GPU": 1.0}},
+        {"Alive": True, "Resources": {"CPU": 4.0}},
+        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+        {"Alive": True, "Resources": {}},
+    ]
+    # by hand: CPUs; halves; two of 0.4 in a GPU; one of 0.6; two GPUs for one worker
+    assert [room(nodes, gpus) for gpus in (0, 0.5, 0.4, 0.6, 2)] == [14, 4 + 2, 4 + 2, 2 + 1, 1]
+    assert room(nodes, 0.1) == 8 + 2  # as many as CPUs
+
+
+# A real cluster: the driver on a head without CPUs; node A has the images, B has not
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    y = np.arange(150) % 3
+    x = draw.integers(0, 80, (150, 16, 16)) + 80 * y[:, None, None]
+    np.savez(folder / "images.npz", x=x.astype(np.uint8), y=y)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Nodes that know nothing of this checkout: it is neither their folder nor on their path."""
+    fast = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 5}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        patch.delenv("PYTHONPATH", raising=False)
+        patch.delenv("FEDTTA_DATA", raising=False)
+        for name in ("ray._private.utils.write_ray_address", "ray._common.utils.reset_ray_address"):
+            patch.setattr(name, lambda *_: None)  # other programs of this machine would take the cluster for theirs
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": fast})
+        try:
+            b = made.add_node(num_cpus=1, wait=False)
+            patch.setenv("FEDTTA_DATA", str(images))
+            a = made.add_node(num_cpus=2, wait=False)
+            made.wait_for_nodes(PATIENCE)
+            yield SimpleNamespace(made=made, a=a, b=b, address=made.address)
+        finally:
+            made.shutdown()
+
+
+def interrupted(mark: Path, node: str) -> type[Worker]:
+    """Return a worker that hangs on one node in the second round; defined here, it travels by value."""
+
+    class Interrupted(Worker):
+        def perform(self, kind: str, values: Any, *rest: Any) -> Any:
+            if kind == "train" and values["round"] == 2 and ray.get_runtime_context().get_node_id() == node:
+                from fedtta.client import node as module
+
+                mark.write_text(str(module.__file__))
+                time.sleep(PATIENCE)
+            return super().perform(kind, values, *rest)
+
+    return Interrupted
+
+
+@pytest.mark.slow
+def test_a_node_that_is_killed_costs_nothing_but_time(
+    cluster: Any, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Private state, images, code and what was being computed survive: the bits are those of one process."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    monkeypatch.setenv("FEDTTA_DATA", str(images))
+    mark, made, facts = tmp_path / "mark", list[RayTransport](), dict[str, Any]()
+    monkeypatch.setattr(workers, "Worker", interrupted(mark, cluster.b.node_id))
+
+    class Seen(RayTransport):
+        def __init__(self, *about: Any) -> None:
+            super().__init__(*about)
+            made.append(self)
+
+    def kill() -> None:
+        end = time.monotonic() + PATIENCE
+        while not mark.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        cluster.made.remove_node(cluster.b, allow_graceful=False)
+
+    def watch(event: Any) -> None:
+        if event["event"] in ("failed", "refused"):
+            facts["failed"] = event
+        elif event["event"] == "round" and event["round"] == 1:
+            facts["before"] = places()
+            facts["images"] = ray.experimental.get_object_locations([made[0].stored_images])
+        elif event["event"] == "end":
+            while made[0]._opening:  # the worker that was lost is being started again
+                list(made[0]._finished(1.0))
+            facts["after"] = places()
+
+    monkeypatch.setattr(workers, "RayTransport", Seen)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    ours = simulate(SETTINGS, tmp_path / "r", [watch])
+    killer.join()
+
+    assert "failed" not in facts
+    assert "runtime_resources" in mark.read_text()
+    a, b = cluster.a.node_id, cluster.b.node_id
+    assert sorted(facts["before"]) == ["fedtta-r-keeper", "fedtta-r-worker-0", "fedtta-r-worker-1"]
+    assert {facts["before"][f"fedtta-r-worker-{i}"] for i in (0, 1)} == {a, b}
+    assert {facts["after"][f"fedtta-r-worker-{i}"] for i in (0, 1)} == {a}
+    ((_, stored),) = facts["images"].items()
+    assert set(stored["node_ids"]) == {cluster.made.head_node.node_id, b}  # A has files of its own
+    assert_same_results(ours, run(tmp_path / "one process", SETTINGS))
+
+
+def places() -> dict[str, str]:
+    """Return name → node of all actors that live."""
+    actors = ray._private.state.actors().values()
+    return {one["Name"]: one["Address"]["NodeID"] for one in actors if one["State"] == "ALIVE"}
+
+
+@pytest.mark.slow
+def test_more_workers_than_fit_are_refused_with_the_numbers(
+    cluster: Any, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDTTA_DATA", str(images))
+    settings = SETTINGS.replace(ray_address=cluster.address, workers=64, num_gpus=0.25, device="auto")
+    with pytest.raises(SettingsError, match=r"asked are 64 CPUs and 16 GPUs; the cluster has .* room for 0 workers"):
+        simulate(settings, tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+    assert not ray.is_initialized()
