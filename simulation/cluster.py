@@ -11,6 +11,7 @@ import contextlib
 import logging
 import shutil
 import socket
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +55,9 @@ def connected(address: str) -> Iterator[None]:
         host, _, port = address.removeprefix("ray://").rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), ANSWER):
             pass  # Ray itself tries for minutes
-        ray.init(address=address, runtime_env=CODE, log_to_driver=False, logging_level=logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # about defaults of later versions of Ray
+            ray.init(address=address, runtime_env=CODE, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         raise SettingsError(f"ray-address = {address!r}: no Ray cluster answers: {error}") from error
     try:
@@ -171,13 +174,14 @@ class KeptState:
 
     Parameters
     ----------
-    keeper : handle of `Keeper`
+    keeper : str
+        Its name.
     run, name : str
         As of `DirectoryState`.
     """
 
-    def __init__(self, keeper: Any, run: str, name: str) -> None:
-        self._keeper, self._owner = keeper, (run, name)
+    def __init__(self, keeper: str, run: str, name: str) -> None:
+        self._keeper, self._owner = ray.get_actor(keeper), (run, name)
 
     def load(self, key: str, round: int) -> Arrays | None:
         """See `PrivateState.load`; raises as `DirectoryState.load`."""
@@ -200,8 +204,8 @@ class KeptState:
 
 
 @contextmanager
-def keeper(folder: str, temporary: bool, name: str) -> Iterator[Any]:
-    """Start a `Keeper` on the driver's node (behind `ray://`: the head), and yield its handle.
+def keeper(folder: str, temporary: bool, name: str) -> Iterator[None]:
+    """Keep a `Keeper` on the driver's node (behind `ray://`: the head).
 
     Parameters
     ----------
@@ -214,7 +218,7 @@ def keeper(folder: str, temporary: bool, name: str) -> Iterator[Any]:
         name=name, num_cpus=0, max_concurrency=8, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here
     ).remote(folder)
     try:
-        yield handle
+        yield
     finally:
         with contextlib.suppress(ray.exceptions.RayError):  # a cluster that is gone
             if temporary:

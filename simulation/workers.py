@@ -28,7 +28,7 @@ from fedtta.client.resources import RunData, data_of, give, resolve_device
 from fedtta.client.sites import simulated_nodes
 from fedtta.messages.arrays import Arrays, Contiguous, packed, unpacked
 from fedtta.messages.record import Record
-from fedtta.messages.requests import REQUESTS, Request
+from fedtta.messages.requests import REQUESTS, Adapt, RefineRates, Request
 from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
 from fedtta.settings import Settings, class_names
 from fedtta.simulation.cluster import KeptState, connected, gpu_share, keeper, reserved
@@ -59,12 +59,13 @@ class Elsewhere:
         Of the run, with this cluster's device, and without a download.
     digest : str
         Of the images (`RunData.digest`); empty: the devices have data of their own.
-    keeper : handle of `fedtta.simulation.cluster.Keeper`
+    keeper : str
+        Name of the actor `fedtta.simulation.cluster.Keeper`.
     """
 
     settings: Settings
     digest: str
-    keeper: Any
+    keeper: str
 
 
 class Worker:
@@ -82,8 +83,10 @@ class Worker:
 
     def __init__(self, nodes: Sequence[Node], elsewhere: Elsewhere | None = None) -> None:
         self._elsewhere, self._open = elsewhere, False
-        local = elsewhere.settings.select("node") if elsewhere else {}
-        place = {key: local[key] for key in ("data-dir", "state-dir", "device") if key in local}
+        place: dict[str, Any] = {}
+        if elsewhere:
+            own = elsewhere.settings
+            place = {"data-dir": own.data_dir, "state-dir": own.state_dir, "device": own.device}
         self.nodes = [replace(node, lends=True, settings={**node.settings, **place}) for node in nodes]
 
     def open(self, *given: RunData) -> bool:
@@ -285,12 +288,11 @@ class RayTransport:
 
     def _with_network(self, request: Request) -> Request:
         """Return a request with the network that its client got before: on a cluster it may be on another node now."""
-        digest = getattr(request, "network", None)
-        if self._images is None or digest is None:
+        if self._images is None or not isinstance(request, Adapt | RefineRates):
             return request
-        if request.arrays is not None:  # type: ignore[attr-defined]
-            self._networks[digest] = request.arrays  # type: ignore[attr-defined]
-        return replace(request, arrays=self._networks.get(digest))  # type: ignore[call-arg]
+        if request.arrays is not None:
+            self._networks[request.network] = request.arrays
+        return replace(request, arrays=self._networks.get(request.network))
 
 
 def _answer(one: Addressed, sent: Sent | Exception) -> Answer:
@@ -331,8 +333,8 @@ def ray_transport(
             group = stack.enter_context(reserved(settings.workers, options["num_gpus"], name))
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
             folder = str(Path(settings.state_dir).expanduser().absolute())
-            kept = stack.enter_context(keeper(folder, temporary, f"{name}-keeper"))
-            elsewhere, images = _elsewhere(settings, device, kept), partial(data_of, settings)
+            stack.enter_context(keeper(folder, temporary, f"{name}-keeper"))
+            elsewhere, images = _elsewhere(settings, device, f"{name}-keeper"), partial(data_of, settings)
         else:
             settings, options["num_gpus"] = share_gpu(settings)
             stack.enter_context(_ray(settings.workers))
@@ -344,12 +346,12 @@ def ray_transport(
         yield settings, RayTransport([node.name for node in nodes], workers, images)
 
 
-def _elsewhere(settings: Settings, device: str, kept: Any) -> Elsewhere:
+def _elsewhere(settings: Settings, device: str, keeper: str) -> Elsewhere:
     data_dir = str(Path(settings.data_dir).expanduser().absolute()) if settings.data_dir else ""
     there = settings.replace(
         classes=class_names(settings.classes), device=device, data_dir=data_dir, download=False, state_dir=""
     )
-    return Elsewhere(there, "" if settings.devices else data_of(settings).digest(), kept)
+    return Elsewhere(there, "" if settings.devices else data_of(settings).digest(), keeper)
 
 
 def share_gpu(settings: Settings) -> tuple[Settings, float]:

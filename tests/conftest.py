@@ -16,7 +16,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from xdist.scheduler import LoadFileScheduling
 
 #: Files that start Ray or a whole deployment, each enough for two cores; they are collected first.
-PROCESSES = ("tests/integration/", "tests/simulation/test_transport_contract.py")
+PROCESSES = (
+    "tests/integration/", "tests/simulation/test_transport_contract.py", "tests/simulation/test_cluster.py",
+)  # fmt: skip
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is no property

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayTaskError
 
+from fedtta.client.state import DirectoryState
 from fedtta.settings import Settings, SettingsError
+from fedtta.simulation import cluster as cluster_module
 from fedtta.simulation import simulate, workers
-from fedtta.simulation.cluster import connected, gpu_share, room
+from fedtta.simulation.cluster import Keeper, KeptState, connected, gpu_share, room
 from fedtta.simulation.engine import cluster_address, engine
 from fedtta.simulation.workers import RayTransport, Worker
 from tests.server.test_run import assert_same_results, run
@@ -89,6 +92,47 @@ def test_room_is_counted_node_by_node() -> None:
     assert room(nodes, 0.1) == 8 + 2  # as many as CPUs
 
 
+def test_kept_state_is_in_the_files_of_a_run_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = Keeper(str(tmp_path))
+
+    def call(method: Any) -> Any:
+        def remote(*arguments: Any) -> Any:
+            try:
+                return method(*arguments)
+            except ValueError as error:
+                return RayTaskError("load", "", error)
+
+        return SimpleNamespace(remote=remote)
+
+    def get(result: Any) -> Any:
+        if isinstance(result, RayTaskError):
+            raise result
+        return result
+
+    handle = SimpleNamespace(**{name: call(getattr(keeper, name)) for name in ("load", "save", "tags")})
+    exceptions = SimpleNamespace(RayTaskError=RayTaskError)
+    monkeypatch.setattr(
+        cluster_module, "ray", SimpleNamespace(get_actor={"k": handle}.get, get=get, exceptions=exceptions)
+    )
+    kept, other = KeptState("k", "run", "3"), KeptState("k", "run", "4")
+    local = DirectoryState(tmp_path, "run", "3")
+    value = np.arange(24.0).reshape(1, 2, 3, 4).transpose(0, 3, 1, 2)  # as of a network in channels-last memory
+    for round in (1, 2, 3):
+        kept.save("head", round, {"w": value * round}, keep=[1])
+    loaded, stored = kept.load("head", 2), local.load("head", 2)
+    assert loaded is not None
+    assert stored is not None
+    assert np.array_equal(loaded["w"], value * 2)
+    assert (loaded["w"].strides, loaded["w"].flags.writeable) == (stored["w"].strides, True)
+    assert kept.tags() == local.tags() == {"head": [1, 2, 3]}
+    assert (kept.load("head", 0), other.load("head", 3), other.tags()) == (None, None, {})
+    for path in tmp_path.rglob("*.safetensors"):
+        path.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="head@1") as caught:
+        kept.load("head", 3)
+    assert not isinstance(caught.value, RayTaskError)  # the client's answer says it in one line
+
+
 # A real cluster: the driver on a head without CPUs; node A has the images, B has not
 
 
@@ -105,13 +149,14 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Nodes that know nothing of this checkout: it is neither their folder nor on their path."""
     fast = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 5}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": fast}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         patch.delenv("PYTHONPATH", raising=False)
         patch.delenv("FEDTTA_DATA", raising=False)
         for name in ("ray._private.utils.write_ray_address", "ray._common.utils.reset_ray_address"):
             patch.setattr(name, lambda *_: None)  # other programs of this machine would take the cluster for theirs
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": fast})
+        made = Cluster(initialize_head=True, head_node_args=head)
         try:
             b = made.add_node(num_cpus=1, wait=False)
             patch.setenv("FEDTTA_DATA", str(images))
@@ -151,6 +196,15 @@ def test_a_node_that_is_killed_costs_nothing_but_time(
         def __init__(self, *about: Any) -> None:
             super().__init__(*about)
             made.append(self)
+            facts["before"] = settled()
+            facts["images"] = ray.experimental.get_object_locations([self.stored_images])
+
+    def settled() -> dict[str, str]:
+        """Wait until all workers are ready; return name → node of all actors that live."""
+        while made[0]._opening:
+            list(made[0]._finished(1.0))
+        actors = ray._private.state.actors().values()
+        return {one["Name"]: one["Address"]["NodeID"] for one in actors if one["State"] == "ALIVE"}
 
     def kill() -> None:
         end = time.monotonic() + PATIENCE
@@ -161,16 +215,11 @@ def test_a_node_that_is_killed_costs_nothing_but_time(
     def watch(event: Any) -> None:
         if event["event"] in ("failed", "refused"):
             facts["failed"] = event
-        elif event["event"] == "round" and event["round"] == 1:
-            facts["before"] = places()
-            facts["images"] = ray.experimental.get_object_locations([made[0].stored_images])
         elif event["event"] == "end":
-            while made[0]._opening:  # the worker that was lost is being started again
-                list(made[0]._finished(1.0))
-            facts["after"] = places()
+            facts["after"] = settled()
 
     monkeypatch.setattr(workers, "RayTransport", Seen)
-    killer = threading.Thread(target=kill)
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
     ours = simulate(SETTINGS, tmp_path / "r", [watch])
     killer.join()
@@ -181,15 +230,9 @@ def test_a_node_that_is_killed_costs_nothing_but_time(
     assert sorted(facts["before"]) == ["fedtta-r-keeper", "fedtta-r-worker-0", "fedtta-r-worker-1"]
     assert {facts["before"][f"fedtta-r-worker-{i}"] for i in (0, 1)} == {a, b}
     assert {facts["after"][f"fedtta-r-worker-{i}"] for i in (0, 1)} == {a}
-    ((_, stored),) = facts["images"].items()
+    (stored,) = facts["images"].values()
     assert set(stored["node_ids"]) == {cluster.made.head_node.node_id, b}  # A has files of its own
     assert_same_results(ours, run(tmp_path / "one process", SETTINGS))
-
-
-def places() -> dict[str, str]:
-    """Return name → node of all actors that live."""
-    actors = ray._private.state.actors().values()
-    return {one["Name"]: one["Address"]["NodeID"] for one in actors if one["State"] == "ALIVE"}
 
 
 @pytest.mark.slow
