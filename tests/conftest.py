@@ -5,6 +5,7 @@ which test files run side by side.
 import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.pop("RAY_ADDRESS", None)  # tests start a Ray of their own
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "120")  # seconds for Ray's first process to answer, instead of 20
 
 from typing import Any
