@@ -18,9 +18,9 @@ from fedtta.client.device import Device
 from fedtta.client.names import check_name
 from fedtta.client.own import ignored, own_of_run, settings_alone
 from fedtta.client.privacy import protect, share_keys, unmask
-from fedtta.client.resources import federation_of, network_spec, resolve_device, shared_network
+from fedtta.client.resources import federation_of, natural_of, network_spec, resolve_device, shared_network
 from fedtta.client.state import LOG, DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
-from fedtta.data import Federation, Role, client_number, load_natural
+from fedtta.data import Federation, Role, client_number
 from fedtta.messages.replies import Reply, Telemetry
 from fedtta.messages.requests import (
     Adapt,
@@ -34,7 +34,7 @@ from fedtta.messages.requests import (
     Train,
     Unmask,
 )
-from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config, from_json
+from fedtta.settings import Scalar, Settings, SettingsError, from_config, from_json
 from fedtta.settings.versions import versions
 
 #: Packages whose versions a node tells.
@@ -153,9 +153,7 @@ def make_device(request: Request, node: Node) -> Device:
         own = replace(own, notes=tuple(filter(None, (ignored(given), *own.notes))))
     else:
         federation, partition = federation_of(settings), _partition(node.name, settings)
-        options: dict[str, Any] = dict(assignments(settings.dataset_options, "dataset-options"))
-        images = options.get("natural", "")
-        natural = load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=images)
+        natural = natural_of(settings)
     return Device(
         federation,
         partition,

@@ -5,16 +5,73 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
-from fedtta.data import DATASETS, Federation, Images, load
+from fedtta.data import DATASETS, Federation, Images, load, load_natural
+from fedtta.messages.arrays import digest
 from fedtta.models import Preprocessing, TwoHead, build, normalization, without_weights
 from fedtta.models.libraries import IMAGENET
 from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """All images of a run that divides one data set.
+
+    Parameters
+    ----------
+    federation : Federation
+    natural : Images or None
+        Naturally shifted images (CIFAR-10.1), if they are at hand.
+    """
+
+    federation: Federation
+    natural: Images | None
+
+    def digest(self) -> str:
+        """Return the SHA-256 (hex) of all images, with their labels, domains and names."""
+        arrays = {}
+        for part, images in (("divided", self.federation.images), ("natural", self.natural)):
+            if images is not None:
+                names = repr((images.name, images.classes, images.domains)).encode()
+                arrays[f"{part} names"] = np.frombuffer(names, np.uint8)
+                arrays |= {f"{part} pixels": images.pixels[:], f"{part} labels": images.labels}
+                arrays |= {} if images.domain is None else {f"{part} domain": images.domain}
+        return digest(arrays)
+
+
+#: Images that this process was given, by the settings that decide them.
+_GIVEN: dict[tuple[tuple[str, Scalar], ...], RunData] = {}
+
+
+def give(settings: Settings, data: RunData) -> None:
+    """Let all clients of this process use these images in place of files."""
+    _GIVEN[tuple(settings.select("data").items())] = data
+
+
+def data_of(settings: Settings) -> RunData:
+    """Return all images of a run that divides one data set; raises as `federation_of` and `natural_of`."""
+    return RunData(federation_of(settings), natural_of(settings))
+
+
+def natural_of(settings: Settings) -> Images | None:
+    """Return the natural shift of a run's data set; None if there is none or it is not at hand.
+
+    Raises
+    ------
+    ValueError, OSError
+        As `fedtta.data.load_natural`.
+    """
+    if given := _GIVEN.get(tuple(settings.select("data").items())):
+        return given.natural
+    options = assignments(settings.dataset_options, "dataset-options")
+    chosen: Any = options.get("natural", "")
+    return load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=chosen)
 
 
 def federation_of(settings: Settings) -> Federation:
@@ -33,6 +90,8 @@ def federation_of(settings: Settings) -> Federation:
             raise SettingsError(
                 f"{key} = {value!r}: a divided data set has {plain[key]!r}; allowed for devices' own data"
             )
+    if given := _GIVEN.get(tuple(settings.select("data").items())):
+        return given.federation
     return _federation(tuple(settings.select("data", "source").items()))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -37,6 +38,9 @@ GROUPS: dict[str, str] = {
     "node": "settings that a node may override in its own node config",
     "adapter": "settings that adapters' default options follow from",
 }
+
+#: What `ray-address` may be.
+RAY_ADDRESS = re.compile(r"|auto|local|(ray://)?([\w.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
 
 #: In place of a default: the key must be set.
 REQUIRED: Any = dataclasses.MISSING
@@ -415,6 +419,12 @@ class Settings:
         choices=("auto", "ray", "flower", "vectorised"),
         group="execution",
     )
+    ray_address: str = setting(
+        "",
+        "ray: the cluster to run on: auto (the one on this machine), HOST:PORT, ray://HOST:PORT, or local (none, this "
+        "machine alone); empty: the environment variable RAY_ADDRESS, or local",
+        group="execution",
+    )
     workers: int = setting(2, "ray, flower: simulated clients that run at once", low=1, group="execution")
     stacked_clients: int = setting(
         0, "vectorised: the most clients that train at once (0: 50 on a GPU, 1 on a CPU)", low=0, group="execution"
@@ -461,6 +471,10 @@ class Settings:
             self.device.startswith("cuda:") and self.device[5:].isdigit()
         ):
             raise SettingsError(f"device = {self.device!r}: allowed are auto, cpu, cuda, cuda:<index>")
+        if not RAY_ADDRESS.fullmatch(self.ray_address):
+            raise SettingsError(
+                f"ray-address = {self.ray_address!r}: allowed are auto, local, HOST:PORT and ray://HOST:PORT, or none"
+            )
         if self.momentum and self.optimizer != "sgd":
             raise SettingsError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
         if self.leave_one_out and self.statistics_weighting != "uniform":

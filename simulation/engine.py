@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,13 +40,14 @@ def simulate(
     listeners: Sequence[Listener] = (),
     client_app: ClientApp = default_client_app,
 ) -> Path:
-    """Run server and clients on this machine; return the run folder.
+    """Run the server on this machine and the clients here or on a Ray cluster; return the run folder.
 
     Parameters
     ----------
     settings : Settings
         `engine` selects what runs the clients. With Ray (our own workers, or Flower's simulation), `workers` clients
-        run at the same time, each with one CPU and the share `num-gpus` of a GPU.
+        run at the same time, each with one CPU and the share `num-gpus` of a GPU; `ray-address` has our own workers run
+        on a cluster.
     folder : Path, optional
         Folder of the results; derived from the settings when None.
     listeners : sequence of callable
@@ -60,7 +62,7 @@ def simulate(
     RunError
         The run could not go on; the folder holds the results so far.
     """
-    ours, settings = client_app is default_client_app, with_devices(settings)
+    ours, settings, address = client_app is default_client_app, with_devices(settings), cluster_address(settings)
     on_disk = bool(settings.state_dir)
     with _private_state(settings) as settings:
         class_counts, name = check(settings), engine(settings, ours)
@@ -76,7 +78,7 @@ def simulate(
         elif name == "ray":
             from fedtta.simulation.workers import ray_transport  # imports Ray
 
-            with ray_transport(settings) as (settings, workers):
+            with ray_transport(settings, folder.name, address, not on_disk) as (settings, workers):
                 serve(workers, settings, folder, listeners, class_counts)
         else:
             from fedtta.simulation.flower import run_on_flower
@@ -90,16 +92,43 @@ def engine(settings: Settings, our_app: bool = True) -> str:
 
     Apps other than ours run in Flower's simulation.
     """
+    if settings.ray_address not in ("", "local") and (settings.engine not in ("auto", "ray") or not our_app):
+        raise SettingsError(
+            f"ray-address = {settings.ray_address!r}: allowed with engine = 'ray' and our own ClientApp"
+        )
     if settings.engine != "auto":
         return settings.engine
     if not our_app:
         return "flower"
+    if cluster_address(settings):
+        return "ray"
     if resolve_device(settings.device).type == "cpu" or settings.devices:
         return "ray"
     images = federation_of(settings).images
     network = build(seed=0, **network_spec(images, settings))
     size = sum(value.nbytes for value in network.global_state().values())
     return "vectorised" if size <= SMALL and is_stackable(network) else "ray"
+
+
+def cluster_address(settings: Settings) -> str:
+    """Return the address of the Ray cluster that a run goes to; empty: it stays on this machine.
+
+    The setting `ray-address` comes first, then the environment variable RAY_ADDRESS; "auto" is the cluster of this
+    variable, or one that was started on this machine.
+
+    Raises
+    ------
+    SettingsError
+        RAY_ADDRESS is none of what `ray-address` may be.
+    """
+    address = settings.ray_address
+    if address in ("", "auto"):
+        address = os.environ.get("RAY_ADDRESS", "") or address
+        try:
+            settings.replace(ray_address=address)
+        except SettingsError as error:
+            raise SettingsError(f"of the environment variable RAY_ADDRESS: {error}") from error
+    return "" if address == "local" else address
 
 
 def with_devices(settings: Settings) -> Settings:

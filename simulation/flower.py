@@ -12,10 +12,13 @@ from flwr.simulation import run_simulation
 from fedtta.server.app import make_app
 from fedtta.server.events import Listener
 from fedtta.settings import Settings
-from fedtta.simulation.workers import REVIVE, share_gpu
+from fedtta.simulation.workers import share_gpu
 
 #: Messages in progress for each worker: enough that none of them waits for the server.
 WINDOW = 8
+#: Options of a worker: one that dies is started again and repeats what it was doing, with the same bits. Without them
+#: Flower goes on handing messages to a dead worker, and all of them fail.
+REVIVE = {"max_restarts": -1, "max_task_retries": 1}
 
 
 def run_on_flower(
@@ -44,7 +47,6 @@ def start(server_app: ServerApp, client_app: ClientApp, settings: Settings, gpus
         client_app=client_app,
         num_supernodes=settings.clients,
         backend_config={
-            # without REVIVE Flower goes on handing messages to a dead worker, and all of them fail
             "client_resources": {"num_cpus": 1, "num_gpus": gpus, **REVIVE},
             "init_args": {"num_cpus": settings.workers, "log_to_driver": False},
         },

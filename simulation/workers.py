@@ -1,7 +1,8 @@
-"""The transport to Ray workers; arrays go through memory that all processes of the machine share.
+"""The transport to Ray workers; arrays go through memory that all processes of a machine share.
 
 The model of a round is put there once, for however many clients, and read in place; so are the replies. (Flower's own
-simulation copies it there for each message.) Workers do not import Flower.
+simulation copies it there for each message.) Ray sends it to another node of a cluster once. Workers do not import
+Flower.
 """
 
 from __future__ import annotations
@@ -11,45 +12,105 @@ import os
 import sys
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fedtta.client.node import Node, perform
-from fedtta.client.resources import resolve_device
+from fedtta.client.resources import RunData, data_of, give, resolve_device
 from fedtta.client.sites import simulated_nodes
-from fedtta.messages.arrays import Contiguous, packed, unpacked
+from fedtta.messages.arrays import Arrays, Contiguous, packed, unpacked
 from fedtta.messages.record import Record
-from fedtta.messages.requests import REQUESTS
+from fedtta.messages.requests import REQUESTS, Adapt, RefineRates, Request
 from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
-from fedtta.settings import Settings
+from fedtta.settings import Settings, class_names
+from fedtta.simulation.cluster import KeptState, connected, gpu_share, keeper, reserved
 
 LOG = logging.getLogger(__name__)
 AHEAD = 2  # requests that a worker has: the current one, and the next
+TRIES = 3  # times that a request is handed to a worker, all but the first alone: two nodes may be lost in a row
 WAIT = 0.5  # seconds for the next reply, at most, so that the deadline is checked
-#: Options of a worker: one that dies is started again and repeats what it was doing, with the same bits.
-REVIVE = {"max_restarts": -1, "max_task_retries": 1}
-#: Kind, values and arrays of a reply, or the reason why there is none.
-Sent = tuple[str, dict[str, Any], dict[str, dict[str, Contiguous]]] | str
+#: Kind, values and arrays of a reply.
+Sent = tuple[str, dict[str, Any], dict[str, dict[str, Contiguous]]]
+
+
+class ClientError(Exception):
+    """A client failed; the text says why. Raised in a worker: Ray's dashboard shows the request as failed."""
+
+
+class NotOpen(Exception):
+    """The worker was started again, and has no images yet."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a worker on a cluster needs, since its machine is not the driver's.
+
+    Parameters
+    ----------
+    settings : Settings
+        Of the run, with this cluster's device, and without a download.
+    digest : str
+        Of the images (`RunData.digest`); empty: the devices have data of their own.
+    keeper : str
+        Name of the actor `fedtta.simulation.cluster.Keeper`.
+    """
+
+    settings: Settings
+    digest: str
+    keeper: str
 
 
 class Worker:
     """A process that answers requests for simulated clients, one after the other.
 
-    Data and network stay in it from request to request; private state of the clients is on disk.
+    Data and network stay in it from request to request; private state of the clients is on disk, or with a keeper.
 
     Parameters
     ----------
     nodes : sequence of Node
         All clients of the federation.
+    elsewhere : Elsewhere, optional
+        On a cluster.
     """
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
-        self.nodes = [replace(node, lends=True) for node in nodes]
+    def __init__(self, nodes: Sequence[Node], elsewhere: Elsewhere | None = None) -> None:
+        self._elsewhere, self._open = elsewhere, False
+        place: dict[str, Any] = {}
+        if elsewhere:
+            own = elsewhere.settings
+            place = {"data-dir": own.data_dir, "state-dir": own.state_dir, "device": own.device}
+        self.nodes = [replace(node, lends=True, settings={**node.settings, **place}) for node in nodes]
+
+    def open(self, *given: RunData) -> bool:
+        """Get ready for requests; return False if this node lacks the run's images and they are not given."""
+        if self._elsewhere and self._elsewhere.digest:
+            data = given[0] if given else self._found(self._elsewhere)
+            if data is None:
+                return False
+            give(self._elsewhere.settings, data)
+        self._open = True
+        return True
+
+    @staticmethod
+    def _found(run: Elsewhere) -> RunData | None:
+        """Return the images of this node's own files if they are those of the run."""
+        try:
+            data = data_of(run.settings)
+        except (OSError, ValueError) as error:
+            LOG.warning("images are fetched: %s", error)
+            return None
+        if data.digest() == run.digest:
+            return data
+        LOG.warning("images are fetched: those of this node are others than the driver's")
+        return None
 
     def perform(
         self,
@@ -59,41 +120,71 @@ class Worker:
         names: Sequence[str],
         *arrays: Mapping[str, Contiguous],
     ) -> Sent:
-        """Answer a request to a node, given in plain form; its arrays are read-only and shared with other processes."""
+        """Answer a request to a node, given in plain form; its arrays are read-only and shared with other processes.
+
+        Raises
+        ------
+        ClientError
+            The client failed.
+        NotOpen
+            `open` comes first.
+        """
+        if not self._open:
+            raise NotOpen
         record = Record(kind, dict(values), {name: unpacked(one) for name, one in zip(names, arrays, strict=True)})
         try:
             request = REQUESTS[kind].from_record(record)
-            reply = perform(request, self.nodes[number]).to_record()
+            reply = perform(request, self._node(number, request)).to_record()
         except Exception as error:
-            LOG.debug("a client failed", exc_info=error)
-            return reason_of(error)
+            raise ClientError(reason_of(error)) from error
         return reply.kind, reply.values, {name: packed(one) for name, one in reply.arrays.items()}
+
+    def _node(self, number: int, request: Request) -> Node:
+        node = self.nodes[number]
+        if self._elsewhere is None:
+            return node
+        state = KeptState(self._elsewhere.keeper, request.run, node.name)
+        return replace(node, state=state, memory=state)
 
 
 class RayTransport:
     """A transport to clients that Ray workers simulate; client i is node i + 1.
 
+    A worker that is lost, with its node or alone, is started again by Ray where there is room. Until then the others do
+    its work; what it was doing is repeated, with the same bits.
+
     Parameters
     ----------
-    clients : int
+    names : sequence of str
+        Names of all clients, for Ray's dashboard.
     workers : sequence
         Ray's handles of `Worker`.
+    images : callable, optional
+        On a cluster: returns the run's images, for nodes that lack them.
     """
 
-    def __init__(self, clients: int, workers: Sequence[Any]) -> None:
-        self.clients, self._workers = clients, list(workers)
+    def __init__(
+        self, names: Sequence[str], workers: Sequence[Any], images: Callable[[], RunData] | None = None
+    ) -> None:
+        self._names, self._workers, self._images = list(names), list(workers), images
+        self.stored_images: Any = None  # Ray's reference
         self._busy = [0] * len(workers)  # of the `AHEAD` slots of each worker
         self._begun: dict[Any, tuple[int, int]] = {}  # Ray's reference → worker, slots that it takes
+        self._opening: dict[Any, int] = {}  # Ray's reference → worker that gets ready
+        self._lost: dict[int, str] = {}  # worker that cannot be started → why
+        self._networks: dict[str, Arrays] = {}  # by digest
+        for worker in range(len(workers)):
+            self._reopen(worker)
 
     def nodes(self) -> list[int]:
         """Return all nodes."""
-        return list(range(1, self.clients + 1))
+        return list(range(1, len(self._names) + 1))
 
     def exchange(self, requests: Sequence[Addressed], timeout: float) -> Iterator[Answer]:
         """See `Transport.exchange`.
 
-        A worker that dies for good may have been killed by the request before: the requests that it had are repeated
-        once, each alone on a worker.
+        A worker that dies may have been killed by the request before: the requests that it had are repeated, each alone
+        on a worker.
         """
         end = time.monotonic() + timeout
         nodes = set(self.nodes())
@@ -101,79 +192,166 @@ class RayTransport:
         yield from (unknown_node(one) for one in requests if one.node not in nodes)
         queued, waiting = deque(enumerate(addressed)), dict[Any, tuple[int, Addressed]]()
         stored: dict[int, Any] = {}  # by the identity of named arrays, which `requests` keeps alive
-        suspects: set[int] = set()
-        while (queued or waiting) and (left := end - time.monotonic()) > 0:
-            self._fill(queued, waiting, suspects, stored)
-            for reference in self._finished(min(WAIT, left)):
+        deaths = Counter[int]()
+        while (queued or waiting) and len(self._lost) < len(self._workers) and (left := end - time.monotonic()) > 0:
+            self._fill(queued, waiting, deaths, stored)
+            for reference, sent in self._finished(min(WAIT, left)):
                 if reference not in waiting:  # the result of an earlier exchange, which came too late
                     continue
                 number, one = waiting.pop(reference)
-                try:
-                    sent = ray.get(reference)
-                except ray.exceptions.RayError as error:
-                    if number not in suspects:
-                        suspects.add(number)
+                if isinstance(sent, ray.exceptions.RayError | NotOpen):
+                    deaths[number] += not isinstance(sent, NotOpen)
+                    if deaths[number] < TRIES:
                         queued.appendleft((number, one))
                         continue
-                    sent = reason_of(error)
                 yield _answer(one, sent)
         for _, one in (*waiting.values(), *queued):
-            yield late(one, timeout)
+            yield late(one, timeout) if len(self._lost) < len(self._workers) else self._unanswered(one)
 
-    def _finished(self, timeout: float) -> list[Any]:
-        """Wait for results, and free the slots of their workers."""
+    def _unanswered(self, one: Addressed) -> Answer:
+        return Answer(one.node, None, "failed", f"no worker is left: {next(iter(self._lost.values()))}")
+
+    def _reopen(self, worker: int, *images: Any) -> None:
+        """Give a worker that was started (again) what it needs; until then it gets no requests."""
+        if worker not in self._opening.values():
+            # waits for as long as the worker is being started
+            reference = self._workers[worker].open.options(name="open", max_task_retries=-1).remote(*images)
+            self._begun[reference], self._opening[reference] = (worker, AHEAD), worker
+            self._busy[worker] += AHEAD
+
+    def _finished(self, timeout: float) -> Iterator[tuple[Any, Sent | Exception]]:
+        """Wait for results, free the slots of their workers, and yield those of requests."""
         done, _ = ray.wait(list(self._begun), timeout=timeout)
         for reference in done:
             worker, slots = self._begun.pop(reference)
             self._busy[worker] -= slots
-        return list(done)
+            opening = self._opening.pop(reference, None) is not None
+            sent: Any
+            try:
+                sent = ray.get(reference)
+            except ray.exceptions.RayTaskError as error:
+                sent = error.cause
+            except ray.exceptions.RayError as error:
+                sent = error
+            if opening and isinstance(sent, Exception):
+                self._give_up(worker, sent)
+            elif opening and not sent:
+                self._reopen(worker, self._stored_images())
+            elif not opening:
+                if isinstance(sent, ray.exceptions.RayError | NotOpen):
+                    self._reopen(worker)
+                yield reference, sent
+
+    def _give_up(self, worker: int, error: Exception) -> None:
+        self._lost[worker] = reason_of(error)
+        self._busy[worker] += AHEAD
+        LOG.warning("worker %d cannot be started: %s", worker, self._lost[worker])
+
+    def _stored_images(self) -> Any:
+        """Return Ray's reference of the run's images, which it sends to each node once."""
+        if self.stored_images is None and self._images is not None:
+            self.stored_images = ray.put(self._images())
+        return self.stored_images
 
     def _fill(
         self,
         queued: deque[tuple[int, Addressed]],
         waiting: dict[Any, tuple[int, Addressed]],
-        suspects: set[int],
+        deaths: Counter[int],
         stored: dict[int, Any],
     ) -> None:
         """Hand requests to the least busy workers while they have free slots."""
         while queued and min(self._busy) < AHEAD:
             worker, (number, one) = self._busy.index(min(self._busy)), queued[0]
-            slots = AHEAD if number in suspects else 1
+            slots = AHEAD if deaths[number] else 1
             if self._busy[worker] + slots > AHEAD:
                 break
             queued.popleft()
-            record = one.request.to_record()
+            record = self._with_network(one.request).to_record()
             for arrays in record.arrays.values():
                 if id(arrays) not in stored:
                     stored[id(arrays)] = ray.put(packed(arrays))
-            reference = self._workers[worker].perform.remote(
-                record.kind,
-                record.values,
-                one.node - 1,
-                list(record.arrays),
-                *(stored[id(arrays)] for arrays in record.arrays.values()),
+            title = f"{record.kind} {self._names[one.node - 1]} round {record.values.get('round', 0)}"
+            reference = (
+                self._workers[worker]
+                .perform.options(name=title)
+                .remote(
+                    record.kind,
+                    record.values,
+                    one.node - 1,
+                    list(record.arrays),
+                    *(stored[id(arrays)] for arrays in record.arrays.values()),
+                )
             )
             self._begun[reference], waiting[reference] = (worker, slots), (number, one)
             self._busy[worker] += slots
 
+    def _with_network(self, request: Request) -> Request:
+        """Return a request with the network that its client got before: on a cluster it may be on another node now."""
+        if self._images is None or not isinstance(request, Adapt | RefineRates):
+            return request
+        if request.arrays is not None:
+            self._networks[request.network] = request.arrays
+        return replace(request, arrays=self._networks.get(request.network))
 
-def _answer(one: Addressed, sent: Sent) -> Answer:
-    if isinstance(sent, str):
-        return Answer(one.node, None, "failed", sent)
+
+def _answer(one: Addressed, sent: Sent | Exception) -> Answer:
+    if isinstance(sent, Exception):
+        return Answer(one.node, None, "failed", str(sent) if isinstance(sent, ClientError) else reason_of(sent))
     kind, values, arrays = sent
     return answer_of(one, Record(kind, values, {name: unpacked(value) for name, value in arrays.items()}))
 
 
 @contextmanager
-def ray_transport(settings: Settings) -> Iterator[tuple[Settings, RayTransport]]:
-    """Start Ray and its workers for the clients of a run; yield the settings for the clients, and the transport."""
-    settings, gpus = share_gpu(settings)
-    with _ray(settings.workers):
+def ray_transport(
+    settings: Settings, run: str = "run", address: str = "", temporary: bool = False
+) -> Iterator[tuple[Settings, RayTransport]]:
+    """Start workers for the clients of a run; yield the settings for the clients, and the transport.
+
+    Parameters
+    ----------
+    settings : Settings
+    run : str
+        Names the workers in Ray's dashboard.
+    address : str
+        Of a cluster; empty: start Ray on this machine.
+    temporary : bool
+        Remove the folder `state-dir` at the end.
+
+    Raises
+    ------
+    SettingsError
+        The cluster does not answer, or cannot give what is asked.
+    """
+    name, nodes = f"fedtta-{run}", simulated_nodes(settings)
+    options: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1}
+    elsewhere, images = None, None
+    with ExitStack() as stack:
+        if address:
+            stack.enter_context(connected(address))
+            device, options["num_gpus"] = gpu_share(settings)
+            group = stack.enter_context(reserved(settings.workers, options["num_gpus"], name))
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+            folder = str(Path(settings.state_dir).expanduser().absolute())
+            stack.enter_context(keeper(folder, temporary, f"{name}-keeper"))
+            elsewhere, images = _elsewhere(settings, device, f"{name}-keeper"), partial(data_of, settings)
+        else:
+            settings, options["num_gpus"] = share_gpu(settings)
+            stack.enter_context(_ray(settings.workers))
         kind: Any = ray.remote(Worker)
-        nodes = simulated_nodes(settings)
-        options = {"num_cpus": 1, "num_gpus": gpus, **REVIVE}
-        workers = [kind.options(**options).remote(nodes) for _ in range(settings.workers)]
-        yield settings, RayTransport(settings.clients, workers)
+        workers = []
+        for i in range(settings.workers):
+            workers.append(kind.options(name=f"{name}-worker-{i}", **options).remote(nodes, elsewhere))
+            stack.callback(ray.kill, workers[-1])
+        yield settings, RayTransport([node.name for node in nodes], workers, images)
+
+
+def _elsewhere(settings: Settings, device: str, keeper: str) -> Elsewhere:
+    data_dir = str(Path(settings.data_dir).expanduser().absolute()) if settings.data_dir else ""
+    there = settings.replace(
+        classes=class_names(settings.classes), device=device, data_dir=data_dir, download=False, state_dir=""
+    )
+    return Elsewhere(there, "" if settings.devices else data_of(settings).digest(), keeper)
 
 
 def share_gpu(settings: Settings) -> tuple[Settings, float]:

@@ -5,6 +5,7 @@ which test files run side by side.
 import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.pop("RAY_ADDRESS", None)  # tests start a Ray of their own
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "120")  # seconds for Ray's first process to answer, instead of 20
 
 from typing import Any
@@ -16,7 +17,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from xdist.scheduler import LoadFileScheduling
 
 #: Files that start Ray or a whole deployment, each enough for two cores; they are collected first.
-PROCESSES = ("tests/integration/", "tests/simulation/test_transport_contract.py")
+PROCESSES = (
+    "tests/integration/", "tests/simulation/test_transport_contract.py", "tests/simulation/test_cluster.py",
+)  # fmt: skip
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is no property

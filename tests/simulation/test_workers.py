@@ -5,21 +5,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from fedtta.client.sites import simulated_nodes
 from fedtta.messages.arrays import packed, unpacked
 from fedtta.messages.replies import Trained
-from fedtta.messages.requests import Train, TrainingTask
+from fedtta.messages.requests import RefineRates, Train, TrainingTask
 from fedtta.messages.transport import Addressed
 from fedtta.settings import Settings
 from fedtta.simulation import workers
-from fedtta.simulation.workers import AHEAD, RayTransport, Sent, Worker
+from fedtta.simulation.workers import AHEAD, TRIES, ClientError, NotOpen, RayTransport, Sent, Worker
 
 Made = Callable[[int], Sent]
 
@@ -32,20 +33,26 @@ def trained(partition: int) -> Sent:
 
 
 class FakeRay:
-    """Ray whose work is done when its result is waited for, the newest first, one at a time."""
+    """Ray whose work is done when its result is waited for, the newest first, one at a time.
 
-    exceptions = SimpleNamespace(RayError=RayActorError)
+    Workers get ready at once, those in `bare` when they are given images; `broken` ones never.
+    """
+
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
 
     def __init__(self, make: Made) -> None:
         self.make, self.stored, self.names = make, {}, itertools.count()
         self.begun: dict[str, tuple[int, int]] = {}  # reference → worker, partition
         self.finished: dict[str, int] = {}  # reference → partition
+        self.opened: dict[str, bool | Exception] = {}
+        self.calls: list[tuple[int, str]] = []  # worker, name of the call
+        self.bare, self.broken = set[int](), dict[int, Exception]()
         self.most: dict[int, int] = {}
         self.stuck = False
 
     def handle(self, worker: int) -> Any:
-        def remote(kind: str, values: Any, partition: int, names: list[str], *references: str) -> str:
-            assert (kind, values["round"], names) == ("train", 1, ["arrays"])
+        def perform(kind: str, values: Any, partition: int, names: list[str], *references: str) -> str:
+            assert values["round"] == 1
             assert set(references) <= set(self.stored)
             name = f"work {next(self.names)}"
             self.begun[name] = worker, partition
@@ -53,7 +60,19 @@ class FakeRay:
             self.most[worker] = max(self.most.get(worker, 0), own)
             return name
 
-        return SimpleNamespace(perform=SimpleNamespace(remote=remote))
+        def open(*images: str) -> str:
+            name = f"open {next(self.names)}"
+            self.opened[name] = self.broken.get(worker) or bool(images) or worker not in self.bare
+            return name
+
+        def options(remote: Any, name: str, **more: Any) -> Any:
+            self.calls.append((worker, name))
+            return SimpleNamespace(remote=remote)
+
+        return SimpleNamespace(
+            perform=SimpleNamespace(options=partial(options, perform)),
+            open=SimpleNamespace(options=partial(options, open)),
+        )
 
     def put(self, arrays: Any) -> str:
         name = f"arrays {len(self.stored)}"
@@ -62,20 +81,28 @@ class FakeRay:
 
     def wait(self, references: list[str], timeout: float) -> tuple[list[str], list[str]]:
         assert timeout > 0
-        done = [] if self.stuck else references[-1:]
-        self.finished |= {one: self.begun.pop(one)[1] for one in done}
+        done = [one for one in references if one in self.opened] or ([] if self.stuck else references[-1:])
+        self.finished |= {one: self.begun.pop(one)[1] for one in done if one in self.begun}
         return done, [one for one in references if one not in done]
 
-    def get(self, reference: str) -> Sent:
-        return self.make(self.finished.pop(reference))
+    def get(self, reference: str) -> Any:
+        result = self.opened.pop(reference) if reference in self.opened else self.make(self.finished.pop(reference))
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def failed(cause: Exception) -> RayTaskError:
+    """What Ray raises for an error in a worker."""
+    return RayTaskError("perform", "", cause)
 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RayTransport, FakeRay]]:
-    def made(count: int = 2, make: Made = trained) -> Any:
+    def made(count: int = 2, make: Made = trained, images: Any = None) -> Any:
         fake = FakeRay(make)
         monkeypatch.setattr(workers, "ray", fake)
-        return RayTransport(10, [fake.handle(i) for i in range(count)]), fake
+        return RayTransport([str(i) for i in range(10)], [fake.handle(i) for i in range(count)], images), fake
 
     return made
 
@@ -114,22 +141,80 @@ def test_a_reason_and_a_worker_that_died_too_often_are_the_clients_answers(stage
         asked[partition] += 1
         if partition == 3 or (partition == 5 and asked[5] == 1):  # the worker that 3 killed had 5 next
             raise RayActorError(error_msg="the worker died")
-        return "ValueError: sensor unplugged" if partition == 4 else trained(partition)
+        if partition == 4:
+            raise failed(ClientError("ValueError: sensor unplugged"))
+        return trained(partition)
 
-    transport, _ = stage(2, make)
+    transport, fake = stage(2, make)
     answers = {one.node: one for one in transport.exchange(requests({}), 60.0)}
     assert sorted(answers) == transport.nodes()
     assert {node for node, one in answers.items() if one.reply is None} == {4, 5}
     assert (answers[4].kind, "the worker died" in answers[4].reason) == ("failed", True)
     assert (answers[5].kind, answers[5].reason) == ("failed", "ValueError: sensor unplugged")
-    assert (asked[3], asked[4], asked[5], asked[6]) == (2, 1, 2, 1)
+    assert (asked[3], asked[4], asked[5], asked[6]) == (TRIES, 1, 2, 1)
+    assert sum(name == "open" for _, name in fake.calls) == 2 + TRIES + 1  # before each new life of a worker
+    assert sum(name == "train 5 round 1" for _, name in fake.calls) == 2
 
 
-def test_a_worker_returns_its_clients_error_as_text() -> None:
-    assert "nonsense" in str(
-        Worker(simulated_nodes(Settings(clients=2))).perform("train", {"nonsense": 1}, 0, ["arrays"], {})
-    )
-    assert "'dance'" in str(Worker(simulated_nodes(Settings(clients=2))).perform("dance", {}, 0, []))
+def test_a_worker_that_was_started_again_unnoticed_gets_ready_first(stage: Any) -> None:
+    asked = Counter[int]()
+
+    def make(partition: int) -> Sent:
+        asked[partition] += 1
+        if asked[partition] <= TRIES:  # it does not count as a try
+            raise failed(NotOpen())
+        return trained(partition)
+
+    transport, fake = stage(1, make)
+    assert [one.kind for one in transport.exchange(requests({}, 1), 60.0)] == [""]
+    assert [name for _, name in fake.calls] == ["open", *["train 0 round 1", "open"] * TRIES, "train 0 round 1"]
+
+
+def test_images_are_stored_once_and_only_for_workers_that_lack_them(stage: Any) -> None:
+    transport, fake = stage(3, images=lambda: "images")
+    assert {one.kind for one in transport.exchange(requests({}), 60.0)} == {""}
+    assert "images" not in fake.stored.values()
+    transport, fake = stage(3, images=lambda: "images")
+    fake.opened = dict.fromkeys(fake.opened, False)
+    fake.bare = {0, 1, 2}
+    assert {one.kind for one in transport.exchange(requests({}), 60.0)} == {""}
+    assert list(fake.stored.values()).count("images") == 1
+    assert [name for _, name in fake.calls].count("open") == 6
+
+
+def test_workers_that_cannot_be_started_are_left_out_and_without_any_the_reason_is_told(stage: Any) -> None:
+    transport, fake = stage(2)
+    (broken, _) = fake.opened
+    fake.opened[broken] = failed(ValueError("no network card"))
+    assert {one.kind for one in transport.exchange(requests({}), 60.0)} == {""}
+    assert {worker for worker, name in fake.calls if name != "open"} == {1}
+    transport, fake = stage(2)
+    fake.opened = dict.fromkeys(fake.opened, failed(ValueError("no network card")))
+    answers = list(transport.exchange(requests({}), 60.0))
+    assert {(one.kind, one.reason) for one in answers} == {("failed", "no worker is left: ValueError: no network card")}
+    assert sorted(one.node for one in answers) == transport.nodes()
+
+
+def test_a_network_that_was_sent_once_comes_along_on_a_cluster_only(stage: Any) -> None:
+    refine: dict[str, Any] = {"settings": "{}", "run": "r", "round": 1, "variant": "all", "rates": {}, "network": "d"}
+    for images in (None, lambda: "images"):
+        transport, fake = stage(1, images=images)
+        for arrays in ({"w": np.ones(2)}, None):
+            fake.stored.clear()
+            request = RefineRates(**refine, arrays=arrays)
+            list(transport.exchange([Addressed(1, request)], 60.0))
+            assert ("w" in str(fake.stored)) == (arrays is not None or images is not None)
+
+
+def test_a_worker_raises_its_clients_error_as_text() -> None:
+    worker = Worker(simulated_nodes(Settings(clients=2)))
+    with pytest.raises(NotOpen):
+        worker.perform("train", {}, 0, [])
+    assert worker.open()
+    with pytest.raises(ClientError, match="nonsense"):
+        worker.perform("train", {"nonsense": 1}, 0, ["arrays"], {})
+    with pytest.raises(ClientError, match="'dance'"):
+        worker.perform("dance", {}, 0, [])
 
 
 def test_a_ray_that_was_there_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:
