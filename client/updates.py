@@ -6,7 +6,7 @@ Noise comes before rounding, so that what leaves follows from noisy values alone
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedtta.client.privacy import protect
 from fedtta.messages.replies import Reply, Trained
@@ -37,7 +37,7 @@ def outgoing(device: Device, request: Request, reply: Reply) -> Reply:
     assert isinstance(reply, Trained), "the reply to a training request"
     key, how, sent = f"{RESIDUAL}{request.task.training}", request.update_format, request.expected
     update = encode(how, sent, reply.arrays, device.memory.load(key, request.round - 1) or {})
-    counts = {}
+    counts: dict[str, Any] = {}
     if update.residual and "model" not in Privacy.parse(device.settings.differential_privacy).mechanisms:
         decoded = decode(how, sent, update.arrays, update.scales)
         counts["trained_correct"] = device.correct_after(request, reply.arrays)

@@ -6,16 +6,21 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+from flwr.app import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedtta.messages.arrays import Arrays, array_bytes
+from fedtta.messages.arrays import Arrays, array_bytes, from_bytes
+from fedtta.messages.flower import allow_messages, reply_message
+from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import Trained
 from fedtta.messages.requests import Train, TrainingTask
 from fedtta.messages.transport import Addressed, Answer, answer_of
-from fedtta.messages.updates import FORMATS, LARGEST_SCALE, Format, decode, encode
+from fedtta.messages.updates import FORMATS, LARGEST_SCALE, Format, Update, decode, encode
 from fedtta.settings.schema import fields_by_key
+from tests.hostile.superlink import Pushed, SuperLink, pushed
+from tests.transports import Clock
 
 EPSILON = float(np.finfo(np.float32).eps)
 SENT: Arrays = {
@@ -220,3 +225,30 @@ def test_the_largest_numbers_are_decoded_without_a_warning_and_left_to_validatio
     odd = np.full((3, 4), np.nan, np.float16)
     odd[0, 0] = np.inf
     assert not np.isfinite(decode("float16", SENT, {"weight": odd}, {})["weight"]).any()
+
+
+@pytest.mark.parametrize("how", FORMATS)
+def test_the_bytes_counted_are_those_of_flowers_own_messages(how: Format) -> None:
+    """A round trip through the objects that Flower stores and sends."""
+    allow_messages()
+    sent = {"w": np.random.default_rng(1).normal(size=(64, 64)).astype(np.float32), "b": np.zeros(64, np.float32)}
+    request = Train(settings="{}", run="r", round=1, task=TrainingTask("t"), arrays=sent, update_format=how)
+    trained = {**moved(sent, 5), "b": sent["b"]}
+    update = Update(trained) if how == "float32" else encode(how, sent, trained, {})
+    replies: list[Pushed] = []
+
+    def node(message: Message) -> Pushed:
+        reply = Trained(arrays=update.arrays, scales=update.scales or None, **COUNTS)
+        replies.append(pushed(reply_message(reply, message)))
+        return replies[-1]
+
+    clock = Clock()
+    (answer,) = GridTransport(SuperLink({1: node}).grid(), None, clock, clock.sleep).exchange(
+        [Addressed(1, request)], 25.0
+    )
+    chunks = [one.partition(b"\0")[2] for one in replies[0].objects.values() if one.startswith(b"ArrayChunk ")]
+    assert answer.bytes == sum(from_bytes(one).nbytes for one in chunks)
+    assert sum(map(len, replies[0].objects.values())) < answer.bytes + 2000
+    expected = trained if how == "float32" else decode(how, sent, update.arrays, update.scales)
+    assert isinstance(answer.reply, Trained)
+    assert {n: one.tobytes() for n, one in answer.reply.arrays.items()} == {n: o.tobytes() for n, o in expected.items()}
