@@ -14,8 +14,8 @@ from fedtta.client import updates
 from fedtta.client.state import DirectoryState, MemoryState
 from fedtta.client.updates import RESIDUAL, outgoing
 from fedtta.messages.arrays import Arrays
-from fedtta.messages.replies import Reply, Trained
-from fedtta.messages.requests import Train
+from fedtta.messages.replies import Adapted, RefinedRates, Reply, Trained
+from fedtta.messages.requests import Adapt, AdapterRow, RefineRates, Train
 from fedtta.messages.updates import Format
 from tests.client.tiny import Client, Task, device, global_arrays, network, same
 
@@ -165,3 +165,16 @@ def test_noise_comes_first_and_what_is_owed_follows_from_noisy_values(
         owed = left
         assert (reply.trained_correct, reply.decoded_correct, reply.validation_total) == (None, None, 0)
     assert len(noisy) == 2
+
+
+def test_only_trained_models_are_compressed() -> None:
+    """Replies of test-time rounds, in which each client gets a mixture of its own (FedAMP), leave as they are."""
+    client = device(update_format="int8")
+    common: dict[str, Any] = {**client.about, "round": 1, "network": "0"}
+    adapt = Adapt(cell="tent@fedamp", row=AdapterRow("tent", "tent"), share="all", **common)
+    weights = {"head.weight": np.ones((3, 6), np.float32)}
+    adapted = Adapted(shared=weights, corruption=0, correct=[], total=[], seconds=0.0)
+    rates = RefineRates(variant="all", **common)
+    refined = RefinedRates(rates=weights, loss=0.0, correct=0, seconds=0.0)
+    assert outgoing(client.inner, adapt, adapted) is adapted
+    assert outgoing(client.inner, rates, refined) is refined
