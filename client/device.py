@@ -259,6 +259,18 @@ class Device:
             **turn.measured,
         )
 
+    def correct_after(self, request: Train, arrays: Arrays) -> int:
+        """Return how many validation samples the global head classifies correctly after a round that ended with arrays.
+
+        Parameters
+        ----------
+        arrays : dict
+            What is aggregated; the others are those that this client has kept in the round.
+        """
+        self._receive(arrays, request.task, request.round, request.aggregated)
+        federation, size = self.federation.in_round(request.round), self.settings.eval_batch_size
+        return validate(self.model, federation, self.partition, size, self.device, False)["validation_correct"]
+
     def effective_samples(self, request: Train | Summarize) -> tuple[float, float]:
         """Return how many training samples are behind a reply; see `fedtta.client.statistics.effective_samples`."""
         self._receive(request.arrays, request.task, request.round - 1, getattr(request, "aggregated", None))

@@ -17,9 +17,10 @@ import torch
 from fedtta.client.device import Device
 from fedtta.client.names import check_name
 from fedtta.client.own import ignored, own_of_run, settings_alone
-from fedtta.client.privacy import protect, share_keys, unmask
+from fedtta.client.privacy import share_keys, unmask
 from fedtta.client.resources import federation_of, natural_of, network_spec, resolve_device, shared_network
 from fedtta.client.state import LOG, DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
+from fedtta.client.updates import outgoing
 from fedtta.data import Federation, Role, client_number
 from fedtta.messages.replies import Reply, Telemetry
 from fedtta.messages.requests import (
@@ -123,7 +124,7 @@ def perform(request: Request, node: Node, admit: Callable[[Request, Device], Non
         ShareKeys: partial(share_keys, device),
         Unmask: partial(unmask, device),
     }
-    return protect(device, request, methods[type(request)](request))
+    return outgoing(device, request, methods[type(request)](request))
 
 
 def make_device(request: Request, node: Node) -> Device:

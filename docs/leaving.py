@@ -56,6 +56,9 @@ TELLS: dict[type[Reply], dict[str, str]] = {
         "personal_validation_correct": _COUNTS,
         "seconds": "its speed, and so its number of samples",
         "masked": "nothing by itself; the sum over the clients with it",
+        "scales": "as arrays: the largest change of each, with `update-format = int8`",
+        "trained_correct": f"{_COUNTS}; with `update-format = float16` or `int8`",
+        "decoded_correct": "as trained-correct",
     },
     Summarized: {
         "num_examples": "how many samples it trains on",
@@ -157,6 +160,9 @@ def protection(reply: type[Reply], field: str) -> str:
         return (
             f"secure aggregation: in the sum only; differential privacy: clipped, with noise (`{how.releases}=z/clip`)"
         )
+    if reply is Trained and field in ("scales", "trained_correct", "decoded_correct"):
+        noise = "of noisy arrays" if field == "scales" else "left out"
+        return f"secure aggregation: refused with it; differential privacy: {noise}"
     if field in (how.loss, "global_loss", *how.counts):
         return "secure aggregation: in the sum only; differential privacy: left out"
     return "secure aggregation: in the sum only" if field == "num_examples" else ""

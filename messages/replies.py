@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 
 from fedtta.messages.arrays import Arrays
-from fedtta.messages.record import MOST, Count, Finite, Identifier, Number, Prose, Share, Typed
+from fedtta.messages.record import ARRAYS, MOST, Count, Finite, Identifier, Number, Prose, Share, Typed
+from fedtta.messages.updates import LARGEST_SCALE
 
 Role = Literal["both", "source", "target"]
 #: Bins of the histogram of e, the weight of the global head, over [0, 1].
@@ -48,6 +49,8 @@ Latency = Annotated[list[Count], Field(min_length=len(LATENCY_BOUNDS) + 1, max_l
 Version = Annotated[str, Field(pattern=r"^[0-9][A-Za-z0-9.+!_-]{0,63}$")]
 WEIGHT_WINDOW = 100  # images of a mean of e, the weight of the global head
 WEIGHTS_KEPT = 100  # such means of the past
+Scale = Annotated[float, Field(gt=0, le=LARGEST_SCALE, allow_inf_nan=False)]
+Scales = Annotated[dict[Identifier, Scale], Field(max_length=ARRAYS)]
 #: Bytes of keys and shares, as hexadecimal digits.
 Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=1024)]
 
@@ -161,13 +164,18 @@ class Trained(Validated):
     Parameters
     ----------
     arrays : dict
-        The trained arrays that are aggregated.
+        The trained arrays that are aggregated; on the wire, an update in the request's format.
     train_loss : float
         Mean loss of the last epoch.
     global_loss : float or None
         Loss of the received model on the training split, where it is asked for.
     masked : dict or None
         Under secure aggregation: everything that is aggregated, masked; all other fields are empty then.
+    scales : dict or None
+        On the wire, of int8 arrays: see `fedtta.messages.updates.Update`. The server's transport decodes the arrays.
+    trained_correct, decoded_correct : int or None
+        Validation samples that the global head classifies correctly after local training, with the arrays as they were
+        trained and as the server decodes them; None where nothing is rounded, or noise hides it.
     """
 
     kind: ClassVar[str] = "trained"
@@ -176,6 +184,9 @@ class Trained(Validated):
     train_loss: Number
     global_loss: Number | None = None
     masked: Arrays | None = None
+    scales: Scales | None = None
+    trained_correct: Count | None = None
+    decoded_correct: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from fedtta.messages.arrays import Arrays
@@ -21,6 +21,7 @@ from fedtta.messages.replies import (
     Trained,
     Unmasked,
 )
+from fedtta.messages.updates import Format, decode
 
 Base = Literal["global", "personalised"]
 Variant = Literal["all", "params", "stats"]
@@ -119,6 +120,10 @@ class Request(Typed):
     run: str
     checkpoint_rounds: list[int] = field(default_factory=list)
 
+    def decoded(self, reply: Reply) -> Reply:
+        """Return a reply of the expected kind as the server uses it; ValueError if it does not fit the request."""
+        return reply
+
 
 @dataclass(frozen=True, kw_only=True)
 class Identify(Request):
@@ -147,6 +152,8 @@ class Train(Request):
         Metrics that the server aggregation needs in addition to the standard ones.
     masking : Masking or None
         How the reply is masked under secure aggregation.
+    update_format : str
+        How the trained arrays travel, see `fedtta.messages.updates`; float32: all of them, as they are.
     """
 
     kind: ClassVar[str] = "train"
@@ -159,6 +166,23 @@ class Train(Request):
     proximal_mu: Number = 0.0
     client_metrics: list[str] = field(default_factory=list)
     masking: Masking | None = None
+    update_format: Format = "float32"
+
+    @property
+    def expected(self) -> Arrays:
+        """Return what was sent of the arrays that come back trained."""
+        names = self.arrays if self.aggregated is None else set(self.aggregated)
+        return {name: value for name, value in self.arrays.items() if name in names}
+
+    def decoded(self, reply: Reply) -> Reply:
+        """See `Request.decoded`: a model has whole arrays again, in the dtypes of what was sent."""
+        assert isinstance(reply, Trained), "of the expected kind"
+        if self.update_format == "float32":
+            if reply.scales is not None:
+                raise ValueError("scales: allowed with update-format = 'int8' only")
+            return reply
+        arrays = decode(self.update_format, self.expected, reply.arrays, reply.scales or {})
+        return replace(reply, arrays=arrays, scales=None)
 
 
 @dataclass(frozen=True, kw_only=True)

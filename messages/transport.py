@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from fedtta.messages.arrays import array_bytes
 from fedtta.messages.record import Record, printable, read_only
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import Request
@@ -42,12 +43,15 @@ class Answer:
         be read).
     reason : str
         One line for people; a node may have chosen the words.
+    bytes : int
+        Of all arrays in the reply, as it came.
     """
 
     node: int
     reply: Reply | None
     kind: Literal["", "failed", "late", "refused"] = ""
     reason: str = ""
+    bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", printable(self.reason))
@@ -76,15 +80,17 @@ def answer_of(one: Addressed, record: Record) -> Answer:
 def read_answer(one: Addressed, read: Callable[[], Record]) -> Answer:
     """Return the answer to a request whose reply `read` returns in plain form; its arrays are read-only.
 
-    A reply of another kind, or with a field that is missing or out of range, is refused. So is one that makes its
-    reading raise anything else: a node chooses the bytes, and none of them may end the run.
+    A reply of another kind, or with a field that is missing or out of range, is refused, and so is an update that does
+    not fit the model that was sent. So is one that makes its reading raise anything else: a node chooses the bytes, and
+    none of them may end the run.
     """
     expected = type(one.request).reply
     try:
         record = read()
         if record.kind != expected.kind:
             raise ValueError(f"a reply of kind {record.kind!r}: allowed is {expected.kind!r}")
-        return Answer(one.node, read_only(expected.from_record(record)))
+        reply = one.request.decoded(expected.from_record(record))
+        return Answer(one.node, read_only(reply), bytes=sum(map(array_bytes, record.arrays.values())))
     except Exception as error:
         return Answer(one.node, None, "refused", unreadable(f"reply of node {one.node}", error))
 

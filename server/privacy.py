@@ -58,6 +58,11 @@ def check_privacy(settings: Settings, trainings: Sequence[Settings]) -> None:
             )
         if rule.client_metrics:
             raise SettingsError(f"{key}: aggregation = {one.aggregation!r} needs each client's loss, which is hidden")
+    if settings.secure_aggregation and settings.update_format != "float32":
+        raise SettingsError(
+            f"{key}: update-format = {settings.update_format!r}; allowed is 'float32', since each number takes 64 bits "
+            "under masks"
+        )
     if settings.update_norm_bound and "model" in privacy.mechanisms and not settings.secure_aggregation:
         raise SettingsError("update-norm-bound: not with noise on the model, which exceeds it; the clip bounds updates")
     if settings.secure_aggregation and settings.clients < LEAST:

@@ -98,6 +98,10 @@ class TerminalProgress:
         note = f"{loss}  {images / event['wall_seconds']:,.0f} images/s"
         if event["validation_accuracy"] is not None:
             note += f"  val {100 * event['validation_accuracy']:.1f} %"
+        if "bytes_up_float32" in event:
+            note += f"  up {event['bytes_up'] / max(event['bytes_up_float32'], 1):.0%}"
+        if event.get("trained_accuracy") is not None:
+            note += f" at {100 * (event['decoded_accuracy'] - event['trained_accuracy']):+.1f} points"
         name = f"{event['training']} round {event['round']}"
         self.progress.update(self.whole, description=name, note=note)
         self._step(f"{name}  {note}")

@@ -16,7 +16,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedtta.messages.arrays import Arrays, array_bytes, channels_last
 from fedtta.messages.flower import NodesView, held_record, read_arrays, requests_of, strategy_config, strategy_reply
-from fedtta.messages.replies import Reply, Trained
+from fedtta.messages.replies import Trained
 from fedtta.messages.requests import Identify, Request, Train, TrainingTask
 from fedtta.messages.transport import Addressed, Answer
 from fedtta.privacy.gaussian import Privacy
@@ -42,12 +42,12 @@ from fedtta.strategies import Collaborative
 
 @dataclass(frozen=True)
 class Replied:
-    """A usable reply, with its partition and node, and the bytes of its arrays if they were others on the wire."""
+    """A usable reply, with its partition and node, and the bytes of its arrays on the wire."""
 
     partition: int
     node: int
     reply: Any
-    bytes_up: int | None = None
+    bytes_up: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Outcome:
     @property
     def bytes_up(self) -> int:
         """Return the bytes of all arrays in the usable replies."""
-        return sum(message_bytes(one.reply) if one.bytes_up is None else one.bytes_up for one in self.replies)
+        return sum(one.bytes_up for one in self.replies)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,8 @@ class Round:
         ordered = sorted(requests, key=lambda one: position[one.node])
         kind = type(ordered[0].request) if ordered else Request
         answers = gather(nodes.transport, ordered, partitions, settings.round_timeout, events, self.phase, self.number)
-        replies = [Replied(partitions[one.node], one.node, one.reply) for one in answers if one.reply is not None]
+        usable = [one for one in answers if one.reply is not None]
+        replies = [Replied(partitions[one.node], one.node, one.reply, one.bytes) for one in usable]
         examples = [most_examples(settings, kind, nodes.identities.get(one.partition)) for one in replies]
         labelled = [self.federation.labelled(one.partition) for one in replies]
         refusals = self.check.refusals([one.reply for one in replies], examples, settings.update_norm_bound, labelled)
@@ -383,7 +384,15 @@ def train_round(
     cohort = sample(federation.sources, settings.fraction_train, settings.seed, round)
     metrics = client_metrics(settings)
     task = TrainingTask(training, stage.algorithm, stage.objective)
-    template = Train(**federation.common(training), round=round, task=task, arrays={}, client_metrics=list(metrics))
+    how: Any = settings.update_format
+    template = Train(
+        **federation.common(training),
+        round=round,
+        task=task,
+        arrays={},
+        client_metrics=list(metrics),
+        update_format=how,
+    )
     sent = {name: arrays[name] for name in stage.aggregated_names(list(arrays))}
     check = TrainCheck(sent, stage.personal_head, metrics)
     name = f"train {training}"
@@ -405,6 +414,7 @@ def train_round(
         wall_seconds=time.perf_counter() - start,
         bytes_down=outcome.bytes_down,
         bytes_up=outcome.bytes_up,
+        **({} if how == "float32" else compression(outcome, array_bytes(sent))),
     )
     new = read_arrays(aggregated)
     return {name: channels_last(value.astype(arrays[name].dtype, copy=False)) for name, value in new.items()}
@@ -418,8 +428,8 @@ def _trained_message(replied: Replied, metrics: Sequence[str]) -> Any:
     return strategy_reply(replied.node, {"arrays": reply.arrays}, values)
 
 
-def message_bytes(message: Request | Reply) -> int:
-    """Return the bytes of all arrays in a message."""
+def message_bytes(message: Request) -> int:
+    """Return the bytes of all arrays in a request."""
     return sum(array_bytes(arrays) for arrays in message.to_record().arrays.values())
 
 
@@ -433,6 +443,22 @@ def summarize(replies: Sequence[Trained]) -> dict[str, Any]:
         "validation_accuracy": _mean_accuracy([(one.validation_correct, one.validation_total) for one in replies]),
         "personal_validation_accuracy": _mean_accuracy(personal),
         "train_seconds": [float(one.seconds) for one in replies],
+    }
+
+
+def compression(outcome: Outcome, size: int) -> dict[str, Any]:
+    """Return what compressed updates saved and cost: bytes as float32, and accuracies as trained and as decoded.
+
+    Parameters
+    ----------
+    size : int
+        Bytes of the arrays that each client would send.
+    """
+    replies: list[Trained] = [one.reply for one in outcome.replies]
+    return {
+        "bytes_up_float32": size * len(replies),
+        "trained_accuracy": _mean_accuracy([(one.trained_correct, one.validation_total) for one in replies]),
+        "decoded_accuracy": _mean_accuracy([(one.decoded_correct, one.validation_total) for one in replies]),
     }
 
 

@@ -358,8 +358,7 @@ def shapes_in(check: Check) -> Shapes:
 
 def _with_mean(replied: Replied, mean: Any) -> Replied:
     """Return a survivor with the mean reply; its own are the time that it took and the bytes that it sent."""
-    own = replied.reply
-    return replace(replied, reply=replace(mean, seconds=own.seconds), bytes_up=8 * len(own.masked["sum"]))
+    return replace(replied, reply=replace(mean, seconds=replied.reply.seconds))
 
 
 def _common(request: Request) -> dict[str, Any]:

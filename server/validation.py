@@ -132,6 +132,7 @@ class TrainCheck(Check):
             arrays_refused(reply.arrays, shapes_of(self.sent))
             or _missing(reply, needed)
             or _validation_refused(reply)
+            or _rounding_refused(reply)
             or distance_refused(reply.arrays, self.sent, norm)
         )
 
@@ -393,6 +394,14 @@ def _validation_refused(reply: Validated) -> str | None:
     total = ("validation-total", reply.validation_total)
     return _share_refused("validation-correct", reply.validation_correct, *total) or _share_refused(
         "personal-validation-correct", reply.personal_validation_correct, *total
+    )
+
+
+def _rounding_refused(reply: Trained) -> str | None:
+    """Check how many validation samples are classified correctly after training, before and after rounding."""
+    total = ("validation-total", reply.validation_total)
+    return _share_refused("trained-correct", reply.trained_correct, *total) or _share_refused(
+        "decoded-correct", reply.decoded_correct, *total
     )
 
 

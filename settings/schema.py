@@ -324,6 +324,13 @@ class Settings:
         low=1,
         group="availability",
     )
+    update_format: str = setting(
+        "float32",
+        "how trained models travel to the server: float32 (all of them), changed (arrays that changed), float16 or "
+        "int8 (rounded differences, with error feedback)",
+        choices=("float32", "changed", "float16", "int8"),
+        group="aggregation",
+    )
     update_norm_bound: float = setting(
         0.0,
         "refuse a model or rates further than this (l2 norm) from what was sent (0: no bound)",

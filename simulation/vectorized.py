@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fedtta.client import cohort
+from fedtta.client.device import Device
 from fedtta.client.node import Node, make_device, perform
-from fedtta.client.privacy import protect
 from fedtta.client.resources import resolve_device
 from fedtta.client.state import MemoryState
+from fedtta.client.updates import outgoing
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.record import read_only
-from fedtta.messages.replies import Reply
+from fedtta.messages.replies import Reply, Trained
 from fedtta.messages.requests import Train
 from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
 from fedtta.settings import Settings
@@ -111,13 +112,18 @@ class VectorizedTransport:
             return None
         try:
             replies = cohort.train(devices, requests)
-            return [
-                reply if isinstance(reply, Exception) else protect(device, request, reply)
-                for device, request, reply in zip(devices, requests, replies, strict=True)
-            ]
+            return [_outgoing(*one) for one in zip(devices, requests, replies, strict=True)]
         except Exception as error:  # such as too little memory
             text = f"{error} (in one of {len(chosen)} clients that train at once: stacked-clients)"
             return [RuntimeError(text)] * len(chosen)
+
+
+def _outgoing(device: Device, request: Train, reply: Trained | Exception) -> Reply | Exception:
+    """Return a reply as it leaves, or why this client has none."""
+    try:
+        return reply if isinstance(reply, Exception) else outgoing(device, request, reply)
+    except Exception as error:  # of this client alone
+        return error
 
 
 def _alike(one: object, other: object) -> bool:

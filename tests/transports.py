@@ -11,7 +11,7 @@ from fedtta.client.state import MemoryState
 from fedtta.messages.record import read_only
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import Request
-from fedtta.messages.transport import Addressed, Answer, reason_of
+from fedtta.messages.transport import Addressed, Answer, answer_of, reason_of
 from fedtta.settings import Settings
 
 #: A client: it returns its reply, or None when it never replies, or raises.
@@ -87,10 +87,7 @@ class FakeTransport:
             return Answer(one.node, None, "failed", reason_of(error))
         if reply is None:
             return None
-        try:
-            return Answer(one.node, read_only(request.reply.from_record(reply.to_record())))
-        except ValueError as error:
-            return Answer(one.node, None, "refused", str(error))
+        return answer_of(one, reply.to_record())
 
     def requests(self, kind: type[Request], node: int | None = None) -> list[Any]:
         """Return the requests of a kind that were sent, to one node or to all."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fedtta.client.agent.audit import DAY, DONE, HOUR, Audit, sent
 from fedtta.client.agent.config import AgentConfig
@@ -26,6 +27,8 @@ from fedtta.messages.requests import Observe, Request, Summarize, Train
 from fedtta.models.deadline import Deadline, Stopped
 from fedtta.settings import Scalar, keys_in
 
+#: Counts of right predictions on the validation split, of which a reply has some.
+VALIDATED = ("validation_correct", "personal_validation_correct", "trained_correct", "decoded_correct")
 #: A number, or the name of a class.
 FIGURE = re.compile(r"'.*?'|\d+(\.\d+)?%?")
 
@@ -199,12 +202,10 @@ def coarse(reply: Reply, policy: Policy) -> Reply:
     if policy.count_step == 1 or isinstance(reply, Adapted):
         return reply
     if isinstance(reply, Validated):
-        total, personal = reply.validation_total, reply.personal_validation_correct
-        return replace(
-            reply,
-            validation_correct=policy.rounded(reply.validation_correct, total),
-            personal_validation_correct=None if personal is None else policy.rounded(personal, total),
-        )
+        counts = {name: getattr(reply, name, None) for name in VALIDATED}
+        known = {name: count for name, count in counts.items() if count is not None}
+        rounded: dict[str, Any] = {name: policy.rounded(one, reply.validation_total) for name, one in known.items()}
+        return replace(reply, **rounded)
     if isinstance(reply, RefinedRates):
         return replace(reply, correct=policy.rounded(reply.correct, reply.num_examples))
     if isinstance(reply, Evaluated):

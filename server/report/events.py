@@ -104,7 +104,9 @@ class Round:
     """One training round: ``round``.
 
     `validation_accuracy` is the mean over clients for the global model as *received* in this round, before local
-    training. A loss may be infinite or NaN when training diverges.
+    training. A loss may be infinite or NaN when training diverges. With compressed updates, `bytes_up_float32` is what
+    `bytes_up` would be without, and the other two are mean validation accuracies after local training: of the models as
+    trained, and as the server decoded them.
     """
 
     key: ClassVar[tuple[str, ...]] = ("training", "round")
@@ -119,6 +121,9 @@ class Round:
     bytes_up: Count
     bytes_down: Count
     personal_validation_accuracy: Fraction | None = None
+    bytes_up_float32: Count | None = None
+    trained_accuracy: Fraction | None = None
+    decoded_accuracy: Fraction | None = None
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from fedtta.settings.files import write_atomically
 REPORT_FILE = "report.html"
 MODEL_FILE = "model.safetensors"
 _FLOAT32 = 4  # bytes
+_UNCOMPRESSED = ("–", "–", "–")  # columns of what compressed updates save and cost
 
 
 def write_report(run_dir: Path) -> Path:
@@ -253,13 +254,13 @@ def _time(results: Results, found: Matrix | None, network_bytes: int | None) -> 
     body = []
     for training, rounds in results.by_training().items():
         local = statistics.fmean(local_training_seconds(entry, workers) for entry in rounds)
-        body.append([breakable(training), *_costs(rounds), f"{local:.2f}", "–", "–"])
+        body.append([breakable(training), *_costs(rounds), *_compression(rounds), f"{local:.2f}", "–", "–"])
     rates: dict[tuple[str, str], list[RatesRound]] = {}
     for entry in sorted(results.rates_rounds, key=lambda entry: entry.round):
         rates.setdefault((entry.training, entry.variant), []).append(entry)
     for pair, label in variant_labels(rates).items():
         context = statistics.fmean(entry.context_bytes for entry in rates[pair])
-        body.append([f"rates: {breakable(label)}", *_costs(rates[pair]), "–", "–", size(context)])
+        body.append([f"rates: {breakable(label)}", *_costs(rates[pair]), *_UNCOMPRESSED, "–", "–", size(context)])
     for outcome in found.outcomes if found else []:
         pair = (outcome.method, outcome.collaboration)
         adapting = [entry for entry in results.adapt_rounds if (entry.method, entry.collaboration) == pair]
@@ -267,7 +268,7 @@ def _time(results: Results, found: Matrix | None, network_bytes: int | None) -> 
         if adapting:
             each = f"{1000 * outcome.seconds / outcome.total.sum():.2f}"
             context = statistics.fmean(entry.context_bytes for entry in adapting)
-            body.append([breakable(outcome.label), *_costs(adapting), "–", each, size(context)])
+            body.append([breakable(outcome.label), *_costs(adapting), *_UNCOMPRESSED, "–", each, size(context)])
     if not body:
         return title + missing("No round has ended yet.")
     meaning = f"of all clients, divided by {counted(workers, 'worker')}" if workers else "of the slowest client"
@@ -277,7 +278,13 @@ def _time(results: Results, found: Matrix | None, network_bytes: int | None) -> 
         "<strong>Time and traffic of a round</strong>, means over rounds, bytes of all clients together. Local: time "
         f"of local training, {meaning}. Context: state of the clients that Flower ships with messages.{network}"
     )
-    head = ["", "rounds", "s a round", "down, first", "down, later", "up", "local, s", "ms a sample", "context"]
+    if any(entry.bytes_up_float32 is not None for entry in results.rounds):
+        caption += (
+            " In float32: bytes up without update-format. Trained, decoded: validation accuracy after local training, "
+            "%, of the models as trained and as the server decoded them."
+        )
+    head = ["", "rounds", "s a round", "down, first", "down, later", "up", "up in float32", "trained, %", "decoded, %"]
+    head += ["local, s", "ms a sample", "context"]
     shown = [column for column in range(len(head)) if any(row[column] not in ("–", "0 B") for row in body)]
     rows = [[row[column] for column in shown] for row in body]
     return title + data_table([head[column] for column in shown], rows, caption)
@@ -293,6 +300,17 @@ def _costs(rounds: Sequence[Round] | Sequence[RatesRound] | Sequence[AdaptRound]
         size(statistics.fmean(later)),
         size(statistics.fmean(entry.bytes_up for entry in rounds)),
     ]
+
+
+def _compression(rounds: Sequence[Round]) -> list[str]:
+    """Return the mean traffic up without compressed updates, and mean accuracies as trained and as decoded."""
+    before = [entry.bytes_up_float32 for entry in rounds if entry.bytes_up_float32 is not None]
+    pairs = [(entry.trained_accuracy, entry.decoded_accuracy) for entry in rounds]
+    accuracies = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if not accuracies:
+        return [size(statistics.fmean(before)) if before else "–", "–", "–"]
+    trained, decoded = (statistics.fmean(one) for one in zip(*accuracies, strict=True))
+    return [size(statistics.fmean(before)), percent(trained, 2), percent(decoded, 2)]
 
 
 def _checks(results: Results) -> str:

@@ -543,6 +543,7 @@ def test_epsilon_counts_rounds_that_are_repeated_and_those_before_a_resume(tmp_p
         ({"secure_aggregation": True, "clients": 2}, "3 or more"),
         ({"differential_privacy": "model=1/1", "update_norm_bound": 1.0}, "noise on the model"),
         ({"differential_privacy": "model=1"}, "allowed are"),
+        ({"secure_aggregation": True, "update_format": "int8"}, "each number takes 64 bits"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_with_the_reason(changes: dict[str, Any], told: str) -> None:

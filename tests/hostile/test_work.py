@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import threading
@@ -175,6 +176,21 @@ def test_the_reason_of_a_refused_model_leaves_without_figures_and_class_names() 
 
 
 # The audit log
+
+
+def test_of_an_update_the_log_has_what_left_and_counts_leave_rounded(agents: Any) -> None:
+    agent = agents(dataclasses.replace(OPEN, count_step=7))
+    reply = agent.perform(dataclasses.replace(training(), update_format="int8"))
+    (done,) = audit.lines(agent.config.state_folder)
+    values, *arrays = done["sent"]
+    assert {"scales", "trained-correct", "decoded-correct"} <= set(values["name"].split(","))
+    assert {one["name"]: (one["dtype"], one["bytes"], one["sha256"]) for one in arrays} == {
+        f"arrays.{name}": (str(one.dtype), one.nbytes, hashlib.sha256(protobuf.to_bytes(one)).hexdigest())
+        for name, one in reply.arrays.items()
+    }
+    assert {one["dtype"] for one in arrays} == {"int8", "float32"}
+    for count in (reply.validation_correct, reply.trained_correct, reply.decoded_correct):
+        assert count % 7 == 0 or count == reply.validation_total
 
 
 def test_the_audit_log_has_what_left_and_no_values(agents: Any, capsys: pytest.CaptureFixture[str]) -> None:

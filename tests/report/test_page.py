@@ -212,6 +212,19 @@ def test_time_and_traffic_of_a_round(tmp_path: Path) -> None:
     assert rows["bbn · pfedbbn"] == ["2", "2.50", "4 MB", "400 kB", "400 kB", "250.00"]  # 1 s for 4 samples
 
 
+def test_what_compressed_updates_saved_and_cost(tmp_path: Path) -> None:
+    about = {"bytes_up_float32": 4000, "trained_accuracy": 0.5, "decoded_accuracy": 0.4925}
+    events = [training_round("ce", 1, **about), training_round("ce", 2, **{**about, "decoded_accuracy": 0.4975})]
+    events.append(training_round("changed", 1, bytes_up_float32=2000, trained_accuracy=None, decoded_accuracy=None))
+    page = page_of(tmp_path, events).split("<h2>Time and traffic</h2>")[1]
+    rows = {row[0]: row[1:] for row in rows_of(page)}
+    assert rows["ce"][4:8] == ["1 kB", "4 kB", "50.00", "49.50"]
+    assert rows["changed"][4:8] == ["1 kB", "2 kB", "–", "–"]
+    assert "as the server decoded them" in page
+    plain = page_of(tmp_path, [training_round("ce", 1)]).split("<h2>Time and traffic</h2>")[1]
+    assert "in float32" not in plain
+
+
 @pytest.mark.parametrize(
     ("shown", "words"),
     [

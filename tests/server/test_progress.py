@@ -50,6 +50,18 @@ def test_clients_are_called_by_their_names() -> None:
     assert lines[5:] == ["rejoined client site-b: as node 8", "agent of client ward: refused: worse"]
 
 
+def test_a_line_says_what_compressed_updates_saved_and_cost() -> None:
+    text, about = io.StringIO(), {"replied": [0], "wall_seconds": 2.0, "train_loss": 1.5, "validation_accuracy": 0.25}
+    with TerminalProgress(Console(file=text, width=200)) as progress:
+        events = Events(progress)
+        for cost in ({"trained_accuracy": 0.5, "decoded_accuracy": 0.498}, {}):
+            events("round", training="ce", round=1, bytes_up=27, bytes_up_float32=100, **about, **cost)
+    first, second = text.getvalue().splitlines()
+    assert "val 25.0 %  up 27% at -0.2 points" in first
+    assert "val 25.0 %  up 27%" in second
+    assert "points" not in second
+
+
 def test_replies_that_are_limited_are_one_line_a_round() -> None:
     text = io.StringIO()
     with TerminalProgress(Console(file=text, width=200)) as progress:

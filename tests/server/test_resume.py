@@ -42,11 +42,12 @@ SMALL = Settings(
 BATCHNORM = {"model": "resnet20-bn", "model_options": "depth=8;width=4"}
 ROUNDS: dict[str, dict[str, Any]] = {
     "statistics and two trainings": {"methods": "fedavg,btfl,fedthe", "rounds": 1},
-    "momentum": {"methods": "fedavgm", "rounds": 3},
+    "momentum, int8 updates": {"methods": "fedavgm", "rounds": 3, "update_format": "int8"},
     "q-FFL": {"methods": "qffl"},
     "a head that stays": {"methods": "fedrep"},
     "layers that stay, some clients": {
         "methods": "fedbn", "clients": 3, "fraction_train": 0.67, "model_options": "norm=batch",
+        "update_format": "float16",
     },
     "own models": {"methods": "apfl"},
     "two phases": {"methods": "fedicon", "classifier_rounds": 2},

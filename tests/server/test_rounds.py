@@ -188,7 +188,7 @@ BAD: dict[str, tuple[Client, str, str]] = {
     "another shape": (client(1e6, change=lambda a: {**a, "w": a["w"][:1]}), "refused", "float32[1]"),
     "counts": (client(1e6, validation_correct=9), "refused", "validation-correct = 9"),
     "no personal head": (client(1e6, personal_validation_correct=None), "refused", "is missing"),
-    "another reply": (says(0), "refused", "trained: arrays ['arrays'] are missing"),
+    "another reply": (says(0), "refused", "a reply of kind 'identity': allowed is 'trained'"),
 }
 
 

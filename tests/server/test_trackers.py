@@ -292,6 +292,15 @@ def test_a_tracker_that_fails_is_named_once_and_ends_nothing(
     }  # fmt: skip
 
 
+def test_what_compressed_updates_saved_and_cost_has_points() -> None:
+    compressed = {"bytes_up_float32": 4, "trained_accuracy": 0.5, "decoded_accuracy": None}
+    point = point_of({"event": "round", "at": 1.0, **a_round(1), **compressed})
+    assert point is not None
+    assert point.numbers["train/ce/bytes_up_float32"] == 4
+    assert point.numbers["train/ce/trained_accuracy"] == 0.5
+    assert "train/ce/decoded_accuracy" not in point.numbers
+
+
 def test_the_end_of_a_run_does_not_wait_for_ever(
     fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -94,6 +94,9 @@ def play(transport: Transport, settings: Settings = SETTINGS, too_short: float =
     played = {"identify": hear(iter(identified))}
     played |= {name: hear(_exchange(transport, order, request)) for name, request in requests.items()}
     train = requests["train"]
+    coded = dataclasses.replace(train, task=TrainingTask("coded"), update_format="int8")
+    played["int8"] = hear(_exchange(transport, order, coded))
+    played["int8 later"] = hear(_exchange(transport, order, dataclasses.replace(coded, round=2)))
     broken = dataclasses.replace(train, arrays={name: value[..., :0] for name, value in model.items()})
     some_fail = [(order[1], broken), (order[0], train), (2**40 + 1, train)]
     played["some fail"] = hear(transport.exchange([Addressed(*one) for one in some_fail], PATIENCE))

@@ -24,7 +24,7 @@ from tests.simulation.exchanges import CLIENTS, SETTINGS, UNKNOWN, Heard, Played
 
 DEPLOYED = 900.0  # seconds for the deployed exchanges, on a busy machine
 KINDS = {"identify": "query.identify", "train": "train", "summarize": "train.statistics", "refine": "train.rates",
-         "adapt": "train.adapt", "evaluate": "evaluate"}  # fmt: skip
+         "adapt": "train.adapt", "evaluate": "evaluate", "int8": "train", "int8 later": "train"}  # fmt: skip
 #: The ServerApp of the deployed exchanges, in a bundle of ours.
 APP = """
 from pathlib import Path

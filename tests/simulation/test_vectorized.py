@@ -195,3 +195,22 @@ def test_another_client_app_and_flowers_own_nodes_are_refused(tmp_path: Path) ->
         context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=config)
         with pytest.raises(SettingsError, match=f"engine = '{name}': .* allowed are auto, flower"):
             main(LocalGrid({}), context)
+
+
+def test_updates_are_compressed_one_client_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = vectorized.outgoing, list[dict[str, Any]]()
+
+    def broken(device: Any, request: Any, reply: Any) -> Any:
+        if isinstance(request, Train) and (request.round, device.partition) == (2, 1):
+            raise FloatingPointError("it has changed too much")
+        return real(device, request, reply)
+
+    monkeypatch.setattr(vectorized, "outgoing", broken)
+    simulate(ONE.replace(methods="fedavg", rounds=3, update_format="int8"), tmp_path / "r", [seen.append])
+    (failed,) = [event for event in seen if event["event"] == "failed"]
+    assert (failed["partition"], failed["round"]) == (1, 2)
+    assert failed["reason"] == "FloatingPointError: it has changed too much"
+    rounds = [event for event in seen if event["event"] == "round"]
+    assert [event["replied"] for event in rounds] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    assert all(event["bytes_up"] < event["bytes_up_float32"] / 3 for event in rounds)
+    assert all(abs(event["trained_accuracy"] - event["decoded_accuracy"]) <= 0.1 for event in rounds)
