@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedtta.messages.arrays import array_bytes
 from fedtta.messages.replies import Reply, SharedKeys, Unmasked
 from fedtta.messages.requests import Masking, RefineRates, Request, ShareKeys, Summarize, Train, Unmask
 from fedtta.messages.transport import Addressed
@@ -359,7 +360,7 @@ def shapes_in(check: Check) -> Shapes:
 def _with_mean(replied: Replied, mean: Any) -> Replied:
     """Return a survivor with the mean reply; its own are the time that it took and the bytes that it sent."""
     own = replied.reply
-    return replace(replied, reply=replace(mean, seconds=own.seconds), bytes_up=8 * len(own.masked["sum"]))
+    return replace(replied, reply=replace(mean, seconds=own.seconds), bytes_up=array_bytes(own.masked))
 
 
 def _common(request: Request) -> dict[str, Any]:
