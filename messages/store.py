@@ -63,7 +63,7 @@ class ArrayFile:
         StoreError
             It could not be written: the disk is full, for instance. The message names the folder.
         """
-        left = memoryview(value.reshape(-1).view(np.uint8))
+        left = value.reshape(-1).view(np.uint8).data
         try:
             while left:
                 written = os.pwrite(self._file.fileno(), left, position)
@@ -81,7 +81,7 @@ class ArrayFile:
             It could not be read, or the file has been cut.
         """
         value = np.empty(shape, dtype)
-        left = memoryview(value.reshape(-1).view(np.uint8))
+        left = value.reshape(-1).view(np.uint8).data
         while left:
             count = os.preadv(self._file.fileno(), [left], position)
             if not count:
@@ -152,9 +152,11 @@ class Overlaid(LazyArrays):
     """
 
     def __init__(self, base: Mapping[str, NDArray[Any]], over: Mapping[str, NDArray[Any]]) -> None:
-        known = base._sources if isinstance(base, Overlaid) else dict.fromkeys(base, base)
         self.layout = layout_of(base)
-        self._sources = {**known, **dict.fromkeys(over, over)}
+        self._sources: dict[str, Mapping[str, NDArray[Any]]] = dict.fromkeys(base, base)
+        if isinstance(base, Overlaid):  # what is changed again and again is looked up once
+            self._sources |= base._sources
+        self._sources |= dict.fromkeys(over, over)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self._sources[name][name]
