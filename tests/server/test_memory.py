@@ -31,6 +31,7 @@ from fedtta.strategies import AGGREGATIONS, COLLABORATIONS
 from fedtta.strategies import arrays as blocks
 from tests.flower import record
 from tests.hostile.test_privacy import Place as SecurePlace
+from tests.messages.test_store import files
 from tests.server.test_rounds import COUNTS, Place
 from tests.transports import Client
 
@@ -222,6 +223,18 @@ def test_memory_does_not_grow_with_the_clients(name: str, monkeypatch: pytest.Mo
     assert many < 28, "also of the rules that go through a whole array in float64"
     if name == "fedavg":
         assert peak(32, IN_MEMORY, monkeypatch, name) > 32, "what the others are compared with"
+
+
+def test_the_file_of_a_round_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "Store", partial(Store, in_memory=0))
+    open_during: list[int] = []
+    for name in AGGREGATIONS:
+        place = Place({i: sends(i) for i in range(8)}, aggregation=name)
+        federation, stage = replace(place.federation, folder=tmp_path), TrainingStage()
+        federation.events.listeners.append(lambda event: open_during.append(len(files(tmp_path))))
+        train_round(federation, make_strategy(stage, federation.settings), stage, LARGE, "cross_entropy", 1)
+        assert files(tmp_path) == [], name
+    assert max(open_during) == 1
 
 
 def test_a_refused_reply_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
