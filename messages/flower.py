@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,9 @@ class HeldArray(Array):
 class ReadArray(HeldArray):
     """An array that is not in memory: `numpy()` reads it each time.
 
+    Flower's messages refer to themselves and stay until the garbage collector runs. They do not keep the arrays' file:
+    whatever made the message has to keep the arrays while it is used.
+
     Parameters
     ----------
     arrays : LazyArrays
@@ -84,12 +88,25 @@ class ReadArray(HeldArray):
 
     def __init__(self, arrays: LazyArrays, name: str) -> None:
         shape, dtype = arrays.layout[name]
-        self.__dict__.update(dtype=dtype_name(dtype), shape=shape, stype=NUMPY, _arrays=arrays, _name=name)
+        self.__dict__.update(dtype=dtype_name(dtype), shape=shape, stype=NUMPY, _arrays=weakref.ref(arrays), _name=name)
+
+    @property
+    def arrays(self) -> LazyArrays:
+        """Return the arrays that it is one of.
+
+        Raises
+        ------
+        ValueError
+            They are gone: the round is over.
+        """
+        arrays: LazyArrays | None = self.__dict__["_arrays"]()
+        if arrays is None:
+            raise ValueError(f"array {self.__dict__['_name']} is of a reply that is gone")
+        return arrays
 
     def numpy(self) -> NDArray[Any]:
-        """Return the array, read-only."""
-        read: NDArray[Any] = self.__dict__["_arrays"][self.__dict__["_name"]]
-        return read
+        """Return the array, read-only; see `arrays`."""
+        return self.arrays[self.__dict__["_name"]]
 
 
 HeldArray.__qualname__ = ReadArray.__qualname__ = Array.__qualname__
@@ -110,7 +127,7 @@ def held_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
 
 def lazy_arrays(record: ArrayRecord) -> LazyArrays | None:
     """Return the arrays that `held_record` has made a record of if they are not in memory; None if they are."""
-    sources = {id(found): found for one in record.values() if (found := one.__dict__.get("_arrays")) is not None}
+    sources = {id(one.arrays): one.arrays for one in record.values() if isinstance(one, ReadArray)}
     if len(sources) != 1:
         return None
     (arrays,) = sources.values()

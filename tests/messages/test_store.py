@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import math
 import os
 from pathlib import Path
@@ -43,7 +42,6 @@ def numbers(shape: tuple[int, ...], dtype: str = "float32") -> NDArray[Any]:
 
 def files(folder: Path) -> list[str]:
     """The nameless files of a folder that this process has open."""
-    gc.collect()
     found = []
     for one in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the folder of file descriptors itself
@@ -99,6 +97,9 @@ def test_a_record_reads_when_it_is_asked() -> None:
     del record["a"]
     record["b"] = held_record(arrays)["a"]
     assert lazy_arrays(record) is None, "under other names it is another record"
+    del arrays
+    with pytest.raises(ValueError, match="array a is of a reply that is gone"):
+        record["b"].numpy()
 
 
 def test_the_first_arrays_stay_in_memory_and_the_file_goes_with_the_last_of_the_others(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def peak(clients: int, room: int, monkeypatch: pytest.MonkeyPatch, aggregation: 
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", AGGREGATIONS)
+@pytest.mark.parametrize("name", ["fedavg", "fedavgm", "gma", "krum"])
 def test_memory_does_not_grow_with_the_clients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (peak(number, 0, monkeypatch, name) for number in (8, 32))
     assert many - few < 3, "24 clients more, and not 24 models"
@@ -231,10 +231,12 @@ def test_the_file_of_a_round_goes_with_it(tmp_path: Path, monkeypatch: pytest.Mo
     for name in AGGREGATIONS:
         place = Place({i: sends(i) for i in range(8)}, aggregation=name)
         federation, stage = replace(place.federation, folder=tmp_path), TrainingStage()
-        federation.events.listeners.append(lambda event: open_during.append(len(files(tmp_path))))
+        federation.events.listeners.append(
+            lambda event: event["event"] == "round" and open_during.append(len(files(tmp_path)))
+        )
         train_round(federation, make_strategy(stage, federation.settings), stage, LARGE, "cross_entropy", 1)
         assert files(tmp_path) == [], name
-    assert max(open_during) == 1
+    assert open_during == [1] * len(AGGREGATIONS)
 
 
 def test_a_refused_reply_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
