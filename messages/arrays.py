@@ -15,7 +15,8 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,40 @@ LAST = (0, 2, 3, 1)
 FIRST = (0, 3, 1, 2)
 #: An array in C order, and whether its axes are in the order LAST: what can be shipped without a copy.
 Contiguous = tuple[NDArray[Any], bool]
+#: Shape and type of an array.
+Layout = tuple[tuple[int, ...], np.dtype[Any]]
+
+
+class LazyArrays(Mapping[str, NDArray[Any]]):
+    """Named arrays that are not in memory: each access returns a new copy, read-only.
+
+    Attributes
+    ----------
+    layout : mapping
+        name → shape and type; known without reading an array.
+    """
+
+    layout: Mapping[str, Layout]
+
+    @abstractmethod
+    def part(self, name: str, where: slice) -> NDArray[Any]:
+        """Return the numbers of an array at these positions, without steps, in C order."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout)
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+def layout_of(arrays: Mapping[str, NDArray[Any]]) -> Mapping[str, Layout]:
+    """Return name → shape and type; arrays that are not in memory are not read."""
+    if isinstance(arrays, LazyArrays):
+        return arrays.layout
+    return {name: (value.shape, value.dtype) for name, value in arrays.items()}
 
 
 #: Element types of arrays that travel.
@@ -132,7 +167,7 @@ def unpacked(arrays: Mapping[str, Contiguous]) -> Arrays:
 
 def array_bytes(arrays: Mapping[str, NDArray[Any]]) -> int:
     """Return the bytes of the numbers in named arrays."""
-    return sum(value.nbytes for value in arrays.values())
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout_of(arrays).values())
 
 
 def digest(arrays: Mapping[str, NDArray[Any]]) -> str:

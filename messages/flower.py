@@ -3,7 +3,8 @@
 What it relies on, and why:
 - `Array.__qualname__`: Flower writes a class's name into a message; a subclass of `Array` must be called "Array".
 - `HeldArray` keeps the numpy array and makes bytes only where they travel; Ray, which runs Flower's simulation, ships
-  it through shared memory (`__reduce__`).
+  it through shared memory (`__reduce__`). `ReadArray` reads it whenever a strategy calls `numpy()`: Flower's strategies
+  add up one array of one reply after the other.
 - `TaskIdentity`: `Message(...)` outside a Flower process needs an identity (`allow_messages`).
 - Strategies sample from the grid by the global random generator; `NodesView` shows them exactly the sampled nodes.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
-from fedtta.messages.arrays import Arrays, contiguous, from_bytes, restored, to_bytes
+from fedtta.messages.arrays import Arrays, LazyArrays, contiguous, from_bytes, restored, to_bytes
 from fedtta.messages.record import Record, read_values
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import REQUESTS, Request
@@ -61,7 +63,7 @@ class HeldArray(Array):
     @property
     def data(self) -> bytes:  # type: ignore[override]  # an attribute there
         """Return the array as Flower would send it, in C order for any layout in memory."""
-        return to_bytes(np.asarray(self.__dict__["_held"], order="C"))
+        return to_bytes(np.asarray(self.numpy(), order="C"))
 
     def numpy(self) -> NDArray[Any]:
         """Return the array itself, read-only."""
@@ -69,10 +71,45 @@ class HeldArray(Array):
         return held
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _shipped, contiguous(self.__dict__["_held"])
+        return _shipped, contiguous(self.numpy())
 
 
-HeldArray.__qualname__ = Array.__qualname__
+class ReadArray(HeldArray):
+    """An array that is not in memory: `numpy()` reads it each time.
+
+    Flower's messages refer to themselves and stay until the garbage collector runs. They do not keep the arrays' file:
+    whatever made the message has to keep the arrays while it is used.
+
+    Parameters
+    ----------
+    arrays : LazyArrays
+    name : str
+    """
+
+    def __init__(self, arrays: LazyArrays, name: str) -> None:
+        shape, dtype = arrays.layout[name]
+        self.__dict__.update(dtype=dtype_name(dtype), shape=shape, stype=NUMPY, _arrays=weakref.ref(arrays), _name=name)
+
+    @property
+    def arrays(self) -> LazyArrays:
+        """Return the arrays that it is one of.
+
+        Raises
+        ------
+        ValueError
+            They are gone: the round is over.
+        """
+        arrays: LazyArrays | None = self.__dict__["_arrays"]()
+        if arrays is None:
+            raise ValueError(f"array {self.__dict__['_name']} is of a reply that is gone")
+        return arrays
+
+    def numpy(self) -> NDArray[Any]:
+        """Return the array, read-only; see `arrays`."""
+        return self.arrays[self.__dict__["_name"]]
+
+
+HeldArray.__qualname__ = ReadArray.__qualname__ = Array.__qualname__
 
 
 def _shipped(value: NDArray[Any], turned: bool) -> HeldArray:
@@ -81,11 +118,20 @@ def _shipped(value: NDArray[Any], turned: bool) -> HeldArray:
 
 
 def held_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
-    """Return named arrays as a record, by reference."""
+    """Return named arrays as a record, by reference; those that are not in memory are not read."""
     record = ArrayRecord()
-    for name, value in arrays.items():
-        record[name] = HeldArray(value)
+    for name in arrays:
+        record[name] = ReadArray(arrays, name) if isinstance(arrays, LazyArrays) else HeldArray(arrays[name])
     return record
+
+
+def lazy_arrays(record: ArrayRecord) -> LazyArrays | None:
+    """Return the arrays that `held_record` has made a record of if they are not in memory; None if they are."""
+    sources = {id(one.arrays): one.arrays for one in record.values() if isinstance(one, ReadArray)}
+    if len(sources) != 1:
+        return None
+    (arrays,) = sources.values()
+    return arrays if list(arrays) == list(record) else None
 
 
 def bytes_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:

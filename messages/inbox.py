@@ -34,6 +34,7 @@ OBJECTS = 200_000  # of a reply, at most: Flower makes one or more of every arra
 STRUCTURE_BYTES = 8 << 20  # of an object that is no part of an array, at most
 PARALLEL = 4  # objects that are fetched at once
 TURN = 1.0  # seconds of a look for one reply: a large one must not keep those behind it waiting
+HELD = 256 << 20  # bytes of replies that have come in part; beyond that no other is begun
 #: The ticket of a request, and a function that returns its reply or raises whatever the reply's bytes make it raise.
 Arrival = tuple[str, Callable[[], Message]]
 
@@ -83,6 +84,11 @@ class _Coming:
     contents: dict[str, bytes] = field(default_factory=dict)
     size: int = 0
 
+    def forget(self) -> None:
+        """Fetch later what has come."""
+        self.missing += self.contents
+        self.contents, self.size = {}, 0
+
 
 class HttpInbox:
     """The replies at a SuperLink.
@@ -106,6 +112,8 @@ class HttpInbox:
         """See `Inbox.look`; what of a reply has not come is asked for again at the next look."""
         yield from self._ask([ticket for ticket in tickets if ticket not in self._coming])
         for ticket, coming in list(self._coming.items()):
+            if not coming.contents and self._held() > HELD:
+                continue
             read: Callable[[], Message]
             try:
                 if not self._fetch(coming):
@@ -145,8 +153,10 @@ class HttpInbox:
             # the SuperLink's metadata: those inside the reply are the node's own word
             metadata = message.metadata
             if metadata.reply_to_message_id in tickets:
+                # fetched from the last one on: a node pushes them in this order, so that of a reply which it is still
+                # pushing nothing is held here
                 objects = list(dict.fromkeys(one.object_id for one in iterate_object_tree(tree)))
-                self._coming[metadata.reply_to_message_id] = _Coming(metadata.message_id, objects[::-1])
+                self._coming[metadata.reply_to_message_id] = _Coming(metadata.message_id, objects)
 
     def _fetch(self, coming: _Coming) -> bool:
         """Fetch the missing objects of a reply that are there, for one turn; return whether all are here.
@@ -176,8 +186,13 @@ class HttpInbox:
                 if coming.size > (most := self._most()):
                     raise ValueError(f"a reply of more than {most} bytes")
             if not complete:
+                if self._held() > HELD:
+                    coming.forget()
                 return False
         return not coming.missing
+
+    def _held(self) -> int:
+        return sum(coming.size for coming in self._coming.values())
 
     def _pull(self, name: str) -> Any:
         return self._client.PullObject(PullObjectRequest(node=self._node, run_id=self._run, object_id=name))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
@@ -184,15 +184,20 @@ def read_only(message: TypedT, views: dict[int, tuple[Arrays, Arrays]] | None = 
             views[id(arrays)] = arrays, {name: _read_only(value) for name, value in arrays.items()}
         return views[id(arrays)][1]
 
+    return with_arrays(message, view)
+
+
+def with_arrays(message: TypedT, change: Callable[[Arrays], Any]) -> TypedT:
+    """Return a message with what a function makes of its arrays, field by field and set by set."""
     changes: dict[str, Any] = {}
     message_: Any = message
     kind: Any = type(message)
     for name, how in _layout(kind).items():
         value = getattr(message, name)
         if how == "arrays" and value is not None:
-            changes[name] = view(value)
+            changes[name] = change(value)
         elif how == "sets":
-            changes[name] = {key: view(one) for key, one in value.items()}
+            changes[name] = {key: change(one) for key, one in value.items()}
     replaced: TypedT = dataclasses.replace(message_, **changes)
     return replaced
 

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from fedtta.messages.arrays import Arrays
+from fedtta.messages.arrays import Arrays, layout_of
 from fedtta.messages.replies import Evaluated, Identity
+from fedtta.messages.store import overlaid
 from fedtta.server.checkpoints import STRATEGY, Records
 from fedtta.settings import Settings
 from fedtta.strategies import AGGREGATIONS
@@ -174,8 +175,9 @@ class TrainLimits(Limits):
         near = final = found.arrays
         if found.center:
             # pulled back only, one flipped sign times ten of ten clients with a Dirichlet split costs 22 points
-            middle = {name: found.center[name].astype(sent[0][name].dtype) for name in names}
-            near = [{**one, **middle} if i in far else one for i, one in enumerate(sent)]
+            layout = layout_of(sent[0])
+            middle = {name: found.center[name].astype(layout[name][1]) for name in names}
+            near = [overlaid(one, middle) if i in far else one for i, one in enumerate(sent)]
             final = forward(near, names, self.sent)
             far = {i: f"{reason}, counts as the median" for i, reason in far.items()}
         else:
@@ -230,7 +232,7 @@ class SharedLimits(Limits):
 
 
 def _floats(arrays: Arrays) -> list[str]:
-    return [name for name, value in arrays.items() if value.dtype.kind == "f"]
+    return [name for name, (_, dtype) in layout_of(arrays).items() if dtype.kind == "f"]
 
 
 @dataclass

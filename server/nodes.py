@@ -349,6 +349,7 @@ def gather(
     events: Events,
     phase: str,
     round: int | None = None,
+    arrived: Callable[[Answer], Answer] = lambda answer: answer,
 ) -> list[Answer]:
     """Return the answers to requests, in the clients' order: sums must not depend on the order of arrival.
 
@@ -358,14 +359,18 @@ def gather(
         node id → partition, in the order of the answers; nodes that are not in it come first, by id.
     phase, round
         Name and number for progress.
+    arrived : callable
+        Called with each answer when it comes; what it returns takes its place.
     """
     asked = [partitions[one.node] for one in requests if one.node in partitions]
     events("phase", name=phase, round=round, total=len(requests), asked=asked)
     answers: list[Answer] = []
     for answer in transport.exchange(requests, timeout):
-        answers.append(answer)
-        if answer.kind != "late":
-            events("answered", phase=phase, partition=partitions.get(answer.node, UNIDENTIFIED))
+        came, node = answer.kind != "late", answer.node
+        answers.append(arrived(answer))
+        del answer  # its arrays may be in a file now, and need not be in memory while the next ones come
+        if came:
+            events("answered", phase=phase, partition=partitions.get(node, UNIDENTIFIED))
     position = {node: index for index, node in enumerate(partitions)}
     return sorted(answers, key=lambda answer: (position.get(answer.node, UNIDENTIFIED), answer.node))
 

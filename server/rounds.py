@@ -7,8 +7,10 @@ the same `configure_train` and `aggregate_train`, so Flower's strategies run in 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,10 @@ from flwr.serverapp.strategy import Strategy
 
 from fedtta.messages.arrays import Arrays, array_bytes, channels_last
 from fedtta.messages.flower import NodesView, held_record, read_arrays, requests_of, strategy_config, strategy_reply
+from fedtta.messages.record import with_arrays
 from fedtta.messages.replies import Trained
 from fedtta.messages.requests import Identify, Request, Train, TrainingTask
+from fedtta.messages.store import Store, StoreError
 from fedtta.messages.transport import Addressed, Answer
 from fedtta.privacy.gaussian import Privacy
 from fedtta.server.aggregation import (
@@ -29,7 +33,7 @@ from fedtta.server.aggregation import (
     strategy_records,
 )
 from fedtta.server.checkpoints import Checkpoints, Position
-from fedtta.server.events import Events, NoReplies, QuorumMissed
+from fedtta.server.events import Events, NoReplies, QuorumMissed, RunError
 from fedtta.server.limits import Distances, Limits, TrainLimits
 from fedtta.server.methods import Training
 from fedtta.server.nodes import Nodes, gather, grouped, sample
@@ -100,6 +104,8 @@ class Federation:
         Secure aggregation (`fedtta.server.secure.SecureAggregation`).
     observation : Observation, optional
         Asks the clients for telemetry between rounds.
+    folder : Path, optional
+        Where replies are that have no room in memory; None: the folder of temporary files.
     """
 
     nodes: Nodes
@@ -109,6 +115,7 @@ class Federation:
     checkpoint_rounds: Callable[[str], list[int]] = lambda _: []
     secure: Callable[..., tuple[list[Replied], list[str]]] | None = None
     observation: Observation | None = None
+    folder: Path | None = None
 
     @property
     def sources(self) -> list[int]:
@@ -227,6 +234,8 @@ class Round:
             No reply is usable.
         QuorumMissed
             Too few are, or fewer clients are asked than replies are needed.
+        RunError
+            There is no room on the disk for the replies (`fedtta.messages.store`).
         """
         nodes, settings = self.federation.nodes, self.federation.settings
         self._rejoin()
@@ -243,7 +252,7 @@ class Round:
                 lost.append(f"{patience} {connected} of the {len(asked)} clients are connected")
                 raise self._missed(usable, needed, lost)
             self.federation.events("note", text=f"{self._problem(usable, needed)}; the round is repeated")
-            requests = make()
+            requests, usable = make(), []  # those of the first attempt need no room during the second
             usable, lost = self._exchange(requests)
         if len(usable) < needed:
             raise self._missed(usable, needed, lost)
@@ -282,12 +291,29 @@ class Round:
         position = {node: index for index, node in enumerate(partitions)}
         ordered = sorted(requests, key=lambda one: position[one.node])
         kind = type(ordered[0].request) if ordered else Request
-        answers = gather(nodes.transport, ordered, partitions, settings.round_timeout, events, self.phase, self.number)
+        store, largest = Store(self.federation.folder), dict[int, float]()
+
+        def arrived(answer: Answer) -> Answer:
+            """Check a reply alone, and keep it where there is room; a refused one is not kept."""
+            if answer.reply is None:
+                return answer
+            partition = partitions[answer.node]
+            examples = most_examples(settings, kind, nodes.identities.get(partition))
+            labelled = self.federation.labelled(partition)
+            reason, largest[answer.node] = self.check.alone(
+                answer.reply, examples, settings.update_norm_bound, labelled
+            )
+            if reason:
+                return Answer(answer.node, None, "refused", reason)
+            return replace(answer, reply=with_arrays(answer.reply, store.keep))
+
+        with self._on_disk():
+            answers = gather(
+                nodes.transport, ordered, partitions, settings.round_timeout, events, self.phase, self.number, arrived
+            )
         usable = [one for one in answers if one.reply is not None]
         replies = [Replied(partitions[one.node], one.node, one.reply, one.bytes) for one in usable]
-        examples = [most_examples(settings, kind, nodes.identities.get(one.partition)) for one in replies]
-        labelled = [self.federation.labelled(one.partition) for one in replies]
-        refusals = self.check.refusals([one.reply for one in replies], examples, settings.update_norm_bound, labelled)
+        refusals = self.check.among([one.reply for one in replies], [largest[one.node] for one in replies])
         reasons = {one.node: reason for one, reason in zip(replies, refusals, strict=True) if reason}
         reasons |= self._beyond_limits([one for one in replies if one.node not in reasons])
         lost: dict[str, dict[str, str]] = {"late": {}, "failed": {}, "refused": {}}
@@ -296,6 +322,14 @@ class Round:
                 self._report(answer, partitions[answer.node], reasons.get(answer.node, answer.reason), lost)
         lines = [line for event, clients in lost.items() for line in grouped(f"{event} client", clients)]
         return [one for one in replies if one.node not in reasons], lines
+
+    @contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        """Name the round in which there was no room for replies."""
+        try:
+            yield
+        except StoreError as error:
+            raise RunError(f"{self._name}: {error}") from error
 
     def _beyond_limits(self, replies: list[Replied]) -> dict[int, str]:
         """Return node id → reason for valid replies that do not count at all."""
@@ -309,7 +343,8 @@ class Round:
         """Return the replies within the limits; those that are changed are events."""
         if self.limits is None:
             return replies
-        limited = self.limits([one.reply for one in replies])
+        with self._on_disk():
+            limited = self.limits([one.reply for one in replies])
         for one, now in zip(replies, limited, strict=True):
             if now.reason:
                 where = {**self._about, "phase": self.phase, "partition": one.partition, "node_id": one.node}

@@ -117,7 +117,9 @@ def connect(
     """
     resumed, nodes = checkpoints.resumed, Nodes(transport, unfit=unfit(settings))
     secure = SecureAggregation(settings, nodes, events) if settings.secure_aggregation else None
-    federation = Federation(nodes, settings, checkpoints.run, events, checkpoints.rounds, secure)
+    federation = Federation(
+        nodes, settings, checkpoints.run, events, checkpoints.rounds, secure, folder=checkpoints.folder
+    )
     members = member_names(resumed.world) if resumed else []
     least = settings.min_clients or settings.clients
     wanted = Wanted(settings.clients, min(least, len(members) or least), settings.max_clients, members)

@@ -2,8 +2,8 @@
 
 The types and ranges of single fields are part of the replies (`fedtta.messages.replies`) and have been checked when a
 reply was read. What remains are the arrays, which fields fit together, and what the run lets a client claim and change.
-Each kind of round has a check; all are applied for every strategy. Whatever a check raises refuses the reply that made
-it do so.
+Each kind of round has a check, for every strategy: of each reply alone when it comes, and of all together at the end.
+Whatever a check raises refuses the reply that made it do so.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtta.messages.arrays import Arrays
+from fedtta.messages.arrays import Arrays, layout_of
 from fedtta.messages.record import MOST, printable
 from fedtta.messages.replies import (
     Adapted,
@@ -58,36 +56,35 @@ class Check(ABC):
 
     reply: ClassVar[type[Reply]]
 
-    def refusals(
-        self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0, labelled: Sequence[bool] = ()
-    ) -> list[str | None]:
-        """Return for each reply the reason to refuse it, or None.
-
-        Each is checked alone, and then its largest number against those of the others (`SCALE`). Replies are checked on
-        several threads: with large models this is a matter of summation.
+    def alone(self, reply: Reply, examples: int, norm: float = 0.0, labelled: bool = True) -> tuple[str | None, float]:
+        """Return the reason to refuse a reply, whatever the others are, or None; and its largest number.
 
         Parameters
         ----------
-        examples : sequence of int
-            The largest `num_examples` of each reply.
+        examples : int
+            The largest `num_examples` of the client.
         norm : float
             How far (l2 norm over all float arrays) a reply may be from what was sent; 0: no bound.
-        labelled : sequence of bool
-            Whether the client of each reply has labels; empty: all have.
+        labelled : bool
+            Whether the client has labels.
         """
-        with ThreadPoolExecutor() as threads:
-            found = list(threads.map(self._checked, replies, examples, repeat(norm), labelled or repeat(True)))
-        usual = sorted(largest for reason, largest in found if reason is None)
-        limit = SCALE * max(1.0, usual[(len(usual) - 1) // 2] if usual else 0.0)
-        return [reason or _too_large(largest, limit) for reason, largest in found]
-
-    def _checked(self, reply: Reply, examples: int, norm: float, labelled: bool) -> tuple[str | None, float]:
-        """Return the reason to refuse a reply, or None, and the largest magnitude of its numbers."""
         try:
             reason = self._why_refused(reply, examples, norm, labelled)
             return (printable(reason), 0.0) if reason else (None, largest_number(reply))
         except Exception as error:
             return printable(unreadable(f"a reply of kind {self.reply.kind}", error)), 0.0
+
+    def among(self, replies: Sequence[Reply], largest: Sequence[float]) -> list[str | None]:
+        """Return for each reply that is good alone the reason to refuse it among the others, or None.
+
+        Parameters
+        ----------
+        largest : sequence of float
+            The largest number of each reply, from `alone`; compared with those of the others (`SCALE`).
+        """
+        usual = sorted(largest)
+        limit = SCALE * max(1.0, usual[(len(usual) - 1) // 2] if usual else 0.0)
+        return [_too_large(one, limit) for one in largest]
 
     def _why_refused(self, reply: Reply, examples: int, norm: float, labelled: bool) -> str | None:
         if type(reply) is not self.reply:
@@ -195,11 +192,9 @@ class EvaluateCheck(Check):
     cells: Sequence[tuple[str, str]]
     leaks: bool = True
 
-    def refusals(
-        self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0, labelled: Sequence[bool] = ()
-    ) -> list[str | None]:
-        """See `Check.refusals`."""
-        reasons = super().refusals(replies, examples, norm, labelled)
+    def among(self, replies: Sequence[Reply], largest: Sequence[float]) -> list[str | None]:
+        """See `Check.among`."""
+        reasons = super().among(replies, largest)
         usable = [one for one, reason in zip(replies, reasons, strict=True) if reason is None]
         checked = [one for one in usable if isinstance(one, Evaluated) and one.checked]
         if self.leaks or 2 * sum(one.leaked > 0 for one in checked) > len(checked):
@@ -245,16 +240,14 @@ class AdaptCheck(Check):
     records: Sequence[str] = ("shared",)
     signature: dict[str, dict[str, tuple[tuple[int, ...], str]]] = field(default_factory=dict)
 
-    def refusals(
-        self, replies: Sequence[Reply], examples: Sequence[int], norm: float = 0.0, labelled: Sequence[bool] = ()
-    ) -> list[str | None]:
-        """See `Check.refusals`; there is no bound on the norm, since clients adapt to streams of their own."""
-        reasons = super().refusals(replies, examples, labelled=labelled)
+    def among(self, replies: Sequence[Reply], largest: Sequence[float]) -> list[str | None]:
+        """See `Check.among`."""
+        reasons = super().among(replies, largest)
         self._agree([reply for reply, reason in zip(replies, reasons, strict=True) if reason is None])
         return [reason or self._odd(reply) for reply, reason in zip(replies, reasons, strict=True)]
 
     def why_refused(self, reply: Adapted, norm: float = 0.0) -> str | None:
-        """See `Check.why_refused`: what is wrong with this reply alone."""
+        """See `Check.why_refused`; there is no bound on the norm, since clients adapt to streams of their own."""
         return self._arrays_refused(reply) or self._counts_refused(reply)
 
     def why_refused_unlabelled(self, reply: Adapted) -> str | None:
@@ -311,7 +304,7 @@ def arrays_of(reply: Reply) -> dict[str, Arrays]:
 
 def shapes_of(arrays: Arrays) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return names, shapes and dtypes of arrays, in name order."""
-    return {name: (arrays[name].shape, str(arrays[name].dtype)) for name in sorted(arrays)}
+    return {name: (shape, str(dtype)) for name, (shape, dtype) in sorted(layout_of(arrays).items())}
 
 
 #: Any finite number.

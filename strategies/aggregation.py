@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid, strategy
 
-from fedtta.strategies.arrays import Arrays, Named, as_numpy, as_record
+from fedtta.strategies.arrays import Arrays, Named, as_numpy, as_record, reply_arrays
 
 if TYPE_CHECKING:
     from fedtta.settings import Settings
@@ -108,13 +108,13 @@ class TrainReply:
     ----------
     node : int
         Node id.
-    arrays : dict
-        name → array.
+    arrays : mapping
+        name → array; may be read from a file at each access.
     metrics : dict
     """
 
     node: int
-    arrays: Named
+    arrays: Arrays
     metrics: dict[str, Any]
 
 
@@ -163,4 +163,4 @@ def _unpack(reply: Message) -> TrainReply:
     """Read the one array record and the one metric record of a reply that Flower has checked."""
     arrays = next(iter(reply.content.array_records.values()))
     metrics = next(iter(reply.content.metric_records.values()))
-    return TrainReply(reply.metadata.src_node_id, as_numpy(arrays), dict(metrics))
+    return TrainReply(reply.metadata.src_node_id, reply_arrays(arrays), dict(metrics))

@@ -6,12 +6,17 @@ size of the network.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
+
+from fedtta.messages.arrays import LazyArrays, layout_of
+from fedtta.messages.flower import lazy_arrays
+from fedtta.messages.store import part
 
 Float: TypeAlias = NDArray[np.float64]
 #: Name → array, as a result and as an argument.
@@ -31,6 +36,11 @@ def as_numpy(record: ArrayRecord) -> Named:
     return {name: array.numpy() for name, array in record.items()}
 
 
+def reply_arrays(record: ArrayRecord) -> Arrays:
+    """Return the arrays of a reply; those that are not in memory are read at each access."""
+    return lazy_arrays(record) or as_numpy(record)
+
+
 def as_record(arrays: Arrays) -> ArrayRecord:
     """Return numpy arrays as an array record."""
     return ArrayRecord({name: Array(np.asarray(value)) for name, value in arrays.items()})
@@ -38,15 +48,15 @@ def as_record(arrays: Arrays) -> ArrayRecord:
 
 def require_alike(arrays: Sequence[Arrays]) -> None:
     """Raise ValueError unless all clients have the same names, shapes and dtypes; it names the first that differs."""
-    first = arrays[0]
-    for index, other in enumerate(arrays[1:], start=1):
+    first = layout_of(arrays[0])
+    for index, client in enumerate(arrays[1:], start=1):
+        other = layout_of(client)
         if set(other) != set(first):
             raise ValueError(f"client {index} has the names {sorted(other)}, the first {sorted(first)}")
-        for name, value in other.items():
-            if value.shape != first[name].shape or value.dtype != first[name].dtype:
+        for name, (shape, dtype) in other.items():
+            if (shape, dtype) != first[name]:
                 raise ValueError(
-                    f"{name} of client {index}: {value.dtype}{value.shape} does not fit "
-                    f"{first[name].dtype}{first[name].shape}"
+                    f"{name} of client {index}: {dtype}{shape} does not fit {first[name][1]}{first[name][0]}"
                 )
 
 
@@ -75,15 +85,15 @@ def weighted_mean(arrays: Sequence[Arrays], weights: Sequence[float] | None = No
     require_alike(arrays)
     factors = factors / factors.sum()
     means = {}
-    for name, value in arrays[0].items():
-        total = np.zeros(value.shape, dtype=np.float64)
-        low, high = np.full(value.shape, np.inf), np.full(value.shape, -np.inf)
+    for name, (shape, dtype) in layout_of(arrays[0]).items():
+        total = np.zeros(shape, dtype=np.float64)
+        low, high = np.full(shape, np.inf), np.full(shape, -np.inf)
         for factor, client in zip(factors, arrays, strict=True):
             term = client[name].astype(np.float64)
             total += factor * term
             low, high = np.minimum(low, term), np.maximum(high, term)
         # rounding must not push a mean out of the range of its terms: a mean of ones is one, a DLE stays in [0, 1]
-        means[name] = np.clip(total, low, high).astype(value.dtype)
+        means[name] = np.clip(total, low, high).astype(dtype)
     return means
 
 
@@ -107,7 +117,7 @@ def mix(weights: NDArray[Any], arrays: Sequence[Arrays]) -> list[Named]:
     """
     factors = require_stochastic(weights, len(arrays))
     mixtures: list[Named] = [
-        {name: np.empty(value.shape, value.dtype) for name, value in client.items()} for client in arrays
+        {name: np.empty(*layout) for name, layout in layout_of(client).items()} for client in arrays
     ]
     targets = {name: [mixture[name].reshape(-1) for mixture in mixtures] for name in arrays[0]}  # views
     for name, where, block in named_blocks(arrays):
@@ -133,10 +143,17 @@ def require_stochastic(weights: NDArray[Any], clients: int) -> Float:
     return factors
 
 
-def named_blocks(clients: Sequence[Arrays]) -> Iterator[tuple[str, slice, NDArray[Any]]]:
+def named_blocks(
+    clients: Sequence[Arrays], names: Sequence[str] | None = None
+) -> Iterator[tuple[str, slice, NDArray[Any]]]:
     """Yield (name, positions in the flattened array, numbers [N, at most `BLOCK` / N] in their own dtype).
 
-    Names come in the first client's order.
+    Parameters
+    ----------
+    clients : sequence of mappings
+        One mapping name → array a client; the same names, shapes and dtypes in each.
+    names : sequence of str, optional
+        Of the arrays, in this order; None: all, in the first client's order.
 
     Raises
     ------
@@ -146,12 +163,13 @@ def named_blocks(clients: Sequence[Arrays]) -> Iterator[tuple[str, slice, NDArra
     if not clients:
         raise ValueError("there is no client")
     require_alike(clients)
-    width = max(1, BLOCK // len(clients))
-    for name, first in clients[0].items():
-        rows = [np.asarray(client[name]).reshape(-1) for client in clients]
-        for left in range(0, first.size, width):
-            where = slice(left, min(left + width, first.size))
-            yield name, where, np.stack([row[where] for row in rows])
+    width, layout = max(1, BLOCK // len(clients)), layout_of(clients[0])
+    for name in layout if names is None else names:
+        rows = [one if isinstance(one, LazyArrays) else {name: np.ravel(one[name])} for one in clients]
+        size = math.prod(layout[name][0])
+        for left in range(0, size, width):
+            where = slice(left, min(left + width, size))
+            yield name, where, np.stack([part(row, name, where) for row in rows])
 
 
 def blocks(clients: Sequence[Arrays]) -> Iterator[Float]:

@@ -11,12 +11,12 @@ Means are uniform over clients, since the methods compared with them (pFedBBN, F
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from flwr.app import ArrayRecord
 
-from fedtta.strategies.arrays import Float, Named, weighted_mean
+from fedtta.strategies.arrays import Arrays, Float, Named, weighted_mean
 from fedtta.strategies.collaborative import Collaborative, Replies
 
 #: Endings of the names of arrays that hold variances.
@@ -32,7 +32,7 @@ class Local(Collaborative):
         """Return the identity."""
         return np.eye(len(replies.node_ids))
 
-    def mixtures(self, weights: Float, replies: Replies) -> list[Named]:
+    def mixtures(self, weights: Float, replies: Replies) -> Sequence[Arrays]:
         """Return the nodes' own arrays."""
         return replies.shared
 
@@ -45,7 +45,7 @@ class FedAvgAtTestTime(Collaborative):
         size = len(replies.node_ids)
         return np.full((size, size), 1 / size)
 
-    def mixtures(self, weights: Float, replies: Replies) -> list[Named]:
+    def mixtures(self, weights: Float, replies: Replies) -> Sequence[Arrays]:
         """Return the mean, computed once."""
         return [weighted_mean(replies.shared)] * len(replies.node_ids)
 
@@ -101,7 +101,7 @@ class FedAvgMAtTestTime(FedAvgAtTestTime):
         self._velocity: Named = {}
         self._previous: Named = {}
 
-    def mixtures(self, weights: Float, replies: Replies) -> list[Named]:
+    def mixtures(self, weights: Float, replies: Replies) -> Sequence[Arrays]:
         """Return previous + v for every node."""
         means = weighted_mean(replies.shared)
         previous = self._previous or self.start_arrays or {}

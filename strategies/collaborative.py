@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO
 from typing import Any, ClassVar
@@ -21,7 +21,17 @@ from flwr.serverapp import Grid
 from numpy.typing import NDArray
 
 from fedtta.messages.arrays import digest
-from fedtta.strategies.arrays import Arrays, Float, Named, as_numpy, as_record, mix, require_alike, require_stochastic
+from fedtta.strategies.arrays import (
+    Arrays,
+    Float,
+    Named,
+    as_numpy,
+    as_record,
+    mix,
+    reply_arrays,
+    require_alike,
+    require_stochastic,
+)
 from fedtta.strategies.broadcast import BroadcastStrategy
 
 #: Message type of a round of adaptation.
@@ -39,8 +49,9 @@ class Replies:
     ----------
     node_ids : list of int
         In the order of the replies (of the clients' names, when the server sorts them).
-    shared : list of dict
-        name → array; the same names, shapes and dtypes everywhere. Empty when the method has nothing to share.
+    shared : list of mappings
+        name → array; the same names, shapes and dtypes everywhere. Empty when the method has nothing to share. May be
+        read from a file at each access.
     normalisation : list of dict
         layer → (mean [C], variance [C]) of the node's domain; empty unless the rule needs it.
     examples : [N] float64
@@ -48,7 +59,7 @@ class Replies:
     """
 
     node_ids: list[int]
-    shared: list[Named]
+    shared: list[Arrays]
     normalisation: list[dict[str, tuple[NDArray[Any], NDArray[Any]]]]
     examples: Float
 
@@ -63,6 +74,7 @@ class Collaborative(BroadcastStrategy):
     (the shared arrays before any adaptation).
 
     A node that does not reply keeps its last mixture and rejoins with it; one that joins late starts from the network.
+    The server's memory grows with the number of nodes: it holds a mixture of each.
     All nodes in the grid take part in every round.
 
     Parameters
@@ -101,7 +113,7 @@ class Collaborative(BroadcastStrategy):
     def weigh(self, replies: Replies) -> Float:
         """Return W [N, N]: non-negative, rows that sum to one."""
 
-    def mixtures(self, weights: Float, replies: Replies) -> list[Named]:
+    def mixtures(self, weights: Float, replies: Replies) -> Sequence[Arrays]:
         """Return each node's mixture; a rule with state overrides this."""
         return mix(weights, replies.shared)
 
@@ -204,10 +216,10 @@ class Collaborative(BroadcastStrategy):
         log(INFO, "\t└── domain statistics: %s, proximal μ: %s", self.needs_statistics, self.proximal)
 
 
-def _shared(reply: Message) -> Named:
+def _shared(reply: Message) -> Arrays:
     """Return the arrays that a node shares; empty when it has nothing to share."""
     records = reply.content.array_records
-    return as_numpy(records["shared"]) if "shared" in records else {}
+    return reply_arrays(records["shared"]) if "shared" in records else {}
 
 
 def _usual_start(good: Mapping[int, Message]) -> ArrayRecord:
@@ -218,7 +230,7 @@ def _usual_start(good: Mapping[int, Message]) -> ArrayRecord:
     found = [record for reply in good.values() if (record := reply.content.array_records.get(START)) is not None]
     if not found:
         raise ValueError(f"none of the nodes {list(good)} sent the record {START!r}, which this rule needs")
-    digests = [digest(as_numpy(record)) for record in found]
+    digests = [digest(reply_arrays(record)) for record in found]
     return found[digests.index(Counter(digests).most_common(1)[0][0])]
 
 

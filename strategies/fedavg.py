@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord
 from flwr.serverapp import strategy
 
 from fedtta.strategies.aggregation import Aggregation
-from fedtta.strategies.arrays import RUNNING_STATISTICS, Named, as_numpy, as_record, weighted_mean
+from fedtta.strategies.arrays import RUNNING_STATISTICS, Named, as_numpy, as_record, reply_arrays, weighted_mean
 
 
 class FedAvg(Aggregation):
@@ -84,8 +84,8 @@ class FedAvgM(Aggregation, strategy.FedAvgM):
         arrays, metrics = super().aggregate_train(server_round, replies)
         if arrays is not None:
             contents = [reply.content for reply in replies if not reply.has_error()]
-            trained = [as_numpy(next(iter(content.array_records.values()))) for content in contents]
-            statistics = [{n: v for n, v in one.items() if n.endswith(RUNNING_STATISTICS)} for one in trained]
+            trained = [reply_arrays(next(iter(content.array_records.values()))) for content in contents]
+            statistics = [{name: one[name] for name in one if name.endswith(RUNNING_STATISTICS)} for one in trained]
             counts = [next(iter(content.metric_records.values()))[self.weighted_by_key] for content in contents]
             for name, value in weighted_mean(statistics, [float(n) for n in counts]).items():  # type: ignore[arg-type]
                 arrays[name] = Array(value)

@@ -15,6 +15,9 @@ or sends its step ten times as far in the opposite direction, decides the model.
   classes, whose step is nearly at a right angle, keeps most of it.
 
 What is within the limits keeps its bits, so that without an attack a mean is what it is without limits.
+
+Clients' arrays are read in blocks (`named_blocks`), and what is changed is where the client's own arrays are, so memory
+does not grow with the number of clients whose arrays are in a file (`fedtta.messages.store`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedtta.messages.arrays import layout_of
+from fedtta.messages.store import blank, overlaid, put
 from fedtta.strategies.arrays import Arrays, Float, Named, named_blocks
 
 #: Fewer clients have no median that one of them does not decide.
@@ -105,11 +110,11 @@ def clip(
     few = len(clients) < LEAST
     if few and start is None:
         return Clipped(list(clients), np.zeros(len(clients)), np.inf)
-    chosen = [{name: client[name] for name in names} for client in clients]
-    center = {name: np.empty(value.shape, np.float64) for name, value in chosen[0].items()}
+    layout = layout_of(clients[0])
+    center = {name: np.empty(layout[name][0], np.float64) for name in names}
     squares = np.zeros(len(clients))
     with np.errstate(over="ignore"):  # an infinite distance is beyond any radius
-        for name, where, block in named_blocks(chosen):
+        for name, where, block in named_blocks(clients, names):
             middle = np.ravel(start[name])[where] if few and start is not None else median(block)
             center[name].reshape(-1)[where] = middle
             off = block - middle
@@ -120,7 +125,7 @@ def clip(
     arrays = list(clients)
     for i, distance in enumerate(distances):
         if distance > radius:
-            arrays[i] = {**clients[i], **_between(center, chosen[i], radius / distance)}
+            arrays[i] = overlaid(clients[i], _between(center, clients[i], radius / distance))
     return Clipped(arrays, distances, radius, {} if few else center)
 
 
@@ -131,14 +136,14 @@ def median(rows: NDArray[Any]) -> Float:
     return low + (high - low) / 2
 
 
-def _between(center: Arrays, arrays: Arrays, part: float) -> Named:
-    """Return the point between the center (0) and the arrays (1), in their dtypes."""
-    if part == 0:  # also for a difference that float64 does not hold
-        return {name: center[name].astype(value.dtype) for name, value in arrays.items()}
-    return {
-        name: (center[name] + part * (value.astype(np.float64) - center[name])).astype(value.dtype)
-        for name, value in arrays.items()
-    }
+def _between(center: Arrays, arrays: Arrays, part: float) -> Arrays:
+    """Return the point between the center (0) and the arrays of its names (1), in their dtypes."""
+    made = blank(arrays, center)
+    for name, middle in center.items():
+        # part 0 also stands for a difference that float64 does not hold
+        found = middle if part == 0 else middle + part * (arrays[name].astype(np.float64) - middle)
+        put(made, name, slice(0, middle.size), np.ravel(found))
+    return made
 
 
 def others_median(rows: NDArray[Any]) -> Float:
@@ -146,10 +151,14 @@ def others_median(rows: NDArray[Any]) -> Float:
     others = len(rows) - 1
     if others < LEAST:
         return np.broadcast_to(median(rows), rows.shape)
-    ordered = np.sort(rows, axis=0).astype(np.float64)
+    ordered = np.sort(rows, axis=0)
     # without a number that is at most the k-th, the k-th of the others is the next one
     low, high = (np.where(rows <= ordered[k], ordered[k + 1], ordered[k]) for k in ((others - 1) // 2, others // 2))
-    return low + (high - low) / 2
+    middle = low.astype(np.float64)
+    half = high - middle  # the next lines do without more arrays of this size, which cost more than the arithmetic
+    half /= 2
+    middle += half
+    return middle
 
 
 def forward(clients: Sequence[Arrays], names: Sequence[str], start: Arrays) -> list[Arrays]:
@@ -174,10 +183,10 @@ def forward(clients: Sequence[Arrays], names: Sequence[str], start: Arrays) -> l
     ValueError
         There is no client, or the arrays do not fit each other.
     """
-    chosen = [{name: client[name] for name in names} for client in clients]
     along, common, own = np.zeros((3, len(clients)))
-    for name, where, block in named_blocks(chosen):
-        begin = np.ravel(start[name])[where].astype(np.float64)
+    flat = {name: np.ravel(start[name]) for name in names}
+    for name, where, block in named_blocks(clients, names):
+        begin = flat[name][where].astype(np.float64)
         median_step, step = others_median(block) - begin, block - begin
         for total, (left, right) in ((along, (step, median_step)), (common, (median_step,) * 2), (own, (step,) * 2)):
             total += np.einsum("np,np->n", left, right)
@@ -186,14 +195,14 @@ def forward(clients: Sequence[Arrays], names: Sequence[str], start: Arrays) -> l
         return list(clients)
     part = np.maximum(0.0, 1 + along[against] / np.sqrt(common[against] * own[against]) / AGAINST)[:, None]
     back = (along[against] / common[against])[:, None]
-    changed: list[Named] = [{name: np.empty_like(clients[i][name], order="C") for name in names} for i in against]
-    for name, where, block in named_blocks(chosen):
-        begin = np.ravel(start[name])[where].astype(np.float64)
+    changed = [blank(clients[i], names) for i in against]
+    for name, where, block in named_blocks(clients, names):
+        begin = flat[name][where].astype(np.float64)
         middle = others_median(block)[against]
         beside = block[against] - back * (middle - begin)
         for arrays, values in zip(changed, middle + part * (beside - middle), strict=True):
-            arrays[name].reshape(-1)[where] = values
+            put(arrays, name, where, values)
     result = list(clients)
     for i, arrays in zip(against, changed, strict=True):
-        result[i] = {**clients[i], **arrays}
+        result[i] = overlaid(clients[i], arrays)
     return result

@@ -15,6 +15,8 @@ The aggregators serve models, statistics and rates. Deviations from Flower's str
 - Integers are rounded to the nearest, not truncated; every array keeps its dtype.
 - Results do not depend on the order of the clients (Krum resolves a tie by the first), and lie within the range of the
   clients that are kept.
+
+All go through the clients' arrays in blocks (`named_blocks`): some 100 MB in memory however many clients there are.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from scipy.spatial.distance import pdist, squareform
 
+from fedtta.messages.arrays import layout_of
 from fedtta.strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply
 from fedtta.strategies.arrays import Arrays, Float, Named, blocks, named_blocks
 
@@ -131,7 +134,7 @@ def middle(clients: Sequence[Arrays], cut: int) -> Named:
     """
     if not 0 <= cut < len(clients) / 2:
         raise ValueError(f"cut = {cut}: nothing is left of {len(clients)} clients")
-    aggregated: Named = {name: np.empty(value.shape, value.dtype) for name, value in clients[0].items()}
+    aggregated: Named = {name: np.empty(*layout) for name, layout in layout_of(clients[0]).items()}
     for name, where, block in named_blocks(clients):
         rows = np.sort(block.astype(np.float64), axis=0)[cut : len(clients) - cut]  # [N - 2 cut, P], NaN last
         with np.errstate(over="ignore", invalid="ignore"):

@@ -15,7 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedtta.strategies.aggregation import RobustAggregator
-from fedtta.strategies.arrays import Named, as_numpy, as_record, weighted_mean
+from fedtta.strategies.arrays import Named, as_record, reply_arrays, weighted_mean
 from fedtta.strategies.fedavg import FedAvg
 
 #: Message type of the statistics round.
@@ -80,7 +80,7 @@ class StatisticsFedAvg(FedAvg):
         return as_record(self._mean(contents)) if contents else None
 
     def _mean(self, contents: list[RecordDict]) -> Named:
-        arrays = [as_numpy(content.array_records[self.statistics_key]) for content in contents]
+        arrays = [reply_arrays(content.array_records[self.statistics_key]) for content in contents]
         if self.aggregator is not None:
             return _normalized(self.aggregator(arrays), self.distributions)
         if self.weighting == "uniform":

@@ -190,6 +190,41 @@ def test_objects_that_come_one_by_one_make_a_reply() -> None:
     assert 0 < clock.now < 25
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_replies_that_have_come_in_part_do_not_fill_the_memory(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each reply the object that its node pushes first, or last, is not there for five seconds."""
+    monkeypatch.setattr(inbox, "HELD", 10_000)
+    many, clock = replace(REPLY, arrays={f"w{i}": np.full(500, i, np.float32) for i in range(5)}), Clock()
+    late: set[str] = set()
+    most = 0
+
+    def behaviour(message: Message) -> Pushed:
+        reply = pushed(reply_message(many, message))
+        names = [one for one in reply.objects if one != reply.message]
+        late.add(names[0] if first else reply.message)
+        return reply
+
+    class Slow(SuperLink):
+        def PullObject(self, request: Any) -> Any:
+            nonlocal most
+            most = max(most, sum(one.size for one in found[0]._coming.values()))
+            response = super().PullObject(request)
+            if request.object_id in late and clock.now < 5:
+                response.object_available = False
+            return response
+
+    found: list[inbox.HttpInbox] = []
+    made = inbox.HttpInbox.__init__
+    monkeypatch.setattr(inbox.HttpInbox, "__init__", lambda self, *args: (found.append(self), made(self, *args))[1])
+    link = Slow(dict.fromkeys(range(1, 21), behaviour))
+    transport = GridTransport(link.grid(), None, clock, clock.sleep)
+    answers = list(transport.exchange([Addressed(node, TRAIN) for node in link.nodes], 25))
+    assert [one.reason for one in answers if one.reply is None] == []
+    assert len(answers) == 20
+    assert 5 <= clock.now < 25
+    assert most <= 10_000 + 12_000, "what is held, and one reply more"
+
+
 def test_a_reply_that_makes_the_superlink_fail_is_refused_alone() -> None:
     class Failing(SuperLink):
         def PullMessages(self, request: Any) -> Any:

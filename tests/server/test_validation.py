@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +45,20 @@ CHECKS: dict[type[Reply], Check] = {
 GOOD: list[Any] = [TRAINED, SUMMARIZED, RATES, EVALUATED, ADAPTED]
 
 
-def refused(check: Check, *replies: Reply, examples: int = 99, norm: float = 0.0) -> list[str | None]:
-    return check.refusals(replies, [examples] * len(replies), norm)
+def refused(
+    check: Check,
+    *replies: Reply,
+    examples: int | Sequence[int] = 99,
+    norm: float = 0.0,
+    labelled: Sequence[bool] | bool = True,
+) -> list[str | None]:
+    """Why each reply is refused, alone or among those that are good alone, as in a round."""
+    bounds = [examples] * len(replies) if isinstance(examples, int) else examples
+    known = [labelled] * len(replies) if isinstance(labelled, bool) else labelled
+    found = [check.alone(one, bounds[i], norm, known[i]) for i, one in enumerate(replies)]
+    good = [i for i, (reason, _) in enumerate(found) if reason is None]
+    among = check.among([replies[i] for i in good], [found[i][1] for i in good])
+    return [reason or dict(zip(good, among, strict=True)).get(i) for i, (reason, _) in enumerate(found)]
 
 
 def reason(reply: Reply, check: Check | None = None, **limits: Any) -> str:
@@ -78,7 +91,11 @@ def test_a_good_reply_passes_and_one_of_another_kind_or_with_too_many_examples_d
 
 def test_each_client_has_its_own_bound_on_examples() -> None:
     five = replace(TRAINED, num_examples=5)
-    assert [one is None for one in CHECKS[Trained].refusals([five] * 3, [5, 4, 9])] == [True, False, True]
+    assert [one is None for one in refused(CHECKS[Trained], five, five, five, examples=[5, 4, 9])] == [
+        True,
+        False,
+        True,
+    ]
 
 
 # -- arrays
@@ -277,16 +294,14 @@ def test_a_start_looks_like_what_is_shared_and_is_finite() -> None:
 @pytest.mark.parametrize("kind", [Trained, Summarized, RefinedRates])
 def test_what_needs_labels_is_refused_of_a_client_without_them(kind: type[Reply]) -> None:
     good = next(one for one in GOOD if type(one) is kind)
-    first, second = CHECKS[kind].refusals([good, good], [99, 99], labelled=[True, False])
+    first, second = refused(CHECKS[kind], good, good, labelled=[True, False])
     assert first is None
     assert "needs labels, which this client does not have" in (second or "")
 
 
 def test_a_client_without_labels_evaluates_nothing() -> None:
     nothing = Evaluated(checked=0, leaked=0, results=[])
-    found = CHECKS[Evaluated].refusals(
-        [EVALUATED, nothing, EVALUATED, nothing], [99] * 4, 0.0, [True, False, False, True]
-    )
+    found = refused(CHECKS[Evaluated], EVALUATED, nothing, EVALUATED, nothing, labelled=[True, False, False, True])
     assert found[:2] == [None, None]
     assert found[2:] == ["unknown results [('btfl', 'fog')]", "missing results [('btfl', 'fog')], unknown results []"]
 
@@ -303,9 +318,9 @@ def test_a_client_without_labels_evaluates_nothing() -> None:
 )
 def test_a_client_without_labels_adapts_and_counts_nothing(changes: dict[str, Any], told: str | None) -> None:
     reply = replace(ADAPTED, **{"correct": [0] * 3, "total": [0] * 3, **changes})
-    assert AdaptCheck(classes=3, corruptions=15).refusals([reply], [99], labelled=[False]) == [told]
+    assert refused(AdaptCheck(classes=3, corruptions=15), reply, labelled=False) == [told]
     if told is None:
-        assert AdaptCheck(classes=3, corruptions=15).refusals([reply], [99]) != [None], "with labels it has to count"
+        assert refused(AdaptCheck(classes=3, corruptions=15), reply) != [None], "with labels it has to count"
 
 
 # -- what replies say beside each other
