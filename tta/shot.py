@@ -44,7 +44,7 @@ from fedtta.tta.checks import check_choice, check_finite, check_least, check_num
 from fedtta.tta.collaborator import shared_parameters
 from fedtta.tta.heads import HEADS
 from fedtta.tta.statistics import Statistics
-from fedtta.tta.tent import entropy_of_logits
+from fedtta.tta.arrays import entropy_of_logits
 
 
 def information_maximisation(logits: Tensor) -> Tensor:

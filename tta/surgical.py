@@ -37,7 +37,7 @@ from fedtta.tta.base import Adapter
 from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
 from fedtta.tta.modules import module_tensors
 from fedtta.tta.statistics import Statistics
-from fedtta.tta.tent import entropy_of_logits
+from fedtta.tta.arrays import entropy_of_logits
 
 
 def blocks(model: nn.Module) -> dict[str, list[str]]:
