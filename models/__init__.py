@@ -9,8 +9,8 @@ layer. The encoders of `MODELS` return non-negative features z [B, d]. `Preproce
 such images. `balance` replaces the BatchNorm layers of a network by `BalancedBatchNorm`.
 `save_arrays` and `load_arrays` store named arrays (statistics, private state) as safely as checkpoints.
 
-The package depends on torch and Pillow: not on federated learning, adaptation or data sets. Names are imported when they
-are first used, so that arrays can be stored and images be prepared without torch.
+The package depends on torch and Pillow: not on federated learning, adaptation or data sets. Names are imported when
+they are first used, so that arrays can be stored and images be prepared without torch.
 """
 
 from __future__ import annotations

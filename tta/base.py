@@ -34,7 +34,7 @@ class _Options:
 
     def __get__(self, instance: object, owner: type) -> dict[str, tuple[Any, Any]]:
         constructor: Any = owner.__init__  # type: ignore[misc]
-        given = {name: None for name in GIVEN}  # whose types may need torch
+        given = dict.fromkeys(GIVEN)  # whose types may need torch
         plain = types.SimpleNamespace(__annotations__={**constructor.__annotations__, **given})
         hints = typing.get_type_hints(plain, constructor.__globals__)
         parameters = inspect.signature(constructor).parameters
@@ -93,7 +93,7 @@ class Adapter(ABC):
 
     def __init__(self, model: nn.Module, *, record: bool = True) -> None:
         self.model = model.eval()
-        self._tensors = is_module(model)
+        self._of_torch = is_module(model)
         self.record = record
         self._records: dict[str, list[Tensor | np.ndarray]] = {}
 
@@ -119,8 +119,8 @@ class Adapter(ABC):
             adapter's state is unchanged.
         """
         fits = x.is_floating_point() if is_tensor(x) else isinstance(x, np.ndarray) and x.dtype.kind == "f"
-        if not fits or is_tensor(x) != self._tensors:
-            kind = "tensor" if self._tensors else "array"
+        if not fits or is_tensor(x) != self._of_torch:
+            kind = "tensor" if self._of_torch else "array"
             raise TypeError(f"predict needs a floating-point {kind}, got {getattr(x, 'dtype', type(x).__name__)}")
         if x.ndim < 2:
             raise ValueError(f"predict needs a batch dimension: shape {tuple(x.shape)} has none")
@@ -128,7 +128,7 @@ class Adapter(ABC):
         with untracked():
             if bad := not_finite(x):
                 raise ValueError(f"samples {bad} of the batch hold values that are not finite")
-            return self._predict(x.clone() if self._tensors and x.is_inference() else x)
+            return self._predict(x.clone() if self._of_torch and x.is_inference() else x)
 
     @property
     def takes_whole_set(self) -> bool:
@@ -175,7 +175,7 @@ class Adapter(ABC):
 
     def report(self) -> dict[str, Any]:
         """Return what happened to every sample since the last reset, in order: name → Tensor [n, ...]."""
-        if not self._tensors:
+        if not self._of_torch:
             return {name: np.concatenate(parts) for name, parts in self._records.items()}
         import torch
 
@@ -207,7 +207,7 @@ class Adapter(ABC):
 
     def _as_given(self, value: Any) -> Any:
         """Return a state's value as the network's outputs are: a tensor, or an array."""
-        if not self._tensors or is_tensor(value):
+        if not self._of_torch or is_tensor(value):
             return value
         import torch
 

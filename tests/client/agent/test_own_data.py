@@ -307,7 +307,7 @@ def test_a_run_gets_the_devices_limits(tmp_path: Path, own: Any) -> None:
         agent.perform(Identify(settings=run, run="run1"))
     agent.close()
     agent = Agent(own(source, image_cache_mb=7))
-    settings = make_device(Identify(settings=run, run="run1"), agent._node).settings
+    settings = make_device(Identify(settings=run, run="run1"), agent.backend.node).settings
     assert (settings.image_cache_mb, settings.max_megapixels, settings.max_skipped) == (7, 100.0, 0.1)
     agent.close()
 
