@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ENCODER = "encoder.safetensors"  # beside the model's file
 FORMAT, VERSION = "fedtta-encoder", "1"
+Precision = Literal["float32", "int8"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 IMAGES, FEATURES = "images", "features"  # names in the graph
 
 
@@ -92,7 +94,7 @@ class ExportedNetwork:
         return self.head(self.features(x))
 
 
-def save_encoder(model: Path, graph: bytes, nonnegative: bool) -> None:
+def save_encoder(model: Path, graph: bytes, nonnegative: bool, precision: Precision) -> None:
     """Write an exported encoder beside the file of its model, atomically.
 
     Parameters
@@ -103,13 +105,15 @@ def save_encoder(model: Path, graph: bytes, nonnegative: bool) -> None:
         ONNX.
     nonnegative : bool
         Whether the features cannot be negative.
+    precision : "float32" or "int8"
+        Of the graph's layers.
     """
-    metadata = {"format": FORMAT, "version": VERSION, "model": file_digest(model)}
+    metadata = {"format": FORMAT, "version": VERSION, "model": file_digest(model), "precision": precision}
     metadata["nonnegative"] = str(nonnegative).lower()
     save_arrays(model.with_name(ENCODER), {"graph": np.frombuffer(graph, np.uint8)}, metadata)
 
 
-def load_network(model: Path, arrays: Mapping[str, NDArray[Any]]) -> ExportedNetwork:
+def load_network(model: Path, arrays: Mapping[str, NDArray[Any]], precision: Precision) -> ExportedNetwork:
     """Return the network of a model and the exported encoder beside it.
 
     Parameters
@@ -118,11 +122,13 @@ def load_network(model: Path, arrays: Mapping[str, NDArray[Any]]) -> ExportedNet
         The model's file.
     arrays : mapping
         Its content.
+    precision : "float32" or "int8"
+        That the exported encoder must have.
 
     Raises
     ------
     FileNotFoundError, ValueError
-        The exported encoder is missing, damaged, of another version, or of another model.
+        The exported encoder is missing, damaged, of another version or precision, or of another model.
     ImportError
         onnxruntime is missing.
     """
@@ -132,6 +138,8 @@ def load_network(model: Path, arrays: Mapping[str, NDArray[Any]]) -> ExportedNet
         raise ValueError(f"{path}: not of format {FORMAT}, version {VERSION}")
     if metadata.get("model") != file_digest(model):
         raise ValueError(f"{path}: exported from another model than {model.name}")
+    if metadata.get("precision") != precision:
+        raise ValueError(f"{path}: its precision is {metadata.get('precision')}, not {precision}")
     heads = Linear.of(arrays, HEAD_PREFIX), Linear.of(arrays, PERSONAL_PREFIX)
     session = session_of(found["graph"].tobytes(), str(path))
     return ExportedNetwork(model, session, *heads, metadata["nonnegative"] == "true")

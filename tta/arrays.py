@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import array_api_compat.numpy as numpy_namespace
 import numpy as np
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def untracked() -> AbstractContextManager[object]:
 def namespace(array: Array) -> ModuleType:
     """Return the array API namespace that works on `array`."""
     if isinstance(array, np.ndarray):
-        return numpy_namespace
+        return np
     import array_api_compat.torch as torch_namespace
 
     return torch_namespace

@@ -157,7 +157,7 @@ class BTFL(Adapter):
         # ln u, (2, B). H = 0 gives ln u < -1e9, also when H̄ = 0: SMALL stands in for that.
         log_trust = 1 - fixed["pace"] / (entropy + TINY)
         if self.rectify == "product":
-            log_trust = xp.clip(log_trust, min=-30.0, max=30.0)
+            log_trust = xp.clip(log_trust, -30.0, 30.0)
             return likelihood[:, 2] / features + log_trust[0] - log_trust[1]
         trusted = xp.exp(log_trust) * likelihood[:, :2].T  # ln q^u, (2, B)
         return (trusted[0] - trusted[1]) / features

@@ -66,7 +66,7 @@ class BetaRule:
         density -= largest(density, 1)[:, None]
         density = xp.exp(density)
         if self._wide:  # e^-x alone would overflow
-            odds = xp.exp(xp.clip(log_tau[:, None] - arrays["logit"], min=-LARGEST_LOG, max=LARGEST_LOG))
+            odds = xp.exp(xp.clip(log_tau[:, None] - arrays["logit"], -LARGEST_LOG, LARGEST_LOG))
         else:
             odds = xp.exp(log_tau)[:, None] * arrays["odds"]
         odds += 1

@@ -20,10 +20,12 @@ from typing import Any, cast
 import torch
 
 from fedtta.client.agent.backend import Offer
+from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.light import RAISED, leave
+from fedtta.client.agent.live import as_floats
 from fedtta.client.agent.local import Local
-from fedtta.client.agent.own_data import scan
+from fedtta.client.agent.own_data import samples_of, scan
 from fedtta.client.agent.policy import Policy
 from fedtta.client.served import NETWORK
 from fedtta.client.serving import Served
@@ -74,7 +76,8 @@ class Child:
     def export(self, about: Mapping[str, Any], _: bytes) -> Result:
         """Export the encoder of a model in the store."""
         folder = Path(about["folder"])
-        self._export(Served.load(folder, torch.device("cpu")), folder)
+        served = Served.load(folder, torch.device("cpu"))
+        self._export(served, folder, samples_of(self.config, served) if self.config.data else None)
         return {}, b""
 
     def scan(self, about: Mapping[str, Any], _: bytes) -> Result:
@@ -85,11 +88,13 @@ class Child:
     def _left(self, offer: Offer, folder: Path) -> dict[str, Any]:
         """Leave a model with its exported encoder in a folder."""
         leave(folder, offer)
-        self._export(cast(Served, offer.served), folder)
+        self._export(cast(Served, offer.served), folder, offer.samples)
         return {"offered": True, "file": offer.file}
 
-    def _export(self, served: Served, folder: Path) -> None:
-        export_encoder(served.network, served.shape, folder / NETWORK)
+    def _export(self, served: Served, folder: Path, samples: Samples | None) -> None:
+        """Export the encoder of the model in a folder; in int8 it is calibrated on the device's samples."""
+        images = as_floats(samples.pixels) if samples and self.config.precision == "int8" else None
+        export_encoder(served.network, served.shape, folder / NETWORK, images)
 
 
 def main() -> None:

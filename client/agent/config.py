@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from fedtta.client.agent.policy import Policy
 from fedtta.client.names import LEFT, TABLES, absolute_source, check_name, parse_class_map
+from fedtta.models.exported import PRECISIONS
 from fedtta.settings import Scalar, SettingsError, assignments, from_toml
 from fedtta.settings.logs import FORMATS, LEVELS
 from fedtta.settings.names import is_loopback
@@ -102,6 +103,7 @@ class AgentConfig:
     runtime: str = setting(
         "torch", "what runs the network: torch, or onnx, lighter for adapters that allow it", RUNTIMES
     )
+    precision: str = setting("float32", "of the network under runtime = onnx; int8 needs data", PRECISIONS)
     adapter: str = setting("fedthe", "test-time adaptation, with options: 'fedthe[beta=0.3]'")
     base: str = setting("global", "network that the adapter gets", ("global", "personalised"))
     training: str = setting("", "training whose model is served; empty: the first one of a run that fits the adapter")
@@ -173,6 +175,10 @@ class AgentConfig:
             raise SettingsError("state-dir = '': allowed is a folder")
         if self.device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", self.device):
             raise SettingsError(f"device = {self.device!r}: allowed are auto, cpu, cuda, cuda:<index>")
+        if self.precision != "float32" and not (self.runtime == "onnx" and self.data):
+            raise SettingsError(
+                f"precision = {self.precision!r}: allowed with runtime = onnx and data of its own, which calibrate it"
+            )
         self._check_addresses()
         self._check_adapter()
 

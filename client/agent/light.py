@@ -10,6 +10,7 @@ of one, whatever ended it, has failed that one; the next starts another.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ from fedtta.messages.replies import Reply
 from fedtta.messages.requests import AdapterRow, Request
 from fedtta.models import load_arrays, save_arrays
 from fedtta.models.deadline import Stopped, check_deadline
-from fedtta.models.exported import ENCODER, ExportedNetwork, load_network
+from fedtta.models.exported import ENCODER, ExportedNetwork, Precision, load_network
 from fedtta.settings import SettingsError
 from fedtta.settings.files import make_folder, write_atomically
 from fedtta.tta import Statistics
@@ -49,6 +50,7 @@ CHILD = "fedtta.client.agent.child"
 OFFERED = "offered"  # folder in `state-dir` in which the child leaves a model
 SAMPLES = "samples.safetensors"  # in that folder: what the model is checked on
 IDLE = 30.0  # seconds without work after which the child ends
+M_MMAP_THRESHOLD, MMAP_THRESHOLD = -3, 1 << 20  # of mallopt(3); bytes, more than one image needs
 LOOK = 0.05  # seconds between two looks at the deadline
 #: Errors of the child that are raised here as what they were; any other is a RuntimeError.
 RAISED: dict[str, type[Exception]] = {
@@ -84,7 +86,7 @@ class Exported(ServedModel):
             write_atomically(folder / name, self.network.path.with_name(name).read_bytes())
 
     @classmethod
-    def load(cls, folder: Path) -> Exported:
+    def load(cls, folder: Path, precision: Precision = "float32") -> Exported:
         """Read what `save` wrote, here or in torch, and the exported encoder beside it.
 
         Raises
@@ -99,7 +101,7 @@ class Exported(ServedModel):
         except (KeyError, ValueError) as error:
             raise ValueError(f"{folder / NETWORK}: its spec cannot be read: {error}") from error
         statistics = None if rest.statistics is None else Statistics.of_arrays(rest.statistics)
-        network = load_network(folder / NETWORK, arrays)
+        network = load_network(folder / NETWORK, arrays, precision)
         served = cls(network=network, spec=spec, statistics=statistics, **rest.values)
         rest.check(served, folder)
         return served
@@ -119,15 +121,16 @@ class Light:
 
     def __init__(self, config: AgentConfig, row: AdapterRow, note: Callable[[str], None]) -> None:
         self.config, self.row = config, row
+        self._precision = cast(Precision, config.precision)
         self._children, self._offered = Children(config, note), config.state_folder / OFFERED
 
     def load(self, folder: Path) -> Exported:
         """Return the model in a folder of the store; one without an intact exported encoder is exported first."""
         try:
-            return Exported.load(folder)
+            return Exported.load(folder, self._precision)
         except (FileNotFoundError, ValueError):
             self._children.work("export", {"folder": str(folder)})
-            return Exported.load(folder)
+            return Exported.load(folder, self._precision)
 
     def from_file(self, path: Path) -> Offer:
         """Return a model file with the device's adapter and samples."""
@@ -161,7 +164,18 @@ class Light:
         """Return the model that the child has left."""
         arrays, _ = load_arrays(self._offered / SAMPLES)
         samples = Samples(arrays["pixels"], arrays.get("labels"))
-        return Offer(Exported.load(self._offered), samples, told["file"], lambda: shutil.rmtree(self._offered))
+        return Offer(
+            Exported.load(self._offered, self._precision), samples, told["file"], lambda: shutil.rmtree(self._offered)
+        )
+
+
+def return_freed_memory() -> None:
+    """Let this process return large blocks to the system when they are freed: a large batch's would stay resident.
+
+    glibc raises the size from which it does so with each block that is freed; a size that is set stays.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 def leave(folder: Path, offer: Offer) -> None:
