@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fedtta.messages.requests import AdapterRow
 from fedtta.settings import Settings
@@ -11,9 +11,20 @@ from fedtta.tta import Adapter, Statistics
 from fedtta.tta.registry import create, info
 
 if TYPE_CHECKING:
-    from fedtta.client.evaluation import Neighbours
     from fedtta.models import TwoHead
     from fedtta.models.exported import ExportedNetwork
+    from fedtta.tta.knn_per import Datastore, KNNPer
+
+
+class Memorized(Protocol):
+    """A client's memorized samples (`fedtta.client.evaluation.Neighbours`)."""
+
+    @property
+    def store(self) -> Datastore:
+        """Return features and labels of the training split."""
+
+    def best_weight(self, adapter: KNNPer, batch_size: int) -> float:
+        """Return the weight of the vote with the most correct validation predictions."""
 
 
 def make_adapter(
@@ -22,7 +33,7 @@ def make_adapter(
     settings: Settings,
     statistics: Statistics | None = None,
     rates: Mapping[str, Mapping[str, float]] | None = None,
-    neighbours: Neighbours | None = None,
+    neighbours: Memorized | None = None,
     **given: Any,
 ) -> Adapter:
     """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.

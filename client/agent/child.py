@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -99,6 +100,7 @@ class Child:
 
 def main() -> None:
     """Work until the agent closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: it ends when the agent does
     line = Connection(int(sys.argv[1]))
     values = json.loads(line.recv_bytes())
     config = AgentConfig(**{**values, "policy": Policy(**values["policy"])})

@@ -407,6 +407,8 @@ class Agent:
     def _offer_file(self, path: Path) -> None:
         """Offer the model file of the config, unless its content was accepted before."""
         try:
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no file {path}")
             if file_digest(path) != self._store.file or self._live is None:  # its copy here may be damaged
                 self._offer(self.backend.from_file(path))
         except (ValueError, OSError) as error:

@@ -84,6 +84,7 @@ class Exported(ServedModel):
         make_folder(folder)
         for name in (NETWORK, ENCODER):
             write_atomically(folder / name, self.network.path.with_name(name).read_bytes())
+        self.network.path = folder / NETWORK  # where it came from may be removed
 
     @classmethod
     def load(cls, folder: Path, precision: Precision = "float32") -> Exported:
@@ -232,7 +233,7 @@ class Children:
                 while (told := self._heard(line)).get("note"):
                     self._note(told["note"])
                 done = line.recv_bytes()
-            except (EOFError, OSError) as error:
+            except (EOFError, ConnectionError) as error:
                 raise RuntimeError(f"{job}: the training process ended with {self._ended()}") from error
             except BaseException:
                 self._kill()

@@ -1,4 +1,4 @@
-"""The light agent: the same predictions and histories as in torch, no torch in its process, a child that does the rest."""
+"""The light agent: predictions and histories as in torch, no torch in its process, a child that does the rest."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from fedtta.models.export import export_encoder
 from fedtta.models.exported import ENCODER
 from fedtta.settings import Settings, SettingsError
 from fedtta.tta import Statistics
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.registry import ADAPTERS, LIGHT, info
 from tests.client.agent.world import TASK, common, config, initial, sample_images, train
 
@@ -54,6 +55,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("fixed_mix", {"mix": "logits", "e": 0.3}),
 ]
 CLOSE = {"rtol": 0, "atol": 1e-5}
+#: EM's iterations on one image magnify the network's rounding.
+CLOSE_OF: dict[str, dict[str, float]] = {"em": {"rtol": 0, "atol": 5e-5}}
 
 
 @lru_cache(maxsize=1)
@@ -71,6 +74,8 @@ def made(name: str) -> Served:
     z = network.eval().features(torch.from_numpy(pixels()))
     for head in (network.head, network.personal_head):
         head.weight.mul_(3 / (z @ head.weight.T).std())
+    heads = network.personal_head, network.head
+    entropies = [float(entropy_of_logits(head(z)).median()) for head in heads]  # so that there are events
     generator = np.random.default_rng(2)
     confusion = np.eye(CLASSES) + generator.random((CLASSES, CLASSES))
     prior = generator.random(CLASSES) + 0.2
@@ -79,8 +84,8 @@ def made(name: str) -> Served:
         descriptor_global=z.double().mean(0),
         dle_local=(z[:30] < 0.55).double().mean(0),
         dle_global=(z < 0.55).double().mean(0),
-        entropy_local=0.7,
-        entropy_global=0.6,
+        entropy_local=entropies[0],
+        entropy_global=entropies[1],
         label_prior=torch.from_numpy(prior / prior.sum()),
         confusion=torch.from_numpy(confusion / confusion.sum()),
     )
@@ -122,8 +127,9 @@ def test_probabilities_are_torchs_and_histories_move_both_ways(
 ) -> None:
     heavy, light = (live(one, adapter, options, guard) for one in both)
     assert heavy.digest == light.digest
+    close = CLOSE_OF.get(adapter, CLOSE)
     for ours, theirs in zip(stream(light, 0, 32), stream(heavy, 0, 32), strict=True):
-        np.testing.assert_allclose(ours, theirs, **CLOSE)
+        np.testing.assert_allclose(ours, theirs, **close)
     states = heavy.state(), light.state()
     assert {name: (value.dtype, value.shape) for name, value in states[0].items()} == {
         name: (value.dtype, value.shape) for name, value in states[1].items()
@@ -135,7 +141,7 @@ def test_probabilities_are_torchs_and_histories_move_both_ways(
     expected = stream(heavy, 32, 60)
     for one in moved:
         for ours, theirs in zip(stream(one, 32, 60), expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, **CLOSE)
+            np.testing.assert_allclose(ours, theirs, **close)
 
 
 def test_a_history_matters(both: tuple[Served, Exported]) -> None:
@@ -149,10 +155,10 @@ def test_a_history_matters(both: tuple[Served, Exported]) -> None:
 
 def test_bad_input_is_refused_as_in_torch(both: tuple[Served, Exported]) -> None:
     for served, kind in zip(both, ("tensor", "array"), strict=True):
-        adapter, x = served.build(), served.images(pixels()[:3])
+        adapter, bad = served.build(), pixels()[:3].copy()
+        bad[1, 0, 0, 0] = np.nan
         with pytest.raises(ValueError, match=r"samples \[1\] of the batch hold values that are not finite"):
-            x = served.given(np.where(np.arange(3)[:, None, None, None] == 1, np.nan, pixels()[:3]).astype(np.float32))
-            adapter.predict(x)
+            adapter.predict(served.images(bad))
         with pytest.raises(TypeError, match=f"needs a floating-point {kind}, got"):
             adapter.predict(both[kind == "tensor"].images(pixels()[:3]))
         with pytest.raises(ValueError, match="state of NoAdaptation has the names"):
@@ -165,6 +171,29 @@ def test_adapters_that_adapt_the_network_are_refused_with_what_is_allowed(tmp_pa
         return
     with pytest.raises(SettingsError, match=f"adapter = '{adapter}' adapts the network itself.*allowed there are none"):
         config(tmp_path, runtime="onnx", adapter=adapter)
+
+
+@pytest.mark.parametrize("both", ["cnn"], indirect=True)
+def test_int8_is_close_and_another_precision_is_another_export(both: tuple[Served, Exported], tmp_path: Path) -> None:
+    served, plain = both
+    served.save(tmp_path)
+    export_encoder(served.network, served.shape, tmp_path / NETWORK, pixels())
+    with pytest.raises(ValueError, match="its precision is int8, not float32"):
+        Exported.load(tmp_path)
+    rounded = Exported.load(tmp_path, "int8")
+    assert rounded.digest() == plain.digest()
+    one, other = (model.unadapted(pixels()) for model in (rounded, plain))
+    assert 1e-4 < abs(one - other).max() < 0.3
+    assert (one.argmax(1) == other.argmax(1)).mean() > 0.9
+    assert (tmp_path / ENCODER).stat().st_size < plain.network.path.with_name(ENCODER).stat().st_size / 2
+    with pytest.raises(ValueError, match="int8 needs 16 images for its calibration, there are 2"):
+        export_encoder(served.network, served.shape, tmp_path / NETWORK, pixels()[:2])
+
+
+@pytest.mark.parametrize("keys", [{"runtime": "onnx"}, {"data": "folder:/data"}])
+def test_int8_needs_the_runtime_and_data(tmp_path: Path, keys: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="precision = 'int8': allowed with runtime = onnx and data of its own"):
+        config(tmp_path, adapter="btfl", precision="int8", **keys)
 
 
 CODE = """
@@ -224,7 +253,7 @@ def child(agent: Agent) -> subprocess.Popen[bytes]:
 def test_a_training_by_the_child_gives_torchs_model_and_the_state_directory_serves_both(
     trained: tuple[Agent, Evaluate, Evaluated], tmp_path: Path
 ) -> None:
-    agent, request, reply = trained
+    agent, _, reply = trained
     heavy = Agent(config(tmp_path, adapter="btfl"))
     expected = train(heavy.perform)[1]
     assert reply.served == expected.served
@@ -253,6 +282,7 @@ def test_a_killed_child_fails_its_work_and_the_agent_goes_on(trained: tuple[Agen
             failed.append(error)
 
     thread = threading.Thread(target=work)
+    agent.perform(Identify(**common("run2")))  # the child may have ended meanwhile
     before = child(agent)
     os.kill(before.pid, signal.SIGSTOP)  # so that it cannot be done before it is killed
     thread.start()
