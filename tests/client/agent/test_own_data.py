@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedtta.client.agent import scans
+from fedtta.client.agent import own_data, scans
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.core import Agent
 from fedtta.client.node import Node, make_device, perform

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedtta.client.agent import audit
+from fedtta.client.agent import audit, local
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.policy import Policy, PolicyError
