@@ -242,10 +242,10 @@ class Children:
         if "error" not in told:
             return told, done
         kind = RAISED.get(told["error"], RuntimeError)
-        error = kind.__new__(kind, told["text"])
-        if isinstance(error, PolicyError):
-            error.rule = told["rule"]
-        raise error
+        raised = kind.__new__(kind, told["text"])
+        if isinstance(raised, PolicyError):
+            raised.rule = told["rule"]
+        raise raised
 
     def close(self) -> None:
         """Kill the child: what it has written is complete, what it was doing has failed."""
