@@ -49,7 +49,10 @@ def make_adapter(
     declared_options = info(row.adapter).options
     applied = {name: value for name, value in given.items() if name in declared_options}
     options = {**_defaults(row.adapter, settings), **applied, **row.options}
-    adapter = create(row.adapter, model, statistics, variant_rates, neighbours.store if neighbours else None, **options)
+    network: Any = model  # of the adapters that take an `ExportedNetwork`, none asks for more than it has
+    adapter = create(
+        row.adapter, network, statistics, variant_rates, neighbours.store if neighbours else None, **options
+    )
     if neighbours is not None and "weight" not in row.options:
         from fedtta.tta.knn_per import KNNPer
 

@@ -187,13 +187,14 @@ def export_encoder(
     encoder = copy.deepcopy(network.encoder).cpu().float().eval()
     images = torch.rand(3, *shape, generator=torch.Generator().manual_seed(0))
     batch, graph = {0: "batch"}, BytesIO()
+    file: Any = graph  # which the exporter by tracing takes, against its annotation
     names: dict[str, Any] = {"input_names": [IMAGES], "output_names": [FEATURES]}
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that tracing is the older way
             expected = encoder(images).numpy()
             torch.onnx.export(
-                encoder, (images[:2],), graph, dynamo=False, dynamic_axes={IMAGES: batch, FEATURES: batch}, **names
+                encoder, (images[:2],), file, dynamo=False, dynamic_axes={IMAGES: batch, FEATURES: batch}, **names
             )
     except (ImportError, OSError):
         raise

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def _measured(folder: Path, served: Served, adapter: str, samples: int, repeats:
             place, calibration = folder / str(number), calibrations[runtime]
             begun = running(
                 place, served, {"adapter": adapter, **keys},
-                prepare=None if runtime == "torch" else lambda model, images=calibration: export(model, images),
+                prepare=None if runtime == "torch" else partial(export, calibration=calibration),
             )  # fmt: skip
             address, pid = stack.enter_context(begun)
             stub = agent_pb2_grpc.PredictorStub(stack.enter_context(grpc.insecure_channel(address)))
