@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedtta.client.adaptation import adapt, batch_of, rates_of, refine_rates, score, streams_of
+from fedtta.client.adapters import make_adapter
 from fedtta.client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
 from fedtta.client.algorithms.training import (
     TrainingSet,
@@ -26,7 +27,7 @@ from fedtta.client.algorithms.training import (
     train_personal_head,
     validate,
 )
-from fedtta.client.evaluation import Neighbours, evaluate_row, make_adapter, memorize, memorizes
+from fedtta.client.evaluation import Neighbours, evaluate_row, memorize, memorizes
 from fedtta.client.network import (
     carried_entries,
     head_entries,

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtta.client.adapters import make_adapter
 from fedtta.client.algorithms.training import labelled
-from fedtta.data import DATASETS, Federation, Rows, Stream
+from fedtta.data import Federation, Rows, Stream
 from fedtta.messages.replies import WEIGHT_BINS, EvaluationResult
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import TwoHead
 from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
-from fedtta.tta.registry import create, info
+from fedtta.tta.registry import info
 
 #: Name → (probabilities [n, K], labels [n]) → number, averaged over clients by their test samples.
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {}
@@ -68,34 +69,6 @@ def memorize(
     x, y = labelled(federation, split.train, device)
     z = torch.cat([model.features(part) for part in x.split(settings.eval_batch_size)])
     return Neighbours(Datastore(z, y), *labelled(federation, split.validation, device))
-
-
-def make_adapter(
-    row: AdapterRow,
-    model: TwoHead,
-    settings: Settings,
-    statistics: Statistics | None = None,
-    rates: Mapping[str, Mapping[str, float]] | None = None,
-    neighbours: Neighbours | None = None,
-    **given: Any,
-) -> Adapter:
-    """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.
-
-    `given` are options of the round, such as FedProx's; an adapter without such an option ignores them.
-
-    Raises
-    ------
-    ValueError
-        As `fedtta.tta.create`.
-    """
-    variant_rates = (rates or {}).get(str(row.options.get("adapt", "all")))
-    declared_options = info(row.adapter).options
-    applied = {name: value for name, value in given.items() if name in declared_options}
-    options = {**_defaults(row.adapter, settings), **applied, **row.options}
-    adapter = create(row.adapter, model, statistics, variant_rates, neighbours.store if neighbours else None, **options)
-    if isinstance(adapter, KNNPer) and neighbours is not None and "weight" not in row.options:
-        adapter.weight = neighbours.best_weight(adapter, settings.eval_batch_size)
-    return adapter
 
 
 def evaluate_row(
@@ -150,14 +123,3 @@ def _batch_size(adapter: Adapter, settings: Settings, total: int) -> int:
     if adapter.takes_whole_set:
         return max(total, 1)
     return settings.adapt_batch_size if adapter.per == "batch" else settings.eval_batch_size
-
-
-def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
-    """Return the options of an adapter that follow from the run's settings, where a row does not set them."""
-    follow: dict[str, Any] = {"seed": settings.seed}
-    if views := info(adapter).views:
-        dataset_info = DATASETS[settings.dataset]
-        follow["augment"] = views.for_data(flip=dataset_info.flip, crop=dataset_info.crop)
-    if settings.leave_one_out:
-        follow["leave_one_out"] = settings.clients
-    return {name: value for name, value in follow.items() if name in info(adapter).options}

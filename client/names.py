@@ -10,6 +10,8 @@ from fedtta.settings import SettingsError
 
 #: Values by which a device's file leaves a setting to the run.
 LEFT = {"max-skipped": -1, "image-cache-mb": 0}
+#: Packages whose versions a node tells.
+SOFTWARE = ("fedtta", "flwr", "torch")
 #: Tables of a device's file; every other key stands at the top level.
 TABLES = ("policy",)
 #: Kinds of sources whose text is a path.

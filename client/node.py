@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fedtta.client.device import Device
-from fedtta.client.names import check_name
+from fedtta.client.names import SOFTWARE, check_name
 from fedtta.client.own import ignored, own_of_run, settings_alone
 from fedtta.client.privacy import share_keys, unmask
 from fedtta.client.resources import federation_of, natural_of, network_spec, resolve_device, shared_network
@@ -37,9 +37,6 @@ from fedtta.messages.requests import (
 )
 from fedtta.settings import Scalar, Settings, SettingsError, from_config, from_json
 from fedtta.settings.versions import versions
-
-#: Packages whose versions a node tells.
-SOFTWARE = ("fedtta", "flwr", "torch")
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,17 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
-from torch import Tensor
 
 from fedtta.settings.files import write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CHECKSUM = "checksum"  # reserved metadata key
 
@@ -29,6 +30,8 @@ def all_finite(values: Sequence[Tensor]) -> bool:
     A sum that contains NaN or infinity is not finite. A sum of large finite numbers may overflow as well: only then
     is every number checked, which is about fifty times slower.
     """
+    import torch  # which storing arrays does not need
+
     if not values:
         return True
     sums = torch.stack([value.detach().sum(dtype=torch.float32) for value in values])

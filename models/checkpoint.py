@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedtta.models.arrays import load_arrays, save_arrays
+from fedtta.models.constants import PERSONAL_PREFIX
 from fedtta.models.registry import build, check_build, check_description, without_weights
-from fedtta.models.two_head import PERSONAL_PREFIX, TwoHead
+from fedtta.models.two_head import TwoHead
 
 FORMAT = "fedtta-model"
 VERSION = 1

@@ -6,13 +6,12 @@ Computation is never interrupted between two checks: what is being written is wr
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 _CURRENT = threading.local()
 
@@ -69,11 +68,12 @@ class Deadline:
         self.check()
         before = getattr(_CURRENT, "deadline", None)
         _CURRENT.deadline = self
-        hook = register_module_forward_pre_hook(_at_forward)
         try:
-            yield
+            with ExitStack() as stack:
+                if torch := sys.modules.get("torch"):  # otherwise this process has no network of torch's
+                    stack.callback(torch.nn.modules.module.register_module_forward_pre_hook(_at_forward).remove)
+                yield
         finally:
-            hook.remove()
             _CURRENT.deadline = before
 
 

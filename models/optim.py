@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from fedtta.models.constants import BETAS, EPS
+
 OPTIMIZERS = ("adam", "sgd")
-BETAS, EPS = (0.9, 0.999), 1e-8  # of Adam
 
 
 class Optimizer:

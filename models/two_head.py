@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtta.models.arrays import all_finite
-
-#: Parameters with this prefix never leave the device.
-PERSONAL_PREFIX = "personal_head."
-#: Parameters with this prefix are used in training only: the rotation task of test-time training.
-ROTATION_PREFIX = "rotation_head."
+from fedtta.models.constants import PERSONAL_PREFIX
 
 
 class TwoHead(nn.Module):

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_ndtr
 
 from fedtta.settings import SettingsError, assignments
 
@@ -124,5 +123,7 @@ def epsilon(noises: Iterable[float], delta: float) -> float:
 
 def _delta(mu: float, epsilon: float) -> float:
     """Return δ(ε) = Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ)."""
+    from scipy.special import log_ndtr  # 20 MiB and most of a second, which a policy without noise does without
+
     above = math.exp(log_ndtr(mu / 2 - epsilon / mu))
     return above - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))

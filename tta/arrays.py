@@ -3,26 +3,58 @@
 After the network a method handles B x K numbers. On the CPU the cost of such small operations is the overhead of each
 call, which is several times lower in numpy than in torch; on an accelerator the numbers stay where they are. Everything
 here is float64 whatever the model's dtype; the result is cast to the model's dtype at the very end.
+
+A network may give numpy arrays in place of tensors, as exported ones do. Nothing here imports torch: a process that has
+not imported it has no tensors.
 """
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-import array_api_compat.numpy as numpy_namespace
-import array_api_compat.torch as torch_namespace
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 #: A float64 numpy array (CPU) or torch tensor (elsewhere).
 Array = Any
 
 
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def is_module(value: object) -> bool:
+    """Return whether a network is one of torch, whose outputs are tensors."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.nn.Module)
+
+
+def untracked() -> AbstractContextManager[object]:
+    """Return a context whose tensors are ordinary ones without gradients, also for a caller in inference mode."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
 def namespace(array: Array) -> ModuleType:
     """Return the array API namespace that works on `array`."""
-    return numpy_namespace if isinstance(array, np.ndarray) else torch_namespace
+    if isinstance(array, np.ndarray):
+        return np
+    import array_api_compat.torch as torch_namespace
+
+    return torch_namespace
 
 
 def largest(array: Array, axis: int = 0) -> Array:
@@ -30,25 +62,62 @@ def largest(array: Array, axis: int = 0) -> Array:
     return array.max(axis) if isinstance(array, np.ndarray) else array.amax(axis)
 
 
-def from_tensor(tensor: Tensor) -> Array:
+def from_tensor(tensor: Tensor | np.ndarray) -> Array:
     """Return `tensor` as a float64 array; float64 on the CPU is not copied."""
+    if isinstance(tensor, np.ndarray):
+        return np.asarray(tensor, dtype=np.float64)
     tensor = tensor.detach()
     if not tensor.is_cpu:
-        return tensor.to(torch.float64)
-    if tensor.dtype in (torch.float16, torch.bfloat16):  # numpy has no bfloat16
+        return tensor.double()
+    if tensor.itemsize < 4:  # float16 and bfloat16; numpy has no bfloat16
         tensor = tensor.float()
     return np.asarray(tensor.numpy(), dtype=np.float64)
 
 
-def to_tensor(array: Array, like: Tensor | None = None) -> Tensor:
-    """Return `array` as a contiguous tensor, with the dtype of `like` if it is given."""
+def to_tensor(array: Array, like: Tensor | np.ndarray) -> Tensor:
+    """Return `array` as `like` is: a contiguous tensor or numpy array of that dtype."""
+    if isinstance(like, np.ndarray):
+        return np.ascontiguousarray(array, like.dtype)  # type: ignore[return-value]
+    import torch
+
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-    return (tensor if like is None else tensor.to(like.dtype)).contiguous()
+    return tensor.to(like.dtype).contiguous()
+
+
+def double(values: Array) -> Array:
+    """Return float64 values where they are."""
+    return values.astype(np.float64) if isinstance(values, np.ndarray) else values.detach().double()
+
+
+def copied(values: Array) -> Array:
+    """Return a copy of the values, without gradients."""
+    return values.copy() if isinstance(values, np.ndarray) else values.detach().clone()
 
 
 def to_host(array: Array) -> np.ndarray:
     """Return a copy of `array` as numpy."""
-    return np.array(array) if isinstance(array, np.ndarray) else array.cpu().numpy().copy()
+    return array.detach().cpu().numpy().copy() if is_tensor(array) else np.array(array)
+
+
+def softmax_of(logits: Array) -> Array:
+    """Return the softmax of each row of logits [B, K], in their dtype."""
+    if isinstance(logits, np.ndarray):
+        return to_tensor(softmax(from_tensor(logits).T).T, like=logits)
+    return logits.softmax(1)
+
+
+def log_softmax_of(logits: Array) -> Array:
+    """Return the logarithm of the softmax of each row of logits [B, K], in their dtype."""
+    if isinstance(logits, np.ndarray):
+        shifted = logits - logits.max(1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return logits.log_softmax(1)
+
+
+def entropy_of_logits(logits: Array) -> Array:
+    """Return the entropy, in nats, of softmax(logits [B, K]) for every sample [B]; p = 0 has a finite gradient."""
+    log_p = log_softmax_of(logits)
+    return -(namespace(log_p).exp(log_p) * log_p).sum(1)
 
 
 def class_major(first: Tensor, second: Tensor) -> Array:
@@ -117,4 +186,8 @@ class Constants:
 
 def to_device_of(value: np.ndarray, like: Array) -> Array:
     """Return the numpy array `value` where `like` lives."""
-    return value if isinstance(like, np.ndarray) else torch.from_numpy(value).to(like.device)
+    if isinstance(like, np.ndarray):
+        return value
+    import torch
+
+    return torch.from_numpy(value).to(like.device)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 import typing
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
+from fedtta.tta.arrays import copied, is_module, is_tensor, namespace, untracked
+from fedtta.tta.checks import not_finite
 from fedtta.tta.statistics import STATISTICS_NEEDS
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from fedtta.tta.views import RandomViews
 
 #: What an adapter may need from the training before it, the model or the machine.
@@ -31,9 +34,11 @@ class _Options:
 
     def __get__(self, instance: object, owner: type) -> dict[str, tuple[Any, Any]]:
         constructor: Any = owner.__init__  # type: ignore[misc]
-        hints = typing.get_type_hints(constructor)
+        given = dict.fromkeys(GIVEN)  # whose types may need torch
+        plain = types.SimpleNamespace(__annotations__={**constructor.__annotations__, **given})
+        hints = typing.get_type_hints(plain, constructor.__globals__)
         parameters = inspect.signature(constructor).parameters
-        return {name: (hints[name], given.default) for name, given in parameters.items() if name not in GIVEN}
+        return {name: (hints[name], one.default) for name, one in parameters.items() if name not in GIVEN}
 
 
 class Adapter(ABC):
@@ -42,6 +47,9 @@ class Adapter(ABC):
     Labels are no argument anywhere here: a method cannot leak them. A subclass implements `_predict` and, when it has
     state, `_reset` and `_state`; where `_state` does not return the adapter's own tensors it implements `_load` as
     well. Everything public is defined here, so that all methods treat bad input alike.
+
+    A network that takes and gives numpy arrays serves the methods of `fedtta.tta.registry.LIGHT`: then arrays stand
+    wherever tensors are spoken of, and torch is not needed.
 
     Parameters
     ----------
@@ -85,6 +93,7 @@ class Adapter(ABC):
 
     def __init__(self, model: nn.Module, *, record: bool = True) -> None:
         self.model = model.eval()
+        self._of_torch = is_module(model)
         self.record = record
         self._records: dict[str, list[Tensor | np.ndarray]] = {}
 
@@ -109,17 +118,17 @@ class Adapter(ABC):
             A sample is not finite (the message names its index in the batch), or `x` has no batch dimension. The
             adapter's state is unchanged.
         """
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"predict needs a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+        fits = x.is_floating_point() if is_tensor(x) else isinstance(x, np.ndarray) and x.dtype.kind == "f"
+        if not fits or is_tensor(x) != self._of_torch:
+            kind = "tensor" if self._of_torch else "array"
+            raise TypeError(f"predict needs a floating-point {kind}, got {getattr(x, 'dtype', type(x).__name__)}")
         if x.ndim < 2:
             raise ValueError(f"predict needs a batch dimension: shape {tuple(x.shape)} has none")
         # What is learned consists of ordinary tensors, also if the caller is in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
-            finite = torch.isfinite(x.flatten(1)).all(1)  # [B]
-            if not bool(finite.all()):
-                bad = torch.nonzero(~finite).flatten().tolist()
+        with untracked():
+            if bad := not_finite(x):
                 raise ValueError(f"samples {bad} of the batch hold values that are not finite")
-            return self._predict(x.clone() if x.is_inference() else x)
+            return self._predict(x.clone() if self._of_torch and x.is_inference() else x)
 
     @property
     def takes_whole_set(self) -> bool:
@@ -129,12 +138,12 @@ class Adapter(ABC):
     def reset(self) -> None:
         """Discard everything learned from the stream, and the report."""
         self._records = {}
-        with torch.inference_mode(False), torch.no_grad():
+        with untracked():
             self._reset()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the adapter has learned from the stream, as tensors by name (copies)."""
-        return {name: value.detach().clone() for name, value in self._state().items()}
+        return {name: self._as_given(copied(value)) for name, value in self._state().items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from a `state_dict()` of the same method; the report starts empty.
@@ -146,10 +155,11 @@ class Adapter(ABC):
             nothing is loaded then.
         """
         method, own = type(self).__name__, self._state()
+        own = {name: self._as_given(value) for name, value in own.items()}
         if set(state) != set(own):
             raise ValueError(f"state of {method} has the names {sorted(own)}, got {sorted(state)}")
         for name, value in state.items():
-            if not bool(torch.isfinite(value).all()):
+            if not bool(namespace(value).isfinite(value).all()):
                 raise ValueError(f"state {name!r} of {method} is not finite")
             like = own[name]
             if not self._varies(name) and (value.shape, value.dtype) != (like.shape, like.dtype):
@@ -159,12 +169,16 @@ class Adapter(ABC):
                 )
             if self._non_negative.fullmatch(name) and bool((value < 0).any()):
                 raise ValueError(f"state {name!r} of {method} holds negative values")
-        with torch.inference_mode(False), torch.no_grad():
+        with untracked():
             self._load(state)
         self._records = {}
 
     def report(self) -> dict[str, Any]:
         """Return what happened to every sample since the last reset, in order: name → Tensor [n, ...]."""
+        if not self._of_torch:
+            return {name: np.concatenate(parts) for name, parts in self._records.items()}
+        import torch
+
         return {name: torch.cat([torch.as_tensor(part) for part in parts]) for name, parts in self._records.items()}
 
     def take_report(self) -> dict[str, Any]:
@@ -177,7 +191,7 @@ class Adapter(ABC):
         """Append per-sample values [B, ...] to the report, on the CPU; arrays are not copied, leave them alone."""
         if self.record:
             for name, value in columns.items():
-                kept = value.detach().cpu() if isinstance(value, Tensor) else value
+                kept = value.detach().cpu() if is_tensor(value) else value
                 self._records.setdefault(name, []).append(kept)
 
     @abstractmethod
@@ -187,9 +201,17 @@ class Adapter(ABC):
     def _reset(self) -> None:  # noqa: B027
         """Return to the state before the stream; a method without state has nothing to do."""
 
-    def _state(self) -> dict[str, Tensor]:
-        """Return the state by name; the set of names never changes over a stream."""
+    def _state(self) -> dict[str, Any]:
+        """Return the state by name, tensors or arrays; the set of names never changes over a stream."""
         return {}
+
+    def _as_given(self, value: Any) -> Any:
+        """Return a state's value as the network's outputs are: a tensor, or an array."""
+        if not self._of_torch or is_tensor(value):
+            return value
+        import torch
+
+        return torch.from_numpy(value)
 
     def _varies(self, name: str) -> bool:
         """Tell whether the shape of a state tensor changes over a stream."""

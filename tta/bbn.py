@@ -41,10 +41,10 @@ from torch.nn import functional
 from fedtta.models import PERSONAL_PREFIX
 from fedtta.models.balanced import BalancedBatchNorm, balance, pseudo_labels
 from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.checks import check_choice, check_finite, check_least, check_number, class_count
 from fedtta.tta.collaborator import Collaborator, affine_names, batchnorm_layers
-from fedtta.tta.tent import entropy_of_logits
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
 MANY_CLASSES = 100  # K from which h0 is the larger one

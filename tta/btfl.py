@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from fedtta.tta.arrays import (
     Array,
@@ -32,6 +30,7 @@ from fedtta.tta.arrays import (
     from_tensor,
     namespace,
     softmax_entropy,
+    softmax_of,
     to_device_of,
     to_tensor,
 )
@@ -40,6 +39,9 @@ from fedtta.tta.checks import check_choice, check_number
 from fedtta.tta.heads import check_two_heads, statistic_vector, two_heads
 from fedtta.tta.posterior import BetaRule, mixing_weight
 from fedtta.tta.statistics import Statistics, discretise
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 __all__ = ["BTFL", "discretise", "mixing_weight"]
 
@@ -128,7 +130,7 @@ class BTFL(Adapter):
     def interpolate(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor) -> Tensor:
         """Return what `predict` returns, given the network's outputs z [B, d] and logits [B, K]; history moves on."""
         if z.shape[0] == 0:
-            return torch.softmax(logits_global, 1)
+            return softmax_of(logits_global)
         features = from_tensor(z)  # (B, d)
         xp, fixed = namespace(features), self._fixed.on(features)
         check_non_negative(features, len(fixed["table"]))
@@ -155,7 +157,7 @@ class BTFL(Adapter):
         # ln u, (2, B). H = 0 gives ln u < -1e9, also when H̄ = 0: SMALL stands in for that.
         log_trust = 1 - fixed["pace"] / (entropy + TINY)
         if self.rectify == "product":
-            log_trust = xp.clip(log_trust, min=-30.0, max=30.0)
+            log_trust = xp.clip(log_trust, -30.0, 30.0)
             return likelihood[:, 2] / features + log_trust[0] - log_trust[1]
         trusted = xp.exp(log_trust) * likelihood[:, :2].T  # ln q^u, (2, B)
         return (trusted[0] - trusted[1]) / features
@@ -163,8 +165,8 @@ class BTFL(Adapter):
     def _reset(self) -> None:
         self._prior = (1.0, 1.0)
 
-    def _state(self) -> dict[str, Tensor]:
-        return {"prior": torch.tensor(self._prior, dtype=torch.float64)}
+    def _state(self) -> dict[str, Any]:
+        return {"prior": np.array(self._prior, np.float64)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
         a, b = state["prior"].tolist()

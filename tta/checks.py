@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor, nn
+import numpy as np
+
+from fedtta.tta.arrays import namespace
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    _Rows = TypeVar("_Rows", Tensor, np.ndarray)
 
 
 def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -28,11 +35,17 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
 
 
-def check_finite(what: str, rows: Tensor) -> Tensor:
+def not_finite(rows: Tensor | np.ndarray) -> list[int]:
+    """Return the indices of the rows [B, ...] with a value that is not finite."""
+    flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    finite = namespace(flat).isfinite(flat).all(1)  # [B]
+    return [] if bool(finite.all()) else [i for i, whole in enumerate(finite.tolist()) if not whole]
+
+
+def check_finite(what: str, rows: _Rows) -> _Rows:
     """Return `rows` [B, ...]; raise ValueError naming `what` and the samples whose rows are not finite."""
-    finite = torch.isfinite(rows.detach().flatten(1) if rows.ndim > 1 else rows.detach()[:, None]).all(1)  # [B]
-    if not bool(finite.all()):
-        raise ValueError(f"{what} for samples {torch.nonzero(~finite).flatten().tolist()} of the batch is not finite")
+    if bad := not_finite(rows):
+        raise ValueError(f"{what} for samples {bad} of the batch is not finite")
     return rows
 
 

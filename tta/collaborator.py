@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, TypeVar, get_args
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, get_args
 
 from fedtta.models import PERSONAL_PREFIX, ROTATION_PREFIX
+from fedtta.tta.arrays import copied, namespace, untracked
 from fedtta.tta.base import Adapter
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 #: What a collaborating adapter lets others mix.
 Share = Literal["affine", "statistics", "all"]
 SHARES: tuple[Share, ...] = get_args(Share)
-Layer = TypeVar("Layer", bound=nn.Module)
+Layer = TypeVar("Layer", bound="nn.Module")
 #: Endings of the names of arrays that hold variances.
 VARIANCES = ("running_var", "variance")
 
@@ -73,7 +74,7 @@ class Collaborator(Adapter):
 
     def shared(self, share: Share) -> dict[str, Tensor]:
         """Return copies of what `share` names: "affine" `trained`, "statistics" `normalisation`, "all" both."""
-        return {name: value.detach().clone() for name, value in self._named(share).items()}
+        return {name: copied(value) for name, value in self._named(share).items()}
 
     def load_shared(self, arrays: Mapping[str, Tensor]) -> None:
         """Take over a mixture of clients' `shared` arrays, of any share; everything else is kept.
@@ -91,11 +92,11 @@ class Collaborator(Adapter):
         for name, value in arrays.items():
             if value.shape != own[name].shape:
                 raise ValueError(f"{name}: shape {tuple(value.shape)} does not fit {tuple(own[name].shape)}")
-            if not bool(torch.isfinite(value).all()):
+            if not bool(namespace(value).isfinite(value).all()):
                 raise ValueError(f"{name} holds values that are not finite")
             if name.endswith(VARIANCES) and bool((value < 0).any()):
                 raise ValueError(f"{name} holds negative variances")
-        with torch.no_grad():
+        with untracked():
             for name, value in arrays.items():
                 own[name].copy_(value)
         self._anchor_here()
@@ -116,8 +117,8 @@ class Collaborator(Adapter):
     def _anchor_here(self) -> None:
         """Remember what is trained as θ_received, from which `_pull` measures."""
         if self.proximal:
-            with torch.inference_mode(False):
-                self._anchor = {name: value.detach().clone() for name, value in self.trained().items()}
+            with untracked():
+                self._anchor = {name: copied(value) for name, value in self.trained().items()}
 
     def _pull(self) -> Tensor | float:
         """Return (μ/2)‖θ - θ_received‖², to be added to the loss; 0 without `proximal`."""
@@ -139,6 +140,8 @@ def batchnorm_layers(model: nn.Module) -> dict[str, nn.modules.batchnorm._BatchN
     ValueError
         There are none, or one keeps no running statistics.
     """
+    from torch import nn  # which methods without BatchNorm can do without
+
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no BatchNorm layer to adapt")

@@ -38,11 +38,11 @@ from torch.func import functional_call
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised, with_batch_statistics
 from fedtta.tta.checks import check_finite, check_least, check_number, class_count
 from fedtta.tta.collaborator import affine_names
-from fedtta.tta.tent import entropy_of_logits
 
 
 def sample_weights(logits: Tensor, average: Tensor, margin: float, redundancy: float) -> Tensor:

@@ -15,21 +15,21 @@ Algorithm 2 the default.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from fedtta.models.optim import BETAS, EPS
+from fedtta.models.constants import BETAS, EPS
 from fedtta.tta.arrays import (
     Array,
     Constants,
     class_major,
+    double,
     from_tensor,
     largest,
     namespace,
     softmax,
+    softmax_of,
     to_device_of,
     to_host,
     to_tensor,
@@ -38,6 +38,9 @@ from fedtta.tta.base import Adapter
 from fedtta.tta.checks import check_choice, check_number
 from fedtta.tta.heads import check_two_heads, statistic_vector, two_heads
 from fedtta.tta.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 #: λ_s of the objectives that do not look at the heads.
 CONSTANTS = {"em": 1.0, "fa": 0.0, "half": 0.5}
@@ -120,16 +123,15 @@ class FedTHE(Adapter):
     def interpolate(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor) -> Tensor:
         """Return what `predict` returns, given the network's outputs z [B, d] and logits [B, K]; history moves on."""
         if z.shape[0] == 0:
-            return torch.softmax(logits_global, 1)
+            return softmax_of(logits_global)
         return self._mix(z, logits_global, logits_personal)[0]
 
     def weigh(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor) -> Tensor:
         """Return e [B] in float64 for the network's outputs, as `interpolate` uses it; history moves on as there."""
-        if z.shape[0] == 0:
-            return torch.zeros(0, dtype=torch.float64, device=z.device)
-        return self._mix(z, logits_global, logits_personal)[1]
+        none = double(z[:0].reshape(0))
+        return none if z.shape[0] == 0 else to_tensor(self._mix(z, logits_global, logits_personal)[1], like=none)
 
-    def _mix(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor) -> tuple[Tensor, Tensor]:
+    def _mix(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor) -> tuple[Tensor, Array]:
         if z.shape[1] != self._features:
             raise ValueError(f"features have {z.shape[1]} values, the descriptors {self._features}")
         logits, features = class_major(logits_global, logits_personal), from_tensor(z)  # (K, 2, B), (B, d)
@@ -141,7 +143,7 @@ class FedTHE(Adapter):
         probabilities = softmax(e * logits[:, 0] + (1 - e) * logits[:, 1])  # (K, B)
         self._history = to_host(past[-1])
         self._note(weight=e, similarity=similarity)
-        return to_tensor(probabilities.T, like=logits_global), to_tensor(e)
+        return to_tensor(probabilities.T, like=logits_global), e
 
     def _confidence(self, similarity: Array) -> Array:
         """Return λ_s [B]: the similarity itself, or the constant that the objective puts in its place."""
@@ -163,10 +165,10 @@ class FedTHE(Adapter):
     def _reset(self) -> None:
         self._history = None
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Any]:
         has_history = self._history is not None
         history = self._history if self._history is not None else np.zeros(self._features)
-        return {"history": torch.from_numpy(history), "has_history": torch.tensor(has_history)}
+        return {"history": history, "has_history": np.array(has_history)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
         self._history = to_host(from_tensor(state["history"])) if bool(state["has_history"]) else None

@@ -8,16 +8,18 @@ table; a fixed mixture of both heads is the row that every adaptive mixture has 
 
 from __future__ import annotations
 
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
+from fedtta.tta.arrays import from_tensor, namespace, softmax_of, to_host
 from fedtta.tta.base import Adapter
 from fedtta.tta.checks import check_choice, check_finite, check_number
 from fedtta.tta.collaborator import Collaborator
 from fedtta.tta.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 MIXES = ("probabilities", "logits")
 HEADS = {"global": "head", "personal": "personal_head"}
@@ -28,7 +30,7 @@ def check_two_heads(model: nn.Module, method: str) -> int:
     missing = [name for name in ("features", "head", "personal_head") if not hasattr(model, name)]
     if missing:
         raise ValueError(f"{method} needs a two-head model; {type(model).__name__} has no {', '.join(missing)}")
-    heads = cast(nn.Linear, model.head), cast(nn.Linear, model.personal_head)
+    heads = cast("nn.Linear", model.head), cast("nn.Linear", model.personal_head)
     if heads[0].weight.shape != heads[1].weight.shape:
         shapes = [tuple(head.weight.shape) for head in heads]
         raise ValueError(f"{method}: head and personal_head differ in shape: {shapes[0]} and {shapes[1]}")
@@ -49,10 +51,15 @@ def two_heads(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ValueError
         An output of the network is not finite; the message names the samples.
     """
-    z = cast(Tensor, model.features(x))  # type: ignore[operator]
+    z = cast("Tensor", model.features(x))  # type: ignore[operator]
     logits_global, logits_personal = model.head(z), model.personal_head(z)  # type: ignore[operator]
-    check_finite("the network's output", torch.cat((z, logits_global, logits_personal), 1))
+    _check_outputs(z, logits_global, logits_personal)
     return z, logits_global, logits_personal
+
+
+def _check_outputs(*outputs: Tensor) -> None:
+    """Raise ValueError naming the samples for which an output [B, ...] of the network is not finite."""
+    check_finite("the network's output", namespace(outputs[0]).concat(outputs, axis=1))
 
 
 def feature_head(model: nn.Module, head: str, method: str) -> nn.Linear:
@@ -67,7 +74,7 @@ def feature_head(model: nn.Module, head: str, method: str) -> nn.Linear:
     missing = [name for name in ("features", HEADS[head]) if not hasattr(model, name)]
     if missing:
         raise ValueError(f"{method} needs a network of features and a head; {type(model).__name__} has no {missing}")
-    return cast(nn.Linear, getattr(model, HEADS[head]))
+    return cast("nn.Linear", getattr(model, HEADS[head]))
 
 
 def features_and_logits(model: nn.Module, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
@@ -78,20 +85,20 @@ def features_and_logits(model: nn.Module, x: Tensor, head: str) -> tuple[Tensor,
     ValueError
         One of them is not finite; the message names the samples.
     """
-    z = cast(Tensor, model.features(x))  # type: ignore[operator]
-    logits = cast(Tensor, getattr(model, HEADS[head])(z))
-    check_finite("the network's output", torch.cat((z, logits), 1))
+    z = cast("Tensor", model.features(x))  # type: ignore[operator]
+    logits = cast("Tensor", getattr(model, HEADS[head])(z))
+    _check_outputs(z, logits)
     return z, logits
 
 
 def statistic_vector(name: str, value: Tensor | None, features: int) -> np.ndarray:
     """Return the statistic `name` as float64 [d]; raise ValueError naming it unless it holds d finite values."""
-    vector = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+    vector = to_host(from_tensor(value if value is not None else np.empty(0)))
     if vector.shape != (features,):
         raise ValueError(f"{name} has shape {tuple(vector.shape)}, the model has {features} features")
-    if not bool(torch.isfinite(vector).all()):
+    if not np.isfinite(vector).all():
         raise ValueError(f"{name} holds values that are not finite")
-    return vector.numpy().copy()
+    return vector
 
 
 class NoAdaptation(Collaborator):
@@ -125,8 +132,8 @@ class NoAdaptation(Collaborator):
 
     def _predict(self, x: Tensor) -> Tensor:
         logits = self.model(x)  # (B, K)
-        self._note(weight=torch.ones(len(x), dtype=torch.float64))
-        return torch.softmax(logits, 1)
+        self._note(weight=np.ones(len(x)))
+        return softmax_of(logits)
 
 
 class Personal(Adapter):
@@ -152,8 +159,8 @@ class Personal(Adapter):
 
     def _predict(self, x: Tensor) -> Tensor:
         _, _, logits_personal = two_heads(self.model, x)
-        self._note(weight=torch.zeros(len(x), dtype=torch.float64))
-        return torch.softmax(logits_personal, 1)
+        self._note(weight=np.zeros(len(x)))
+        return softmax_of(logits_personal)
 
 
 class FixedMix(Adapter):
@@ -198,11 +205,11 @@ class FixedMix(Adapter):
     def interpolate(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor) -> Tensor:
         """Return what `predict` returns, given the network's outputs z [B, d] and logits [B, K]."""
         if self.mix == "logits":
-            probabilities = torch.softmax(self.e * logits_global + (1 - self.e) * logits_personal, 1)
+            probabilities = softmax_of(self.e * logits_global + (1 - self.e) * logits_personal)
         else:
-            first, second = torch.softmax(logits_global, 1), torch.softmax(logits_personal, 1)
+            first, second = softmax_of(logits_global), softmax_of(logits_personal)
             probabilities = self.e * first + (1 - self.e) * second
-        self._note(weight=torch.full((len(z),), self.e, dtype=torch.float64))
+        self._note(weight=np.full(len(z), self.e, np.float64))
         return probabilities
 
 
@@ -235,4 +242,4 @@ class FedRoD(Adapter):
 
     def _predict(self, x: Tensor) -> Tensor:
         _, logits_global, logits_personal = two_heads(self.model, x)
-        return torch.softmax(logits_global + logits_personal, 1)  # (B, K)
+        return softmax_of(logits_global + logits_personal)  # (B, K)

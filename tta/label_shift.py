@@ -34,14 +34,17 @@ Decisions and deviations:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor, nn
+import numpy as np
 
+from fedtta.tta.arrays import double, log_softmax_of, namespace, softmax_of, to_device_of, to_host, to_tensor
 from fedtta.tta.base import Adapter
 from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
 from fedtta.tta.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 PREDICTIONS = ("hard", "soft")
 SUM_TOLERANCE = 1e-4  # of what should sum to 1, and may have been averaged in float32
@@ -67,7 +70,7 @@ def em_prior(posteriors: Tensor, source: Tensor, iterations: int = 100, toleranc
     ValueError
         A size or range does not fit, or a sample has probability 0 for every class that the source has.
     """
-    return em_prior_of_logs(posteriors.log(), source, iterations, tolerance)
+    return em_prior_of_logs(namespace(posteriors).log(posteriors), source, iterations, tolerance)
 
 
 def em_prior_of_logs(log_posteriors: Tensor, source: Tensor, iterations: int = 100, tolerance: float = 1e-6) -> Tensor:
@@ -78,18 +81,19 @@ def em_prior_of_logs(log_posteriors: Tensor, source: Tensor, iterations: int = 1
         raise ValueError(f"EM needs posteriors [B, K], B > 0, and a prior [K]: got {shapes}")
     if iterations < 1 or not tolerance >= 0:
         raise ValueError(f"iterations={iterations} must be at least 1, tolerance={tolerance} at least 0")
-    if bool(torch.isnan(log_posteriors).any()):
+    xp = namespace(source)
+    if bool(xp.isnan(log_posteriors).any()):
         raise ValueError("posteriors must be 0 or more, and numbers")
     _check_distribution("source", source)
-    logs = (log_posteriors - source.log()).masked_fill(source == 0, -torch.inf)  # of p_s(y|x) / p_s(y)
-    lost = torch.isneginf(logs).all(1)
+    logs = xp.where(source == 0, -np.inf, log_posteriors - _log(source))  # of p_s(y|x) / p_s(y)
+    lost = (logs == -np.inf).all(1)
     if bool(lost.any()):
-        bad = torch.nonzero(lost).flatten().tolist()
+        bad = [i for i, one in enumerate(lost.tolist()) if one]
         raise ValueError(f"samples {bad} have probability 0 for every class that the source has")
     prior = source
     for _ in range(iterations):
-        previous, prior = prior, torch.softmax(logs + prior.log(), 1).mean(0)
-        if float((prior - previous).abs().max()) <= tolerance:
+        previous, prior = prior, softmax_of(logs + _log(prior)).mean(0)
+        if float(abs(prior - previous).max()) <= tolerance:
             break
     return prior
 
@@ -118,11 +122,13 @@ def bbse_weights(confusion: Tensor, predicted: Tensor, rtol: float = 1e-6) -> Te
         raise ValueError(f"rtol={rtol} is outside [0, 1)")
     _check_distribution("confusion", confusion)
     _check_distribution("predicted", predicted)
-    weights = (torch.linalg.pinv(confusion, rtol=rtol) @ predicted).clamp_min(0)
+    xp = namespace(confusion)
+    weights = xp.linalg.pinv(confusion, rtol=rtol) @ predicted
+    weights = xp.where(weights > 0, weights, 0.0)
     source = confusion.sum(0)  # p_s
     if float(weights @ source) <= SMALLEST_MASS:
-        return torch.ones_like(weights)
-    return torch.where(source > 0, weights, 1.0)
+        return xp.ones_like(weights)
+    return xp.where(source > 0, weights, 1.0)
 
 
 def reweighted(logits: Tensor, weights: Tensor) -> Tensor:
@@ -130,7 +136,13 @@ def reweighted(logits: Tensor, weights: Tensor) -> Tensor:
 
     Weights are 0 or more, at least one of them positive.
     """
-    return torch.softmax(logits.double() + weights.double().log(), 1).to(logits)
+    return to_tensor(softmax_of(double(logits) + _log(double(weights))), like=logits)
+
+
+def _log(values: Tensor) -> Tensor:
+    """Return the logarithm; that of 0 is -inf, without a warning."""
+    with np.errstate(divide="ignore"):
+        return namespace(values).log(values)
 
 
 def required(statistics: Statistics | None, name: str, method: str, dimensions: int) -> Tensor:
@@ -144,16 +156,21 @@ def required(statistics: Statistics | None, name: str, method: str, dimensions: 
     value = getattr(statistics, name, None)
     if value is None:
         raise ValueError(f"{method} needs the statistics {name}, which are None")
-    table = torch.as_tensor(value).detach().double()
+    table = double(value)
     if table.ndim != dimensions or len(set(table.shape)) != 1:
         raise ValueError(f"{name} has shape {tuple(table.shape)}, not [{', '.join(['K'] * dimensions)}]")
     _check_distribution(name, table)
     return table / table.sum()
 
 
+def _beside(values: Tensor | np.ndarray, like: Tensor) -> Tensor:
+    """Return values where `like` lives."""
+    return to_device_of(values, like) if isinstance(values, np.ndarray) else values.to(like.device)
+
+
 def _check_distribution(name: str, table: Tensor) -> None:
     """Raise ValueError unless the values of `table` are 0 or more and sum to 1."""
-    if not bool(torch.isfinite(table).all()) or bool((table < 0).any()):
+    if not bool(namespace(table).isfinite(table).all()) or bool((table < 0).any()):
         raise ValueError(f"{name} holds values that are negative or not finite")
     if abs(float(table.sum()) - 1) > SUM_TOLERANCE:
         raise ValueError(f"{name} sums to {float(table.sum()):.6g}, not to 1")
@@ -207,14 +224,15 @@ class EM(Adapter):
     def _predict(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(x)
         check_finite("the network's output", logits)
-        source = self._source.to(logits.device)
+        source = _beside(self._source, logits)
         if logits.shape[1] != len(source):
             raise ValueError(f"label_prior has {len(source)} classes, the network's output {logits.shape[1]}")
         if len(x) == 0:
-            return torch.softmax(logits, 1)
-        prior = em_prior_of_logs(logits.double().log_softmax(1), source, self.iterations, self.tolerance)
-        self._note(shift=((prior - source).abs().sum() / 2).expand(len(x)))
-        return reweighted(logits, torch.where(source > 0, prior / source, 0.0))
+            return softmax_of(logits)
+        prior = em_prior_of_logs(log_softmax_of(double(logits)), source, self.iterations, self.tolerance)
+        self._note(shift=np.full(len(x), float(abs(prior - source).sum() / 2)))
+        xp, absent = namespace(source), source == 0
+        return reweighted(logits, xp.where(absent, 0.0, prior / xp.where(absent, 1.0, source)))
 
 
 class BBSE(Adapter):
@@ -265,16 +283,17 @@ class BBSE(Adapter):
     def _predict(self, x: Tensor) -> Tensor:
         logits: Tensor = self.model(x)
         check_finite("the network's output", logits)
-        confusion = self._confusion.to(logits.device)
+        confusion = _beside(self._confusion, logits)
         classes = logits.shape[1]
         if classes != len(confusion):
             raise ValueError(f"confusion has {len(confusion)} classes, the network's output {classes}")
         if len(x) == 0:
-            return torch.softmax(logits, 1)
+            return softmax_of(logits)
         if self.predictions == "hard":
-            predicted = torch.bincount(logits.argmax(1), minlength=classes).double() / len(x)
+            counts = np.bincount(to_host(logits.argmax(1)), minlength=classes)
+            predicted = _beside(counts / len(x), logits)
         else:
-            predicted = torch.softmax(logits.double(), 1).mean(0)
+            predicted = softmax_of(double(logits)).mean(0)
         weights = bbse_weights(confusion, predicted, self.rtol)
-        self._note(shift=((weights - 1).abs() @ confusion.sum(0) / 2).expand(len(x)))
+        self._note(shift=np.full(len(x), float(abs(weights - 1) @ confusion.sum(0) / 2)))
         return reweighted(logits, weights)

@@ -10,10 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
-from scipy.special import betaln
 
-from fedtta.tta.arrays import Array, Constants, largest, namespace
+from fedtta.tta.arrays import Array, Constants, is_tensor, largest, namespace, to_device_of, to_host
 
 #: Smaller shape parameters have tails longer than the nodes are worth.
 SMALLEST_SHAPE = 1e-4
@@ -39,7 +37,7 @@ class BetaRule:
 
     def __init__(self, shapes: np.ndarray) -> None:
         # P(m < m_0) <= m_0^a / (a B(a, b)), and likewise above: both tails left out weigh less than e^-39.
-        reach = ((39 - betaln(shapes[:, :1], shapes[:, 1:]) - np.log(shapes)) / shapes).max()
+        reach = ((39 - log_beta(shapes) - np.log(shapes)) / shapes).max()
         # The standard deviation of x is at least 2/sqrt(a+b); half of it a step leaves an error of about e^-79.
         step = min(0.25, 1 / np.sqrt(shapes.sum(1).max()))
         half = np.ceil(reach / step)
@@ -68,11 +66,20 @@ class BetaRule:
         density -= largest(density, 1)[:, None]
         density = xp.exp(density)
         if self._wide:  # e^-x alone would overflow
-            odds = xp.exp(xp.clip(log_tau[:, None] - arrays["logit"], min=-LARGEST_LOG, max=LARGEST_LOG))
+            odds = xp.exp(xp.clip(log_tau[:, None] - arrays["logit"], -LARGEST_LOG, LARGEST_LOG))
         else:
             odds = xp.exp(log_tau)[:, None] * arrays["odds"]
         odds += 1
         return (density / odds).sum(1) / density.sum(1)
+
+
+def log_beta(shapes: np.ndarray) -> np.ndarray:
+    """Return ln B(a, b) [n, 1] of pairs (a, b) [n, 2]."""
+    if (shapes[:, 0] == 1).all():  # as of BTFL's rule, which then needs no scipy: 20 MiB and most of a second
+        return -np.log(shapes[:, 1:])
+    from scipy.special import betaln
+
+    return betaln(shapes[:, :1], shapes[:, 1:])
 
 
 def mixing_weight(a: Any, b: Any, tau: Any) -> Any:
@@ -97,8 +104,8 @@ def mixing_weight(a: Any, b: Any, tau: Any) -> Any:
     ValueError
         A shape parameter is not finite or below 1e-4, or τ is negative or not a number.
     """
-    tensors = [value for value in (a, b, tau) if isinstance(value, torch.Tensor)]
-    host = [v.detach().cpu().numpy() if isinstance(v, torch.Tensor) else v for v in (a, b, tau)]
+    tensors = [value for value in (a, b, tau) if is_tensor(value)]
+    host = [to_host(value) if is_tensor(value) else value for value in (a, b, tau)]
     first, second, ratio = np.broadcast_arrays(*(np.asarray(value, dtype=np.float64) for value in host))
     shapes = np.stack((first.ravel(), second.ravel()), 1)  # (n, 2)
     if not (np.isfinite(shapes) & (shapes >= SMALLEST_SHAPE)).all():
@@ -107,7 +114,7 @@ def mixing_weight(a: Any, b: Any, tau: Any) -> Any:
         raise ValueError(f"tau must be at least 0, got {tau}")
     weight = _mean_of(shapes, ratio.ravel()).reshape(ratio.shape)
     if tensors:
-        return torch.from_numpy(weight).to(tensors[0].device)
+        return to_device_of(weight, tensors[0])
     return weight if any(isinstance(value, np.ndarray) for value in host) else weight[()]
 
 

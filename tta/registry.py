@@ -49,6 +49,10 @@ PATHS = {
     "fedicon": "fedtta.tta.fedicon:FedICON",
 }
 
+#: Adapters of arithmetic on a network's outputs alone: with a network that gives numpy arrays they need no torch. The
+#: others train, or replace layers, or keep tensors.
+LIGHT = ("none", "personal", "fixed_mix", "fedrod", "fedthe", "btfl", "t3a", "em", "bbse")
+
 
 class _Adapters(Mapping[str, "type[Adapter]"]):
     """Name → class, imported at the first look-up."""

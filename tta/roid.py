@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised
 from fedtta.tta.checks import check_finite, check_least, check_number, class_count
 from fedtta.tta.collaborator import affine_names
-from fedtta.tta.tent import entropy_of_logits
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
 CLIP = 0.99  # largest p in the likelihood ratio, above which the gradient is zero; published code

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.checks import check_finite, check_least, check_number, class_count
 from fedtta.tta.collaborator import Collaborator, affine_names, replace_batchnorms
-from fedtta.tta.tent import entropy_of_logits
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
 ROLES = ("student", "teacher")

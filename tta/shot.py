@@ -38,13 +38,13 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, normalize, one_hot, pad
 
 from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import Adapter, prefixed
 from fedtta.tta.bn_adapt import with_batch_statistics
 from fedtta.tta.checks import check_choice, check_finite, check_least, check_number, check_parts
 from fedtta.tta.collaborator import shared_parameters
 from fedtta.tta.heads import HEADS
 from fedtta.tta.statistics import Statistics
-from fedtta.tta.tent import entropy_of_logits
 
 
 def information_maximisation(logits: Tensor) -> Tensor:

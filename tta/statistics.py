@@ -13,14 +13,14 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedtta.models import ROTATION_PREFIX
-from fedtta.models.layers import by_block
+from fedtta.tta.arrays import is_tensor, namespace, to_host
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from fedtta.models import TwoHead
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -85,7 +85,7 @@ OWN_NEEDS = frozenset(statistic.need for statistic in STATISTICS.values() if sta
 class Statistics:
     """A client's statistics of the training data under the final global encoder.
 
-    An adapter reads the fields it needs; the rest may be None.
+    An adapter reads the fields it needs; the rest may be None. For a network that gives numpy arrays they are these.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class Statistics:
         """Return the fields that are known, as arrays by name; numbers have no dimension."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            name: value.detach().cpu().numpy() if isinstance(value, Tensor) else np.array(value, np.float64)
+            name: to_host(value) if np.ndim(value) else np.array(value, np.float64)
             for name, value in values.items()
             if value is not None
         }
@@ -132,9 +132,17 @@ class Statistics:
     @classmethod
     def from_arrays(cls, arrays: Arrays, device: torch.device | None = None) -> Statistics:
         """Return what `to_arrays` was made of; arrays without a dimension become numbers."""
+        import torch
+
         values: dict[str, Any] = {
             name: torch.tensor(value, device=device) if value.ndim else float(value) for name, value in arrays.items()
         }
+        return cls(**values)
+
+    @classmethod
+    def of_arrays(cls, arrays: Arrays) -> Statistics:
+        """Return `from_arrays` for a network that gives numpy arrays."""
+        values: dict[str, Any] = {name: value if value.ndim else float(value) for name, value in arrays.items()}
         return cls(**values)
 
     @classmethod
@@ -153,6 +161,9 @@ class Statistics:
 
 def statistics_shapes(needs: Collection[str], model: TwoHead) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and dtype of every statistic that clients send, given the needs of a run's adapters."""
+    from fedtta.models import ROTATION_PREFIX
+    from fedtta.models.layers import by_block  # imports torch, which the statistics themselves do not need
+
     names = [name for name in model.global_state() if not name.startswith(ROTATION_PREFIX)]
     sizes = {"features": model.feature_dim, "classes": model.num_classes, "blocks": len(by_block(model, names))}
     return {
@@ -183,4 +194,5 @@ def discretise(z: Any) -> Any:
     Tensor or np.ndarray
         Of the kind, dtype and shape of z, with values in {0, 1}.
     """
-    return torch.round(torch.tanh(z)) if isinstance(z, Tensor) else np.round(np.tanh(z))
+    z = z if is_tensor(z) else np.asarray(z)
+    return namespace(z).round(namespace(z).tanh(z))

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 
 from fedtta.models import ROTATION_PREFIX
 from fedtta.models.layers import by_block
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.atp import adapted, directions
 from fedtta.tta.base import Adapter
 from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
 from fedtta.tta.modules import module_tensors
 from fedtta.tta.statistics import Statistics
-from fedtta.tta.tent import entropy_of_logits
 
 
 def blocks(model: nn.Module) -> dict[str, list[str]]:

@@ -23,17 +23,18 @@ Decisions and deviations:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
+from fedtta.tta.arrays import entropy_of_logits, from_tensor, softmax, to_device_of, to_host, to_tensor
 from fedtta.tta.base import Adapter
 from fedtta.tta.checks import check_choice, check_finite, check_least
 from fedtta.tta.heads import feature_head, features_and_logits
 from fedtta.tta.statistics import Statistics
-from fedtta.tta.tent import entropy_of_logits
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 PROTOTYPES = ("mean", "direction")
 SMALLEST_NORM = 1e-12  # as torch's `normalize`
@@ -89,14 +90,14 @@ class T3A(Adapter):
         z, logits = features_and_logits(self.model, x, self.head)
         entropy = entropy_of_logits(logits)
         check_finite("the entropy", entropy)
-        values, directions = z.cpu().double().numpy(), _directions(z)
+        values, directions = to_host(from_tensor(z)), _directions(z)
         scores = np.empty(logits.shape)
         # Nothing below can fail: the state is changed in place.
         for i, (k, h) in enumerate(zip(logits.argmax(1).tolist(), entropy.tolist(), strict=True)):
             self._admit(k, directions[i], h)
             scores[i] = self._prototypes @ values[i]
         self._note(entropy=entropy)
-        return torch.softmax(torch.as_tensor(scores), 1).to(logits)
+        return to_tensor(to_device_of(softmax(scores.T).T, logits), like=logits)
 
     def _admit(self, k: int, direction: np.ndarray, entropy: float) -> None:
         """Let a feature's direction [d] join class k, if it is among the M most certain ones."""
@@ -129,15 +130,15 @@ class T3A(Adapter):
         self._sums = _directions(rows)
         if self.support:
             self._supports[:, 0] = self._sums
-            self._entropies[:, 0] = entropy_of_logits(self._linear(rows)).cpu().double().numpy()
+            self._entropies[:, 0] = to_host(from_tensor(entropy_of_logits(self._linear(rows))))
         self._prototypes = self._prototypes_of(self._sums, self._counts)
 
-    def _state(self) -> dict[str, Tensor]:
+    def _state(self) -> dict[str, Any]:
         kept = {"supports": self._supports, "entropies": self._entropies} if self.support else {"sums": self._sums}
-        return {name: torch.as_tensor(value) for name, value in {**kept, "counts": self._counts}.items()}
+        return {**kept, "counts": self._counts}
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        arrays = {name: value.cpu().numpy().copy() for name, value in state.items()}
+        arrays = {name: to_host(value) for name, value in state.items()}
         counts = arrays["counts"]
         if (counts < 1).any() or (self.support and (counts > self.support).any()):
             raise ValueError(f"state 'counts' of T3A must be at least 1 and at most support: {counts.tolist()}")
@@ -161,7 +162,7 @@ def _directions(vectors: Tensor) -> np.ndarray:
     ValueError
         A length is not finite.
     """
-    values = vectors.detach().cpu().double()
-    lengths = values.norm(dim=1, keepdim=True)
+    values = to_host(from_tensor(vectors))
+    lengths = np.linalg.norm(values, axis=1, keepdims=True)
     check_finite("the length of the features", lengths)
-    return (values / lengths.clamp_min(SMALLEST_NORM)).numpy()
+    return values / np.maximum(lengths, SMALLEST_NORM)

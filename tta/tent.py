@@ -23,16 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from fedtta.models.optim import FunctionalOptimizer
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised
 from fedtta.tta.checks import check_finite, check_least
 from fedtta.tta.collaborator import affine_names
-
-
-def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Return the entropy, in nats, of softmax(logits [B, K]) for every sample [B]; p = 0 has a finite gradient."""
-    log_p = logits.log_softmax(1)
-    return -(log_p.exp() * log_p).sum(1)
 
 
 class Tent(BatchNormalised):

@@ -20,8 +20,9 @@ from torch import Generator, Tensor, nn
 from fedtta.benchmarks.clients import summarize
 from fedtta.benchmarks.papers import values
 from fedtta.benchmarks.speed.measurement import Measured, Ratio, clock_and_processor
+from fedtta.client.adapters import make_adapter
 from fedtta.client.device import Device
-from fedtta.client.evaluation import Neighbours, make_adapter, memorize
+from fedtta.client.evaluation import Neighbours, memorize
 from fedtta.client.state import MemoryState, NetworkStore, private_folder
 from fedtta.client.statistics import ON_REQUEST, join_statistics
 from fedtta.data import Federation, Images

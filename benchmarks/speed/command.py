@@ -24,6 +24,7 @@ from fedtta.benchmarks.speed.adapters import adapters, bbn, methods, seconds
 from fedtta.benchmarks.speed.agent import agent
 from fedtta.benchmarks.speed.deployment import deployment
 from fedtta.benchmarks.speed.federation import engines, memory, rounds, shipping
+from fedtta.benchmarks.speed.light import light
 from fedtta.benchmarks.speed.loops import loops
 from fedtta.benchmarks.speed.measurement import Part, Ratio, one_core
 from fedtta.benchmarks.speed.mixing import mixing
@@ -51,6 +52,7 @@ PARTS: dict[str, Part] = {
     "data": Part("Corruptions over a copy of the images, partitions over a shuffle", data_path, one_core=True),
     "sources": Part("Growth of a process that reads a device's own images over its bound", sources),
     "agent": Part("Seconds of requests to the agent over the bare forward pass", agent),
+    "light": Part("The agent on onnxruntime beside the one in torch", light),
     "deployment": Part("Seconds of a deployed training round over an empty Flower app's", deployment),
 }
 

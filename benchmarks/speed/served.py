@@ -7,7 +7,7 @@ digits, accurate enough for the agent's guard to accept the stream.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,18 @@ STOPPING = 60.0  # seconds that an agent may take to save and end
 
 def sample_images(count: int) -> NDArray[np.uint8]:
     """Return test images of all clients, repeated up to uint8 [count, 3, 32, 32]."""
-    federation = federation_of(SETTINGS)
-    test = np.concatenate([split.test for split in federation.splits])
+    return federation_of(SETTINGS).images.pixels[_samples(count)]
+
+
+def sample_labels(count: int) -> NDArray[np.int64]:
+    """Return the labels [count] of `sample_images`."""
+    return federation_of(SETTINGS).images.labels[_samples(count)]
+
+
+def _samples(count: int) -> NDArray[np.int64]:
+    test = np.concatenate([split.test for split in federation_of(SETTINGS).splits])
     order = np.random.default_rng(0).permutation(test)
-    return federation.images.pixels[order[np.arange(count) % len(order)]]
+    return order[np.arange(count) % len(order)]
 
 
 @torch.no_grad()
@@ -95,7 +103,9 @@ def _mean_entropy(logits: Tensor) -> float:
 
 
 @contextmanager
-def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+def running(
+    folder: Path, served: Served, keys: Mapping[str, Any], prepare: Callable[[Path], None] | None = None
+) -> Iterator[tuple[str, int]]:
     """Run an agent (`python -m fedtta.client.agent`) that has a model; yield its address and process id.
 
     Parameters
@@ -104,6 +114,8 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
         Absolute and short, for the sockets are in it, too; made here.
     keys : mapping
         Of the agent's config, besides those that place it.
+    prepare : callable, optional
+        Called with the folder of the stored model before the agent starts.
 
     Raises
     ------
@@ -113,8 +125,10 @@ def running(folder: Path, served: Served, keys: Mapping[str, Any]) -> Iterator[t
     folder.mkdir()
     config = nodes.agent_config(folder, folder, str(PARTITION), {"device": SETTINGS.device, **keys})
     store = Store(folder / f"agent-{PARTITION}", 1, print)
-    store.add(served, "served")
+    model = store.add(served, "served")
     store.close()
+    if prepare is not None:
+        prepare(folder / f"agent-{PARTITION}" / "models" / model.name)
     address = f"unix:{folder}/a{PARTITION}"
     process = nodes.start_agent(folder / "home", config)
     try:

@@ -42,8 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
     """Serve until a signal arrives in `asked`; then answer accepted requests, save, and return the exit status."""
-    from fedtta.client.agent.core import Agent  # imports torch, which refusing an invalid config does not need
+    from fedtta.client.agent.core import Agent  # slow to import, which refusing an invalid config does not need
 
+    if config.runtime == "onnx":
+        from fedtta.client.agent.light import return_freed_memory
+
+        return_freed_memory()
     try:
         agent = Agent(config)
     except (ValueError, OSError, RuntimeError) as error:

@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedtta.client.agent.config import Acceptance
 from fedtta.client.agent.live import Live, as_floats
-from fedtta.client.serving import Served
-from fedtta.data import Images, Split
-from fedtta.models.arrays import all_finite, array_finite
+from fedtta.client.served import ServedModel
+from fedtta.models.arrays import array_finite
+from fedtta.tta.arrays import to_host, untracked
 from fedtta.tta.estimates import confidences
 
 if TYPE_CHECKING:
     from fedtta.client.device import Device
+    from fedtta.data import Images, Split
 
 MOST = 512  # samples of a check, evenly spaced over the split
 LEAST = 16  # with fewer samples, shares of classes and agreement say nothing
@@ -97,18 +97,20 @@ def spaced(index: NDArray[np.int64]) -> NDArray[np.int64]:
     return index[np.linspace(0, len(index) - 1, min(len(index), MOST)).astype(np.int64)]
 
 
-def comparable(one: Served, other: Served | None) -> bool:
+def comparable(one: ServedModel, other: ServedModel | None) -> bool:
     """Return whether two models take the same images and know the same classes."""
     return other is not None and one.shape == other.shape and one.classes == other.classes
 
 
-def check(candidate: Served, served: Served | None, samples: Samples, limits: Acceptance, lost: float = 0.0) -> Check:
+def check(
+    candidate: ServedModel, served: ServedModel | None, samples: Samples, limits: Acceptance, lost: float = 0.0
+) -> Check:
     """Check a model (see the module).
 
     Parameters
     ----------
-    candidate : Served
-    served : Served or None
+    candidate : ServedModel
+    served : ServedModel or None
         What is served now, if anything.
     lost : float
         By how much the served model is less accurate than the best one since the owner's last decision: many offers
@@ -153,33 +155,22 @@ def _noise(shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     return np.random.default_rng(0).integers(0, 256, (BATCH, *shape), np.uint8)
 
 
-def not_finite(served: Served) -> str:
+def not_finite(served: ServedModel) -> str:
     """Return the name of a weight or private value that is not finite; empty for none."""
-    state = served.network.state_dict()
-    if not all_finite([value for value in state.values() if value.is_floating_point()]):
-        return next(name for name, value in state.items() if not bool(torch.isfinite(value).all()))
-    arrays = {name: np.asarray(value) for name, value in served.arrays().items()}
+    arrays = {**served.network_arrays(), **served.arrays()}
     return next((name for name, value in arrays.items() if value.dtype.kind == "f" and not array_finite(value)), "")
 
 
-@torch.no_grad()
-def probabilities(served: Served, pixels: NDArray[Any]) -> NDArray[np.float32]:
+def probabilities(served: ServedModel, pixels: NDArray[Any]) -> NDArray[np.float32]:
     """Return the unadapted probabilities [n, K] of images [n, C, H, W]."""
-    device = next(served.network.parameters()).device
-    rows = []
-    for begin in range(0, len(pixels), BATCH):
-        x = torch.from_numpy(as_floats(pixels[begin : begin + BATCH])).to(device)
-        x = x.contiguous(memory_format=torch.channels_last)
-        rows.append(torch.softmax(served.network(x), 1).cpu().numpy())
-    return np.concatenate(rows)
+    starts = range(0, len(pixels), BATCH)
+    with untracked():
+        return np.concatenate([served.unadapted(as_floats(pixels[begin : begin + BATCH])) for begin in starts])
 
 
-@torch.no_grad()
-def _adapted(served: Served, pixels: NDArray[Any]) -> NDArray[np.float32]:
+def _adapted(served: ServedModel, pixels: NDArray[Any]) -> NDArray[np.float32]:
     """Return what a new adapter predicts for the first images."""
-    device = next(served.network.parameters()).device
-    x = torch.from_numpy(as_floats(pixels[:BATCH])).to(device).contiguous(memory_format=torch.channels_last)
-    return served.build().predict(x).cpu().numpy()
+    return to_host(served.build().predict(served.images(as_floats(pixels[:BATCH]))))
 
 
 def _shares(predicted: NDArray[Any], classes: int) -> NDArray[np.float64]:

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from fedtta.client.agent.policy import Policy
 from fedtta.client.names import LEFT, TABLES, absolute_source, check_name, parse_class_map
+from fedtta.models.exported import PRECISIONS
 from fedtta.settings import Scalar, SettingsError, assignments, from_toml
 from fedtta.settings.logs import FORMATS, LEVELS
 from fedtta.settings.names import is_loopback
@@ -21,6 +22,8 @@ PATHS = ("state_dir", "data_dir", "model", "certificate", "key", "client_ca")
 #: Keys that only a TCP address has.
 TLS = ("certificate", "key", "client_ca")
 UNIX = "unix:"
+RUNTIMES = ("torch", "onnx")
+PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
 LAST_PORT = 65535
 
 
@@ -97,6 +100,10 @@ class AgentConfig:
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>")
 
     # What it predicts with
+    runtime: str = setting(
+        "torch", "what runs the network: torch, or onnx, lighter for adapters that allow it", RUNTIMES
+    )
+    precision: str = setting("float32", "of the network under runtime = onnx; int8 needs data", PRECISIONS)
     adapter: str = setting("fedthe", "test-time adaptation, with options: 'fedthe[beta=0.3]'")
     base: str = setting("global", "network that the adapter gets", ("global", "personalised"))
     training: str = setting("", "training whose model is served; empty: the first one of a run that fits the adapter")
@@ -168,6 +175,10 @@ class AgentConfig:
             raise SettingsError("state-dir = '': allowed is a folder")
         if self.device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", self.device):
             raise SettingsError(f"device = {self.device!r}: allowed are auto, cpu, cuda, cuda:<index>")
+        if self.precision != "float32" and not (self.runtime == "onnx" and self.data):
+            raise SettingsError(
+                f"precision = {self.precision!r}: allowed with runtime = onnx and data of its own, which calibrate it"
+            )
         self._check_addresses()
         self._check_adapter()
 
@@ -203,9 +214,14 @@ class AgentConfig:
 
     def _check_adapter(self) -> None:
         """Refuse an adapter that does not exist, or that needs a whole test set."""
-        from fedtta.tta.registry import info
+        from fedtta.tta.registry import LIGHT, info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
+        if self.runtime == "onnx" and name not in LIGHT:
+            raise SettingsError(
+                f"adapter = {self.adapter!r} adapts the network itself, which runtime = onnx has as a fixed graph; "
+                f"allowed there are {', '.join(LIGHT)}"
+            )
         if whole_set := info(name).whole_set:
             option, value = whole_set
             if options.get(option, info(name).options[option][1]) == value:
@@ -239,6 +255,11 @@ class AgentConfig:
     def state_folder(self) -> Path:
         """Return `state-dir`."""
         return Path(self.state_dir).expanduser()
+
+    @property
+    def private_folder(self) -> Path:
+        """Return the folder of the private state of all runs."""
+        return self.state_folder / PRIVATE
 
     @property
     def index(self) -> Path:

@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import torch
 from numpy.typing import NDArray
 
 from fedtta.client.agent.audit import Audit
-from fedtta.client.agent.candidate import Samples
+from fedtta.client.agent.backend import Backend, Offer
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.lifecycle import Changed, Lifecycle
@@ -24,24 +23,21 @@ from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
 from fedtta.client.agent.observation import Observation
-from fedtta.client.agent.own_data import Scan, Scans, samples_of
 from fedtta.client.agent.predictions import NoModel, Prediction, joined, parts_of
+from fedtta.client.agent.scans import Scan, Scans
 from fedtta.client.agent.status import Saved, Status
 from fedtta.client.agent.store import Store
-from fedtta.client.agent.work import Work, own_node
-from fedtta.client.node import make_device, perform
-from fedtta.client.resources import resolve_device
-from fedtta.client.serving import from_file
+from fedtta.client.agent.work import Work
 from fedtta.client.state import forget_runs
 from fedtta.messages.replies import Evaluated, Identity, Reply, Telemetry
 from fedtta.messages.requests import AdapterRow, Base, Evaluate, Observe, Request
 from fedtta.models.deadline import Deadline
+from fedtta.models.exported import file_digest
 from fedtta.settings import logs
 
 LOG = logging.getLogger("fedtta.agent")
 NOTES = 100  # notes kept, the newest ones
 ATTEMPTS = 2  # to save before the agent stops
-PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
 LOG_FILE = "agent.log"
 
 
@@ -77,23 +73,21 @@ class Agent:
     """
 
     def __init__(self, config: AgentConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        torch.set_num_threads(1)  # equal bits; and training leaves a core to predictions
         self.config, self._clock, self._start = config, clock, clock()
         self._notes: deque[str] = deque(maxlen=NOTES)
-        self._device = resolve_device(config.device)
         name, base = config.adapter_name, cast(Base, config.base)
         self._row = AdapterRow(name, name, config.adapter_options, base)
-        self._private = config.state_folder / PRIVATE
-        self._node = own_node(config, self._private, self._note)
         self._current, self._working = "", threading.Lock()
         self.trouble = ""
         self.log = EventLog(config.state_folder / LOG_FILE, config.log_mb << 20, config.name)
-        self._scans = Scans(config, self.log, self._note, clock)
-        self._store = Store(config.state_folder, config.snapshots_kept, self._note, config.models_kept)
+        self.backend = _backend(config, self._row, self._note)
+        self._scans = Scans(config, self.log, self._note, self.backend.scan, clock)
+        kept = config.snapshots_kept, self._note, config.models_kept
+        self._store = Store(config.state_folder, *kept, self.backend.load)
         self.observation = Observation(config, clock)
         self.audit = Audit(config.state_folder, config.log_mb << 20)
-        self._work = Work(config.policy, self._node, self._private, self.audit)
-        self._models = Lifecycle(config, self._row, self._device, self._store, self._note, self.log, self._save)
+        self._work = Work(config.policy, self.backend.check, config.private_folder, self.audit)
+        self._models = Lifecycle(config, self._row, self._store, self._note, self.log, self._save)
         self.log.version = lambda: self._live.version if self._live else ""
         try:
             self._models.start()
@@ -101,6 +95,7 @@ class Agent:
                 self._offer_file(Path(config.model))
         except BaseException as error:
             self.log.write("stop", error=str(error))
+            self.backend.close()
             self._store.close()
             raise
         self.log.write("start", adapter=config.adapter)
@@ -321,9 +316,10 @@ class Agent:
 
     def _answer(self, request: Request) -> Reply:
         """Answer a request that the policy allows."""
-        reply = perform(request, self._node, self._work.admit)
+        serves = isinstance(request, Evaluate) and self._serves(request)
+        reply, offer = self.backend.answer(request, self._row if serves else None)
         if isinstance(request, Evaluate) and isinstance(reply, Evaluated):
-            reply = replace(reply, served=self._take_over(request))
+            reply = replace(reply, served=self._take_over(request, offer))
         if isinstance(reply, Identity):
             self._scans.take(reply)
         self._forget_runs(request.run)
@@ -332,7 +328,9 @@ class Agent:
     def _forget_runs(self, current: str) -> None:
         """Remove the private state of old runs; a failure does not affect the reply."""
         try:
-            for run in forget_runs(self._private, current, self.config.runs_kept, self.config.policy.least_days_kept):
+            for run in forget_runs(
+                self.config.private_folder, current, self.config.runs_kept, self.config.policy.least_days_kept
+            ):
                 self._note(f"run {run} forgotten: it is not among the last {self.config.runs_kept}")
         except OSError as error:
             self._note(f"old runs could not be removed: {error}")
@@ -360,6 +358,7 @@ class Agent:
             self.log.write("stop", error=lost)
             return lost
         finally:
+            self.backend.close()
             self._store.close()
 
     def _note(self, text: str) -> None:
@@ -378,28 +377,40 @@ class Agent:
             raise NoModel("no model yet: the evaluation that ends a training brings one")
         return self._live
 
-    def _take_over(self, request: Evaluate) -> str:
-        """Offer the model of an evaluation, if it is of the served training; return what became of it."""
-        run, training, wanted = request.run, request.task.training, self.config.training
+    def _serves(self, request: Evaluate) -> bool:
+        """Return whether the model of an evaluation is to be offered: it is of the served training."""
+        training = self.config.training or self._models.training_of(request.run)
+        return self.config.policy.serve != "never" and request.task.training == (training or request.task.training)
+
+    def _take_over(self, request: Evaluate, offer: Offer | str) -> str:
+        """Offer the model of an evaluation; return what became of it."""
+        run, training = request.run, request.task.training
         if self.config.policy.serve == "never":
             return "refused: policy serve: no new model is served here"
-        if training != (wanted or self._models.training_of(run) or training):
+        if not offer:
             return ""
         try:
-            device = make_device(request, self._node)
-            served = replace(device.serve(request, self._row), origin=f"{run}/{training}/{request.round}")
-            return self._models.offer(served, Samples.of_device(device, request.round))
+            if isinstance(offer, str):
+                raise ValueError(offer)
+            return self._offer(offer)
         except (ValueError, RuntimeError) as error:  # the evaluation itself has succeeded, and its result counts
             self._note(f"the model of {run}/{training} is not served: {error}")
             self.log.write("refused", version=f"{run}/{training}/{request.round}", reason=str(error))
             return f"refused: {error}"
 
+    def _offer(self, offer: Offer) -> str:
+        try:
+            return self._models.offer(offer.served, offer.samples, offer.file)
+        finally:
+            offer.discard()
+
     def _offer_file(self, path: Path) -> None:
         """Offer the model file of the config, unless its content was accepted before."""
         try:
-            served, digest = from_file(path, self._row, self._device)
-            if digest != self._store.file or self._live is None:  # its copy here may be damaged
-                self._models.offer(served, samples_of(self.config, served), digest)
+            if not path.is_file():
+                raise FileNotFoundError(f"there is no file {path}")
+            if file_digest(path) != self._store.file or self._live is None:  # its copy here may be damaged
+                self._offer(self.backend.from_file(path))
         except (ValueError, OSError) as error:
             if self._live is None:
                 raise ValueError(f"model = {path}: {error}") from error
@@ -433,3 +444,14 @@ class Agent:
                 self._save()
             except Exception as error:  # this thread must go on
                 self._not_saved(error)
+
+
+def _backend(config: AgentConfig, row: AdapterRow, note: Callable[[str], None]) -> Backend:
+    """Return what does the agent's work."""
+    if config.runtime == "onnx":
+        from fedtta.client.agent.light import Light
+
+        return Light(config, row, note)
+    from fedtta.client.agent.local import Local  # imports torch, which the other one does without
+
+    return Local(config, row, note)

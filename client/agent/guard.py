@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.client.agent.config import Limits
-from fedtta.client.serving import Baseline, entropy
+from fedtta.client.served import Baseline, entropy
 
 COLLAPSES = ("non-finite", "collapse", "disagreement")
 DEGENERATE = ("one-class", "constant", "noise", "small-batch")

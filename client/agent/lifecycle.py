@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedtta.client.agent.candidate import Check, Samples, Shadow, check, comparable
@@ -25,7 +24,7 @@ from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model, State
 from fedtta.client.agent.observation import Recent
 from fedtta.client.agent.store import Store
-from fedtta.client.serving import Served
+from fedtta.client.served import ServedModel
 from fedtta.messages.requests import AdapterRow
 
 ROLLED_BACK, REJECTED = "rolled back by the operator", "rejected by the operator"
@@ -61,7 +60,6 @@ class Lifecycle:
     config : AgentConfig
     row : AdapterRow
         The adapter that models are served with.
-    device : torch.device
     store : Store
     note : callable
         Called with a line of text for the owner.
@@ -81,13 +79,12 @@ class Lifecycle:
         self,
         config: AgentConfig,
         row: AdapterRow,
-        device: torch.device,
         store: Store,
         note: Callable[[str], None],
         log: EventLog,
         save: Callable[[], None],
     ) -> None:
-        self.config, self.row, self.device, self.store, self.log = config, row, device, store, log
+        self.config, self.row, self.store, self.log = config, row, store, log
         self._note, self._save = note, save
         self.predicting, self.saving = threading.RLock(), threading.RLock()
         self.live: Live | None = None
@@ -104,7 +101,7 @@ class Lifecycle:
     def _start_with(self, served: Model) -> bool:
         """Serve a model, or an older one if its files cannot be read; return False if it does not fit the adapter."""
         for model in (served, *self._older()):
-            found = self.store.load_model(self.device, model)
+            found = self.store.load_model(model)
             if found is None:
                 continue
             try:
@@ -155,12 +152,12 @@ class Lifecycle:
         if self._shadow is not None:
             self._shadow.predict(as_floats(pixels), answered)
 
-    def offer(self, served: Served, samples: Samples, file: str = "") -> str:
+    def offer(self, served: ServedModel, samples: Samples, file: str = "") -> str:
         """Check a model, and serve it, try it in shadow or let it wait for approval.
 
         Parameters
         ----------
-        served : Served
+        served : ServedModel
         samples : Samples
             What it is checked on.
         file : str
@@ -334,15 +331,15 @@ class Lifecycle:
         self.log.write(event, version=live.version, former=former.version if former else "", **values)
         self._save()
 
-    def _made(self, served: Served) -> Live:
+    def _made(self, served: ServedModel) -> Live:
         watched = self.config.guard and self.config.adapter_name != "none"  # "none" does not adapt
-        return Live(served, self.config.limits if watched else None, self.device, self._guard)
+        return Live(served, self.config.limits if watched else None, self._guard)
 
     def _guard(self, text: str) -> None:
         self._note(text)
         self.log.write("guard", what=text)
 
-    def _fitted(self, served: Served) -> Live:
+    def _fitted(self, served: ServedModel) -> Live:
         """Return a stored model with this device's adapter and its newest snapshot; ValueError if it does not fit."""
         if served.row.base != self.row.base:
             raise ValueError(f"its base is {served.row.base}")
@@ -361,7 +358,7 @@ class Lifecycle:
 
     def _loaded(self, model: Model) -> Live:
         """Return a model from the state directory; ValueError if it cannot be read or does not fit."""
-        served = self.store.load_model(self.device, model)
+        served = self.store.load_model(model)
         if served is None:
             raise ValueError(f"model {model.version} cannot be read")
         return self._fitted(served)

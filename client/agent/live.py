@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import Guard, LastGood, Verdict, flat_images
 from fedtta.client.agent.observation import Recent
-from fedtta.client.serving import Served
+from fedtta.client.served import ServedModel
 from fedtta.messages.arrays import Arrays
+from fedtta.tta.arrays import softmax_of, to_host, untracked
 from fedtta.tta.heads import NoAdaptation, two_heads
 from fedtta.tta.registry import info
 
@@ -31,10 +30,9 @@ class Live:
 
     Parameters
     ----------
-    served : Served
+    served : ServedModel
     limits : Limits or None
         Limits of the guard; None: no guard.
-    device : torch.device
     note : callable
         Called with a line of text when the guard begins to act.
 
@@ -52,10 +50,8 @@ class Live:
         How often the guards of the models before it have acted, by kind.
     """
 
-    def __init__(
-        self, served: Served, limits: Limits | None, device: torch.device, note: Callable[[str], None]
-    ) -> None:
-        self.served, self.device, self._note = served, device, note
+    def __init__(self, served: ServedModel, limits: Limits | None, note: Callable[[str], None]) -> None:
+        self.served, self._note = served, note
         self.adapter = served.build()
         self.digest = served.digest()
         self.version = f"{served.origin}/{self.digest[:8]}"
@@ -69,7 +65,6 @@ class Live:
         self.recent = Recent()
         self.former_events: dict[str, int] = {}
 
-    @torch.no_grad()
     def predict(self, pixels: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None, bool]:
         """Return probabilities [B, K], e [B] or None, and whether they are adapted.
 
@@ -84,7 +79,11 @@ class Live:
             The unadapted network's output is not finite, or there is no guard and the adapter failed. The adapter is
             unchanged then.
         """
-        x = torch.from_numpy(pixels).to(self.device).contiguous(memory_format=torch.channels_last)
+        with untracked():
+            return self._predict(pixels)
+
+    def _predict(self, pixels: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None, bool]:
+        x = self.served.images(pixels)
         if self.guard is None:
             adapted, weights = self._adapted(x)
             self.samples += len(x)
@@ -134,8 +133,7 @@ class Live:
 
     def state(self) -> Arrays:
         """Return copies of the state to be saved."""
-        learned = {name: value.cpu().numpy() for name, value in self.adapter.state_dict().items()}
-        arrays = {f"{ADAPTER}{name}": value for name, value in learned.items()}
+        arrays = {f"{ADAPTER}{name}": to_host(value) for name, value in self.adapter.state_dict().items()}
         if self.guard is not None:
             arrays |= {f"{GUARD}{name}": value for name, value in self.guard.state().items()}
         return arrays
@@ -143,7 +141,7 @@ class Live:
     def load(self, arrays: Arrays, samples: int) -> None:
         """Restore a `state()`; ValueError if it does not fit, and nothing has changed then."""
         learned = {name: value for name, value in arrays.items() if name.startswith(ADAPTER)}
-        state = {name.removeprefix(ADAPTER): torch.from_numpy(value).to(self.device) for name, value in learned.items()}
+        state = {name.removeprefix(ADAPTER): self.served.given(value) for name, value in learned.items()}
         self.adapter.load_state_dict(state)
         self.samples = self.saved = self.tried = samples
         self.changed = False
@@ -166,19 +164,19 @@ class Live:
             self._note(f"guard: {verdict.kind} after {self.samples} samples: {verdict.action}")
         self._noted = counts
 
-    def _go_back(self, state: dict[str, Tensor]) -> None:
+    def _go_back(self, state: dict[str, Any]) -> None:
         self.adapter.load_state_dict(state)
         self._good.spoil()
 
-    def _unadapted(self, x: Tensor) -> tuple[NDArray[np.float32], tuple[Tensor, Tensor, Tensor] | None]:
+    def _unadapted(self, x: Any) -> tuple[NDArray[np.float32], tuple[Any, Any, Any] | None]:
         """Return the global head's probabilities [B, K], and the outputs of both heads if the adapter mixes them."""
         if hasattr(self.adapter, "interpolate"):  # one pass of the network for both
             heads = two_heads(self.served.network, x)
-            return _array(torch.softmax(heads[1], 1)), heads
-        return _array(torch.softmax(self.served.network(x), 1)), None
+            return _array(softmax_of(heads[1])), heads
+        return _array(softmax_of(self.served.network(x))), None
 
     def _tried(
-        self, x: Tensor, heads: tuple[Tensor, Tensor, Tensor] | None
+        self, x: Any, heads: tuple[Any, Any, Any] | None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Return what `_adapted` returns; NaN if the adapter fails, which the guard detects."""
         try:
@@ -189,18 +187,18 @@ class Live:
             return np.full((len(x), len(self.served.classes)), np.nan, np.float32), None
 
     def _adapted(
-        self, x: Tensor, heads: tuple[Tensor, Tensor, Tensor] | None = None
+        self, x: Any, heads: tuple[Any, Any, Any] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Adapt to a batch; return the probabilities [B, K], and e [B] if the adapter mixes the heads."""
         adapter: Any = self.adapter
         rows = _array(adapter.predict(x) if heads is None else adapter.interpolate(*heads))
         weight = adapter.take_report().get("weight")
-        fits = self._mixes and isinstance(weight, Tensor) and weight.shape == (len(x),)
+        fits = self._mixes and weight is not None and tuple(weight.shape) == (len(x),)
         return rows, _array(weight) if fits else None
 
 
-def _array(values: Tensor) -> NDArray[np.float32]:
-    return np.asarray(values.detach().cpu().numpy(), np.float32)
+def _array(values: Any) -> NDArray[np.float32]:
+    return np.asarray(to_host(values), np.float32)
 
 
 def checked(pixels: NDArray[Any], shape: tuple[int, int, int]) -> NDArray[Any]:

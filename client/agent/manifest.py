@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from fedtta.client.serving import REST
+from fedtta.client.served import REST
 from fedtta.models import load_arrays
 
 SCHEMA = 2

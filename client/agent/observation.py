@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.guard import Guard
 from fedtta.client.agent.status import Status
-from fedtta.client.node import SOFTWARE
+from fedtta.client.names import SOFTWARE
 from fedtta.messages.record import NAME_LENGTH, printable
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
 from fedtta.settings.versions import versions

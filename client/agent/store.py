@@ -19,10 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from fedtta.client.agent.manifest import SCHEMA, Entry, Manifest, Model, NewerSchema, State, rebuilt
-from fedtta.client.serving import Served
+from fedtta.client.served import ServedModel
 from fedtta.messages.arrays import Arrays
 from fedtta.models import load_arrays, save_arrays
 from fedtta.settings.files import make_folder, write_atomically
@@ -33,6 +31,8 @@ LEAST = 2  # models, and snapshots of each, that are kept
 FORMAT, VERSION = "fedtta-adapter-state", "1"
 #: Raised by files that cannot be read.
 DAMAGED = (ValueError, OSError, KeyError, TypeError)
+#: Reads a model from its folder; raises one of `DAMAGED`.
+Load = Callable[[Path], ServedModel]
 
 
 class StateInUse(RuntimeError):
@@ -80,6 +80,8 @@ class Store:
         Called with a line of text about events such as refused files.
     models : int
         Models to keep, the served one included, not fewer than `LEAST`.
+    load : callable, optional
+        Reads a model from its folder; default: with torch, on the CPU.
 
     Raises
     ------
@@ -89,8 +91,11 @@ class Store:
         The manifest was written by a newer version of the agent.
     """
 
-    def __init__(self, folder: Path, kept: int, note: Callable[[str], None], models: int = 3) -> None:
+    def __init__(
+        self, folder: Path, kept: int, note: Callable[[str], None], models: int = 3, load: Load | None = None
+    ) -> None:
         self.folder, self._note, self._limits = folder, note, (max(models, LEAST), max(kept, LEAST))
+        self._load = load or _load_on_cpu
         self._lock = Lock(folder)
         try:
             self._manifest = self._open()
@@ -133,13 +138,13 @@ class Store:
         """Return the names of a model's snapshots, oldest first; `model` is its digest."""
         return [entry.name for entry in self._manifest.snapshots if entry.model == model]
 
-    def load_model(self, device: torch.device, model: Model | None = None) -> Served | None:
+    def load_model(self, model: Model | None = None) -> ServedModel | None:
         """Return a model, by default the served one; None if there is none or (noted) it cannot be read."""
         model = model or self.served
         if model is None:
             return None
         try:
-            served = Served.load(self._models / model.name, device)
+            served = self._load(self._models / model.name)
             if served.digest() != model.digest:
                 raise ValueError(f"{self._models / model.name}: not the model that the manifest names")
         except DAMAGED as error:
@@ -147,7 +152,7 @@ class Store:
             return None
         return served
 
-    def add(self, served: Served, state: State, check: Mapping[str, float] | None = None, file: str = "") -> Model:
+    def add(self, served: ServedModel, state: State, check: Mapping[str, float] | None = None, file: str = "") -> Model:
         """Store a model in place of a former candidate; nothing changes on OSError.
 
         Parameters
@@ -174,7 +179,7 @@ class Store:
             raise
         return next(one for one in self.models if one.name == model.name)
 
-    def refit(self, served: Served) -> None:
+    def refit(self, served: ServedModel) -> None:
         """Store another version of the served model, such as for another adapter, and remove that with its snapshots.
 
         Nothing changes on OSError.
@@ -335,7 +340,7 @@ class Store:
         models = {}
         for folder in self._folders():
             try:
-                served = Served.load(folder, torch.device("cpu"))
+                served = self._load(folder)
             except DAMAGED as error:
                 self._note(f"model refused: {error}")
                 continue
@@ -393,6 +398,15 @@ class Store:
             if path not in named:
                 with contextlib.suppress(OSError):  # the next sweep tries again
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _load_on_cpu(folder: Path) -> ServedModel:
+    """Return a model whose network runs in torch."""
+    import torch
+
+    from fedtta.client.serving import Served
+
+    return Served.load(folder, torch.device("cpu"))
 
 
 def _served(manifest: Manifest, name: str, reason: str = "") -> Manifest:

@@ -15,17 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fedtta.client.agent.audit import DAY, DONE, HOUR, Audit, sent
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.policy import MIB, RESERVED, SETTINGS_BYTES, Policy, PolicyError, phase_of
-from fedtta.client.device import Device
-from fedtta.client.names import parse_class_map
-from fedtta.client.node import Node, settings_of
-from fedtta.client.state import MemoryState
 from fedtta.messages.arrays import array_bytes
 from fedtta.messages.replies import Adapted, Evaluated, RefinedRates, Reply, Telemetry, Validated
-from fedtta.messages.requests import Observe, Request, Summarize, Train
+from fedtta.messages.requests import Observe, Request
 from fedtta.models.deadline import Deadline, Stopped
-from fedtta.settings import Scalar, keys_in
 
 #: Counts of right predictions on the validation split, of which a reply has some.
 VALIDATED = ("validation_correct", "personal_validation_correct", "trained_correct", "decoded_correct")
@@ -39,15 +33,16 @@ class Work:
     Parameters
     ----------
     policy : Policy
-    node : Node
+    check : callable
+        Refuses a request by what it says (`Policy.check_request`).
     private : Path
         Folder of the private state of all runs.
     audit : Audit
     """
 
-    def __init__(self, policy: Policy, node: Node, private: Path, audit: Audit) -> None:
+    def __init__(self, policy: Policy, check: Callable[[Request], None], private: Path, audit: Audit) -> None:
         self.policy, self.audit = policy, audit
-        self._node, self._private = node, private
+        self._check_request, self._private = check, private
 
     def perform(self, request: Request, answer: Callable[[Request], Reply], deadline: Deadline | None = None) -> Reply:
         """Answer a request if the policy allows it.
@@ -55,7 +50,7 @@ class Work:
         Parameters
         ----------
         answer : callable
-            Does the work, and calls `admit` when the device's samples are known.
+            Does the work, and refuses it when the device's samples are known and too few.
         deadline : Deadline, optional
             The caller's.
 
@@ -130,7 +125,7 @@ class Work:
     def _check(self, request: Request, received: int) -> None:
         """Refuse a request before anything of it is done."""
         self._check_message(request, received)
-        self.policy.check_request(request, settings_of(request, self._node), bool(self._node.source))
+        self._check_request(request)
         self._check_rate(phase_of(request.kind))
         self._check_state(request.run)
 
@@ -155,41 +150,6 @@ class Work:
         size = sum(path.stat().st_size for path in self._private.rglob("*") if path.is_file()) / MIB
         if size > self.policy.most_state_mb:
             raise PolicyError("most-state-mb", f"{size:.0f} MiB", f"{self.policy.most_state_mb}")
-
-    def admit(self, request: Request, device: Device) -> None:
-        """Refuse what too few samples of a device would stand behind."""
-        federation = device.federation.in_round(int(getattr(request, "round", 1)))
-        split = federation.splits[device.partition]
-        training = 0 if device.role == "target" else len(split.train)
-        self.policy.check_samples(request, training, len(split.validation))
-        if isinstance(request, Train | Summarize) and training and self.policy.weighs_samples:
-            self.policy.check_effective(request, *device.effective_samples(request))
-
-
-def own_node(config: AgentConfig, private: Path, note: Callable[[str], None]) -> Node:
-    """Return the node of an agent, whose own paths and data stand in place of those that a message names.
-
-    Parameters
-    ----------
-    private : Path
-        Folder of the private state of all runs.
-    note : callable
-        Called with a line of text for the owner.
-    """
-    settings: dict[str, Scalar] = dict.fromkeys(keys_in("paths"), "")
-    settings |= {"data-dir": config.data_dir, "state-dir": str(private), "device": config.device}
-    settings |= {"download": config.policy.download, **config.limits_of_data}
-    return Node(
-        config.name,
-        MemoryState(),
-        config.data,
-        config.role or None,
-        settings,
-        class_map=parse_class_map(config.class_map),
-        index=config.index,
-        note=note,
-        least_batch=config.policy.least_batch_size,
-    )
 
 
 def coarse(reply: Reply, policy: Policy) -> Reply:

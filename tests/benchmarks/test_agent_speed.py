@@ -98,7 +98,7 @@ def test_the_fabricated_model_is_like_a_trained_one() -> None:
     # the personal head is sure of its client's classes, and both are far from no idea
     assert 0 < known.entropy_local < known.entropy_global < 0.5 * np.log(10)
     for adapter in ("fedthe", "btfl"):  # the guard finds nothing in the stream
-        live = Live(replace(made, row=AdapterRow(adapter, adapter)), Limits(), torch.device("cpu"), print)
+        live = Live(replace(made, row=AdapterRow(adapter, adapter)), Limits(), print)
         answers = [live.predict(as_floats(checked(part, made.shape))) for part in streams.batches(pixels, 20)]
         assert all(adapted for _, _, adapted in answers)
         assert np.concatenate([weights for _, weights, _ in answers]).std() > 0

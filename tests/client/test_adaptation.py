@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedtta import tta
 from fedtta.client.adaptation import Adaptation, adapt, batch_of, score, streams_of
-from fedtta.client.evaluation import make_adapter
+from fedtta.client.adapters import make_adapter
 from fedtta.client.state import DirectoryState, MemoryState
 from fedtta.data import CORRUPTIONS
 from fedtta.messages.requests import AdapterRow as Row

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from fedtta.client.adapters import make_adapter
 from fedtta.client.algorithms import find_algorithm
-from fedtta.client.evaluation import make_adapter, memorize
+from fedtta.client.evaluation import memorize
 from fedtta.client.node import make_device
-from fedtta.client.serving import NETWORK, REST, Baseline, Served, missing_heads
+from fedtta.client.served import NETWORK, REST, Baseline
+from fedtta.client.serving import Served, missing_heads
 from fedtta.messages.requests import AdapterRow
 from tests.client.agent.world import SETTINGS, sample_images, served, trained
 

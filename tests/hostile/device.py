@@ -92,7 +92,7 @@ SITE = RUN.replace(classes=",".join(map(str, range(10))))
 
 def own_images(agent: Agent) -> tuple[np.ndarray, np.ndarray]:
     """The images of its own that a device trains on, and all others."""
-    device = make_device(Identify(settings=to_json(SITE), run="run1"), agent._node)
+    device = make_device(Identify(settings=to_json(SITE), run="run1"), agent.backend.node)
     split, images = device.federation.splits[0], device.federation.images
     return images.pixels[split.train], images.pixels[np.concatenate([split.validation, split.test])]
 

@@ -39,7 +39,7 @@ from tests.client.agent import fake
 from tests.client.agent.test_encoded import encoded, model_file
 from tests.client.agent.test_lifecycle import kill, moved, offer
 from tests.client.agent.test_main import ROOT, START, command
-from tests.client.agent.test_store import CPU, model, state
+from tests.client.agent.test_store import model, state
 from tests.client.agent.world import config, sample_images, train
 from tests.hostile.disk import FULL, Disk, from_on, numbers, once
 from tests.server.test_resume import SMALL, assert_same, described, devices
@@ -82,7 +82,7 @@ def after_a_kill(folder: Path, copy: Path) -> list[Kept]:
     store = Store(copy, 3, notes.append)
     assert not notes
     found = kept(store)
-    assert all(store.load_model(CPU, one) is not None for one in store.models if one.state != "refused")
+    assert all(store.load_model(one) is not None for one in store.models if one.state != "refused")
     store.close()
     shutil.rmtree(copy)
     return found

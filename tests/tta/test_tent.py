@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.bn_adapt import BNAdapt
-from fedtta.tta.tent import Tent, entropy_of_logits
+from fedtta.tta.tent import Tent
 from tests.tta.networks import CLASSES, conv_network, images, mlp_network, two_head_network, vectors
 
 LR = 0.05  # large: the steps must show

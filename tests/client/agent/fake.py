@@ -20,8 +20,8 @@ from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.lifecycle import Changed
 from fedtta.client.agent.manifest import Model
 from fedtta.client.agent.observation import Observation
-from fedtta.client.agent.own_data import Scan
 from fedtta.client.agent.predictions import NoModel, Prediction
+from fedtta.client.agent.scans import Scan
 from fedtta.client.agent.server import Running, serve
 from fedtta.client.agent.status import Saved, Status
 from fedtta.messages import agent_pb2 as pb

@@ -19,7 +19,6 @@ from fedtta.models import TwoHead
 from tests.client.agent.world import labels, sample_images, served
 
 LIMITS = Acceptance()
-CPU = torch.device("cpu")
 
 
 def changed(change: Callable[[TwoHead], None], adapter: str = "none") -> Served:
@@ -174,7 +173,7 @@ def test_samples_are_spread_over_a_large_split() -> None:
 
 
 def trial(model: Served, labelled: bool = False, wanted: int = 40) -> Shadow:
-    return Shadow(Live(model, None, CPU, lambda text: None), wanted, labelled)
+    return Shadow(Live(model, None, lambda text: None), wanted, labelled)
 
 
 def answered(pixels: np.ndarray) -> np.ndarray:

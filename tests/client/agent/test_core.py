@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedtta.client.agent import core
+from fedtta.client.agent import core, local
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.predictions import NoModel
 from fedtta.client.agent.store import StateInUse
@@ -221,7 +221,7 @@ def test_predictions_go_on_beside_requests_which_run_one_at_a_time(agents: Any, 
         assert go_on.wait(60)
         return Evaluated(num_examples=1, checked=0, leaked=0, results=[])
 
-    monkeypatch.setattr(core, "perform", slow)
+    monkeypatch.setattr(local, "perform", slow)
     replies: list[Reply] = []
     request = Identify(**common())
     threads = [threading.Thread(target=lambda: replies.append(agent.perform(request))) for _ in range(2)]
@@ -247,7 +247,7 @@ def test_old_runs_are_forgotten_and_that_is_noted(
 ) -> None:
     agent, request = agents(runs_kept=2), start[1]
     private = folder / "state" / "private"
-    monkeypatch.setattr(agent, "_take_over", lambda request: None)
+    monkeypatch.setattr(agent, "_take_over", lambda request, offer: None)
     for run in ("run2", "run3"):
         again = DirectoryState(private, run, "0")
         for key, tags in (one := DirectoryState(private, "run1", "0")).tags().items():

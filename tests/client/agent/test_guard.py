@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import COLLAPSES, Guard, LastGood, Verdict, flat_images
 from fedtta.client.agent.live import Live, as_floats, checked
-from fedtta.client.serving import Baseline, entropy
+from fedtta.client.served import Baseline, entropy
 from tests.client.agent.world import served, unseen
 
 K = 4
@@ -196,7 +195,7 @@ def degenerate() -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.int64] | N
 
 
 def answers(name: str, pixels: NDArray[np.uint8], size: int, limits: Limits | None) -> tuple[NDArray[np.int64], Live]:
-    live = Live(served(name), limits, torch.device("cpu"), lambda text: None)
+    live = Live(served(name), limits, lambda text: None)
     parts = [pixels[begin : begin + size] for begin in range(0, len(pixels), size)]
     return np.concatenate(
         [live.predict(as_floats(checked(part, live.served.shape)))[0].argmax(1) for part in parts]
@@ -245,7 +244,7 @@ def test_small_batches_are_noted_once_and_other_events_each_time(monkeypatch: py
     """A note tells how many samples came before it."""
     pixels, _ = unseen()
     notes: list[str] = []
-    live = Live(served("tent"), REAL, torch.device("cpu"), notes.append)
+    live = Live(served("tent"), REAL, notes.append)
     assert live.guard is not None
     events, kinds = live.guard.events, iter(["small-batch", "small-batch", "noise", "noise"])
 

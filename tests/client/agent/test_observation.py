@@ -17,7 +17,7 @@ from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import Guard
 from fedtta.client.agent.observation import CONFIDENCE_WINDOW, Observation, Recent, folder_bytes, resident_bytes
 from fedtta.client.agent.status import Status
-from fedtta.client.serving import Baseline
+from fedtta.client.served import Baseline
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
 from tests.client.agent.fake import config
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedtta.client.agent import own_data
+from fedtta.client.agent import own_data, scans
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.core import Agent
 from fedtta.client.node import Node, make_device, perform
@@ -230,7 +230,7 @@ def test_the_first_scan_fills_the_index_while_predictions_go_on_and_a_run_waits_
     agent = Agent(own(source, name="site-a"))
     with ThreadPoolExecutor(1) as pool:
         assert reads.begun.wait(60)
-        assert own_data.SCANNING in agent.status().data_notes
+        assert scans.SCANNING in agent.status().data_notes
         assert len(agent.predict(np.zeros((1, 3, 16, 16), np.uint8)).probabilities) == 1
         settings = to_json(RUN.replace(image_size=24, window="0,4095"))
         identified = pool.submit(agent.perform, Identify(settings=settings, run="run1"))
@@ -240,7 +240,7 @@ def test_the_first_scan_fills_the_index_while_predictions_go_on_and_a_run_waits_
         reads.go.set()
         assert identified.result(60).samples == 90
     until(lambda: not agent.scanning)
-    assert own_data.SCANNING not in agent.status().data_notes
+    assert scans.SCANNING not in agent.status().data_notes
     (line,) = logged(agent, "scan")
     assert (line["samples"], line["used"], line["skipped"]) == (90, 90, 0)
     assert line["seconds"] >= 0
@@ -307,7 +307,7 @@ def test_a_run_gets_the_devices_limits(tmp_path: Path, own: Any) -> None:
         agent.perform(Identify(settings=run, run="run1"))
     agent.close()
     agent = Agent(own(source, image_cache_mb=7))
-    settings = make_device(Identify(settings=run, run="run1"), agent._node).settings
+    settings = make_device(Identify(settings=run, run="run1"), agent.backend.node).settings
     assert (settings.image_cache_mb, settings.max_megapixels, settings.max_skipped) == (7, 100.0, 0.1)
     agent.close()
 

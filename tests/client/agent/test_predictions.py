@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -172,7 +171,7 @@ class Slow:
     """A real model that waits before its first batch, so that the others are joined."""
 
     def __init__(self, adapter: str) -> None:
-        self.live = Live(served(adapter), None, torch.device("cpu"), lambda text: None)
+        self.live = Live(served(adapter), None, lambda text: None)
         self.per, self.may, self.calls = self.live.adapter.per, threading.Event(), 0
 
     def check(self, pixels: NDArray[Any]) -> NDArray[Any]:

@@ -13,17 +13,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from fedtta.client.agent import store as store_module
 from fedtta.client.agent.store import SCHEMA, StateInUse, Store
-from fedtta.client.serving import Baseline, Served
+from fedtta.client.served import Baseline
+from fedtta.client.serving import Served
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import build
 from tests.client.agent.world import fork, killed, said
-
-CPU = torch.device("cpu")
 
 
 @lru_cache(maxsize=8)
@@ -59,7 +57,7 @@ def test_the_last_snapshots_and_the_model_come_back(tmp_path: Path) -> None:
     store, notes = opened(tmp_path)
     assert store.names == ["000002", "000003", "000004"]
     assert newest(store) == ("000004", 40, 4.0)
-    served = store.load_model(CPU)
+    served = store.load_model()
     assert served is not None
     assert served.digest() == model().digest()
     assert not notes
@@ -132,7 +130,7 @@ def test_an_unreadable_manifest_is_rebuilt_from_the_files(tmp_path: Path, conten
     store, notes = opened(tmp_path)
     assert store.names == ["000002", "000003"]
     assert newest(store) == ("000003", 30, 3.0)
-    assert store.load_model(CPU) is not None
+    assert store.load_model() is not None
     assert "manifest.json" in notes[0]
     assert "000004.safetensors" in notes[1]
     store.close()
@@ -154,10 +152,10 @@ def test_a_damaged_model_is_named(tmp_path: Path) -> None:
     filled(tmp_path)
     damage(tmp_path / "models" / "1" / "network.safetensors", "bit")
     store, notes = opened(tmp_path)
-    assert store.load_model(CPU) is None
+    assert store.load_model() is None
     assert "network.safetensors" in notes[0]
     store.add(model(), "served")  # and life goes on
-    assert store.load_model(CPU) is not None
+    assert store.load_model() is not None
     store.close()
 
 
@@ -199,7 +197,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, fails: str, monkeypatch: py
 def save_for_ever(pipe: Connection, folder: Path) -> None:
     """Save as fast as it goes; say what is durable."""
     store = Store(folder, 2, lambda text: None)
-    if store.load_model(CPU) is None:
+    if store.load_model() is None:
         store.add(model(), "served")
     found = newest(store)
     count = 0 if found is None else found[1]
@@ -222,7 +220,7 @@ def test_kill_at_any_moment_loses_nothing_that_was_saved(tmp_path: Path) -> None
         store, notes = opened(tmp_path, 2)
         found = newest(store)
         assert not notes
-        assert store.load_model(CPU) is not None
+        assert store.load_model() is not None
         if found is None:  # killed between a new model and its first snapshot
             assert (last + 1) % 10 == 0
         else:
@@ -282,8 +280,8 @@ def test_a_process_that_ends_at_any_write_leaves_one_served_model(
         again, notes = opened(folder)
         states = [one.state for one in again.models]
         assert (states.count("served"), notes) == (1, [])
-        assert again.load_model(CPU) is not None
-        assert all(again.load_model(CPU, one) for one in again.models if one.state != "refused")
+        assert again.load_model() is not None
+        assert all(again.load_model(one) for one in again.models if one.state != "refused")
         assert again.served is not None
         if again.names:
             assert again.load(again.served.digest) is not None

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedtta.client.agent import audit, core
+from fedtta.client.agent import audit, local
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.policy import Policy, PolicyError
@@ -68,7 +68,7 @@ def test_it_waits_for_no_training_and_no_prediction(monkeypatch: pytest.MonkeyPa
         assert end.wait(TIMEOUT)
         raise ValueError("cut off")
 
-    monkeypatch.setattr(core, "perform", slow)
+    monkeypatch.setattr(local, "perform", slow)
     with short_folder() as path, ThreadPoolExecutor(2) as pool:
         agent = Agent(config(path))
         sockets = serve(agent, agent.config)

@@ -1,0 +1,74 @@
+"""The adapter of a row: made from the run's settings and what the training gave; without torch where it needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fedtta.messages.requests import AdapterRow
+from fedtta.settings import Settings
+from fedtta.tta import Adapter, Statistics
+from fedtta.tta.registry import create, info
+
+if TYPE_CHECKING:
+    from fedtta.models import TwoHead
+    from fedtta.models.exported import ExportedNetwork
+    from fedtta.tta.knn_per import Datastore, KNNPer
+
+
+class Memorized(Protocol):
+    """A client's memorized samples (`fedtta.client.evaluation.Neighbours`)."""
+
+    @property
+    def store(self) -> Datastore:
+        """Return features and labels of the training split."""
+
+    def best_weight(self, adapter: KNNPer, batch_size: int) -> float:
+        """Return the weight of the vote with the most correct validation predictions."""
+
+
+def make_adapter(
+    row: AdapterRow,
+    model: TwoHead | ExportedNetwork,
+    settings: Settings,
+    statistics: Statistics | None = None,
+    rates: Mapping[str, Mapping[str, float]] | None = None,
+    neighbours: Memorized | None = None,
+    **given: Any,
+) -> Adapter:
+    """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.
+
+    `given` are options of the round, such as FedProx's; an adapter without such an option ignores them.
+
+    Raises
+    ------
+    ValueError
+        As `fedtta.tta.create`.
+    """
+    variant_rates = (rates or {}).get(str(row.options.get("adapt", "all")))
+    declared_options = info(row.adapter).options
+    applied = {name: value for name, value in given.items() if name in declared_options}
+    options = {**_defaults(row.adapter, settings), **applied, **row.options}
+    network: Any = model  # of the adapters that take an `ExportedNetwork`, none asks for more than it has
+    adapter = create(
+        row.adapter, network, statistics, variant_rates, neighbours.store if neighbours else None, **options
+    )
+    if neighbours is not None and "weight" not in row.options:
+        from fedtta.tta.knn_per import KNNPer
+
+        if isinstance(adapter, KNNPer):
+            adapter.weight = neighbours.best_weight(adapter, settings.eval_batch_size)
+    return adapter
+
+
+def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
+    """Return the options of an adapter that follow from the run's settings, where a row does not set them."""
+    follow: dict[str, Any] = {"seed": settings.seed}
+    if views := info(adapter).views:
+        from fedtta.data import DATASETS  # imports torch, as the views do
+
+        dataset_info = DATASETS[settings.dataset]
+        follow["augment"] = views.for_data(flip=dataset_info.flip, crop=dataset_info.crop)
+    if settings.leave_one_out:
+        follow["leave_one_out"] = settings.clients
+    return {name: value for name, value in follow.items() if name in info(adapter).options}

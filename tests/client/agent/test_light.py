@@ -1,0 +1,340 @@
+"""The light agent: predictions and histories as in torch, no torch in its process, a child that does the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from fedtta.client.agent.audit import lines
+from fedtta.client.agent.config import Limits
+from fedtta.client.agent.core import Agent
+from fedtta.client.agent.light import Exported, Light
+from fedtta.client.agent.live import Live
+from fedtta.client.agent.policy import Policy, PolicyError
+from fedtta.client.agent.store import Store
+from fedtta.client.served import NETWORK, Baseline, ServedModel
+from fedtta.client.serving import Served
+from fedtta.messages.replies import Evaluated, Identity
+from fedtta.messages.requests import AdapterRow, Evaluate, Identify, Train
+from fedtta.models import build
+from fedtta.models.deadline import Deadline, Stopped
+from fedtta.models.export import export_encoder
+from fedtta.models.exported import ENCODER
+from fedtta.settings import Settings, SettingsError
+from fedtta.tta import Statistics
+from fedtta.tta.arrays import entropy_of_logits
+from fedtta.tta.registry import ADAPTERS, LIGHT, info
+from tests.client.agent.world import TASK, common, config, initial, sample_images, train
+
+ROOT = Path(__file__).parents[3]
+NETWORKS = {"cnn": {"norm": "batch"}, "resnet20-bn": {}, "resnet20-gn": {}}
+SIZE, CLASSES = 16, 6
+#: Adapter, options beside the default ones, and whether it is guarded.
+ROWS: list[tuple[str, dict[str, Any], bool]] = [
+    *((name, {}, False) for name in LIGHT),
+    *((name, {}, True) for name in ("btfl", "t3a", "em")),
+    ("btfl", {"rectify": "product"}, False),
+    ("fedthe", {"history": "batch"}, True),
+    ("t3a", {"support": 3, "prototype": "direction", "head": "personal"}, False),
+    ("t3a", {"support": 0}, False),
+    ("bbse", {"predictions": "soft"}, False),
+    ("fixed_mix", {"mix": "logits", "e": 0.3}, False),
+]
+CLOSE = {"rtol": 0, "atol": 1e-5}
+#: EM's iterations on one image magnify the network's rounding.
+CLOSE_OF: dict[str, dict[str, float]] = {"em": {"rtol": 0, "atol": 5e-5}}
+
+
+@lru_cache(maxsize=1)
+def pixels() -> NDArray[np.float32]:
+    return np.random.default_rng(1).random((40, 3, SIZE, SIZE), np.float32)
+
+
+@torch.no_grad()
+def made(name: str) -> Served:
+    """A network with all statistics; its BatchNorm layers have seen data, its heads do not agree."""
+    options = NETWORKS[name]
+    spec = {"name": name, "num_classes": CLASSES, "image_size": SIZE, **options}
+    network = build(**spec, seed=3)  # type: ignore[arg-type]
+    network.train()(torch.from_numpy(pixels()))
+    z = network.eval().features(torch.from_numpy(pixels()))
+    for head in (network.head, network.personal_head):
+        head.weight.mul_(3 / (z @ head.weight.T).std())
+    heads = network.personal_head, network.head
+    entropies = [float(entropy_of_logits(head(z)).median()) for head in heads]  # so that there are events
+    generator = np.random.default_rng(2)
+    confusion = np.eye(CLASSES) + generator.random((CLASSES, CLASSES))
+    prior = generator.random(CLASSES) + 0.2
+    statistics = Statistics(
+        descriptor_local=z[:30].double().mean(0),
+        descriptor_global=z.double().mean(0),
+        dle_local=torch.from_numpy(generator.random(z.shape[1])),
+        dle_global=torch.from_numpy(generator.random(z.shape[1])),
+        entropy_local=entropies[0],
+        entropy_global=entropies[1],
+        label_prior=torch.from_numpy(prior / prior.sum()),
+        confusion=torch.from_numpy(confusion / confusion.sum()),
+    )
+    settings: Any = {key.replace("-", "_"): value for key, value in Settings().select("adapter").items()}
+    classes = tuple(map(str, range(CLASSES)))
+    row = AdapterRow("none", "none")
+    return Served(row, network, spec, settings, classes, Baseline.unknown(CLASSES), statistics, origin="r/t/1")
+
+
+@pytest.fixture(scope="module", params=list(NETWORKS))
+def both(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Served, Exported]:
+    """One model in torch, and as it is read without."""
+    served, folder = made(request.param), tmp_path_factory.mktemp(request.param)
+    served.save(folder)
+    export_encoder(served.network, served.shape, folder / NETWORK)
+    return served, Exported.load(folder)
+
+
+def live(served: ServedModel, adapter: str, options: dict[str, Any], guard: bool) -> Live:
+    row = AdapterRow(adapter, adapter, options)
+    return Live(replace(served, row=row), Limits(window=16) if guard else None, lambda text: None)
+
+
+def stream(one: Live, begin: int, end: int) -> list[NDArray[np.float32]]:
+    """What is answered to samples in batches of 1, 7, 1, 7, ..., with e where there is one."""
+    found = []
+    while begin < end:
+        size = 1 if begin % 8 == 0 else 7
+        rows, weights, adapted = one.predict(pixels()[begin : min(begin + size, end)])
+        found += [rows, np.zeros(0) if weights is None else weights, np.array([adapted])]
+        begin += size
+    return found
+
+
+@pytest.mark.parametrize(("adapter", "options", "guard"), ROWS, ids=str)
+def test_probabilities_are_torchs_and_histories_move_both_ways(
+    both: tuple[Served, Exported], adapter: str, options: dict[str, Any], guard: bool
+) -> None:
+    heavy, light = (live(one, adapter, options, guard) for one in both)
+    assert heavy.digest == light.digest
+    close = CLOSE_OF.get(adapter, CLOSE)
+    for ours, theirs in zip(stream(light, 0, 24), stream(heavy, 0, 24), strict=True):
+        np.testing.assert_allclose(ours, theirs, **close)
+    states = heavy.state(), light.state()
+    assert {name: (value.dtype, value.shape) for name, value in states[0].items()} == {
+        name: (value.dtype, value.shape) for name, value in states[1].items()
+    }
+    moved = [live(one, adapter, options, guard) for one in both]
+    moved[0].load(states[1], light.samples)
+    moved[1].load(states[0], heavy.samples)
+    heavy.load(states[0], heavy.samples)
+    expected = stream(heavy, 24, 40)
+    for one in moved:
+        for ours, theirs in zip(stream(one, 24, 40), expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, **close)
+
+
+def test_a_history_matters(both: tuple[Served, Exported]) -> None:
+    """Otherwise the test before would say nothing of histories."""
+    for adapter in ("btfl", "fedthe", "t3a"):
+        fresh, light = (live(both[1], adapter, {}, False) for _ in range(2))
+        stream(light, 0, 24)
+        pairs = zip(stream(light, 24, 40), stream(fresh, 24, 40), strict=True)
+        assert max(float(abs(one * 1.0 - other).max(initial=0)) for one, other in pairs) > 1e-4
+
+
+def test_bad_input_is_refused_as_in_torch(both: tuple[Served, Exported]) -> None:
+    for served, kind in zip(both, ("tensor", "array"), strict=True):
+        adapter, bad = served.build(), pixels()[:3].copy()
+        bad[1, 0, 0, 0] = np.nan
+        with pytest.raises(ValueError, match=r"samples \[1\] of the batch hold values that are not finite"):
+            adapter.predict(served.images(bad))
+        with pytest.raises(TypeError, match=f"needs a floating-point {kind}, got"):
+            adapter.predict(both[kind == "tensor"].images(pixels()[:3]))
+        with pytest.raises(ValueError, match="state of NoAdaptation has the names"):
+            adapter.load_state_dict({"foreign": served.given(np.zeros(1))})
+
+
+@pytest.mark.parametrize("adapter", sorted(set(ADAPTERS) - set(LIGHT)))
+def test_adapters_that_adapt_the_network_are_refused_with_what_is_allowed(tmp_path: Path, adapter: str) -> None:
+    if info(adapter).whole_set:
+        return
+    with pytest.raises(SettingsError, match=f"adapter = '{adapter}' adapts the network itself.*allowed there are none"):
+        config(tmp_path, runtime="onnx", adapter=adapter)
+
+
+@pytest.mark.parametrize("both", ["cnn"], indirect=True)
+def test_int8_is_close_and_another_precision_is_another_export(both: tuple[Served, Exported], tmp_path: Path) -> None:
+    served, plain = both
+    served.save(tmp_path)
+    export_encoder(served.network, served.shape, tmp_path / NETWORK, pixels())
+    with pytest.raises(ValueError, match="its precision is int8, not float32"):
+        Exported.load(tmp_path)
+    rounded = Exported.load(tmp_path, "int8")
+    assert rounded.digest() == plain.digest()
+    one, other = (model.unadapted(pixels()) for model in (rounded, plain))
+    assert 1e-4 < abs(one - other).max() < 0.3
+    assert (one.argmax(1) == other.argmax(1)).mean() > 0.9
+    assert (tmp_path / ENCODER).stat().st_size < plain.network.path.with_name(ENCODER).stat().st_size / 2
+    with pytest.raises(ValueError, match="int8 needs 16 images for its calibration, there are 2"):
+        export_encoder(served.network, served.shape, tmp_path / NETWORK, pixels()[:2])
+
+
+@pytest.mark.parametrize("keys", [{"runtime": "onnx"}, {"data": "folder:/data"}])
+def test_int8_needs_the_runtime_and_data(tmp_path: Path, keys: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="precision = 'int8': allowed with runtime = onnx and data of its own"):
+        config(tmp_path, adapter="btfl", precision="int8", **keys)
+
+
+CODE = """
+import sys
+import numpy as np
+from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.core import Agent
+from fedtta.client.agent.server import serve
+from fedtta.tta.registry import LIGHT, info
+
+config = AgentConfig(name="0", state_dir=sys.argv[1], runtime="onnx", adapter="btfl")
+agent = Agent(config)
+running = serve(agent, config)
+answer = agent.predict(np.random.default_rng(0).random((5, 3, 16, 16), np.float32))
+print(answer.version, answer.adapted, len(answer.weights), agent.telemetry().predictions)
+for name in LIGHT:
+    info(name).options
+print(sorted({"torch", "flwr", "scipy", "onnx"} & set(sys.modules)), agent.backend._children._process)
+running.stop(1)
+print(agent.close() == "")
+"""
+
+
+def test_a_process_that_predicts_has_neither_torch_nor_flower(tmp_path: Path) -> None:
+    served, state = made("cnn"), tmp_path / "state"
+    store = Store(state, 1, print)
+    store.add(replace(served, row=AdapterRow("btfl", "btfl")), "served")
+    (folder,) = (state / "models").iterdir()
+    export_encoder(served.network, served.shape, folder / NETWORK)
+    store.close()
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(state)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    answered, imported, closed = done.stdout.splitlines()
+    assert answered.split()[1:] == ["True", "5", "5"]
+    assert (imported, closed) == ("[] None", "True")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Evaluate, Evaluated]]:
+    """A light agent that a federation has trained through the child."""
+    agent = Agent(config(tmp_path_factory.mktemp("light"), runtime="onnx", adapter="btfl"))
+    try:
+        yield agent, *train(agent.perform)
+    finally:
+        agent.close()
+
+
+def child(agent: Agent) -> subprocess.Popen[bytes]:
+    assert isinstance(agent.backend, Light)
+    process = agent.backend._children._process
+    assert process is not None
+    return process
+
+
+def test_a_training_by_the_child_gives_torchs_model_and_the_state_directory_serves_both(
+    trained: tuple[Agent, Evaluate, Evaluated], tmp_path: Path
+) -> None:
+    agent, _, reply = trained
+    heavy = Agent(config(tmp_path, adapter="btfl"))
+    expected = train(heavy.perform)[1]
+    assert reply.served == expected.served
+    assert reply.served.startswith("promoted run1/cross_entropy/2/")
+    assert [one.correct for one in reply.results] == [one.correct for one in expected.results]
+    first = agent.predict(sample_images()).probabilities
+    np.testing.assert_allclose(first, heavy.predict(sample_images()).probabilities, **CLOSE)
+    agent.snapshot()
+    heavy.close()
+    shutil.copytree(agent.config.state_folder, tmp_path / "moved", ignore=shutil.ignore_patterns("*.sock", "lock"))
+    again = Agent(config(tmp_path, state_dir=str(tmp_path / "moved"), adapter="btfl"))
+    assert again.status().samples == 40
+    rows = again.predict(sample_images(40)).probabilities
+    again.close()
+    np.testing.assert_allclose(agent.predict(sample_images(40)).probabilities, rows, **CLOSE)
+
+
+def test_a_killed_child_fails_its_work_and_the_agent_goes_on(trained: tuple[Agent, Evaluate, Evaluated]) -> None:
+    agent = trained[0]
+    failed: list[Exception] = []
+
+    def work() -> None:
+        try:
+            agent.perform(Train(round=3, task=TASK, arrays=initial(), **common("run2")))
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    agent.perform(Identify(**common("run2")))  # the child may have ended meanwhile
+    before = child(agent)
+    os.kill(before.pid, signal.SIGSTOP)  # so that it cannot be done before it is killed
+    thread.start()
+    while not agent.status().training:
+        time.sleep(0.01)
+    position = agent.predict(sample_images(0, 3)).position
+    before.kill()
+    thread.join(60)
+    assert [str(error) for error in failed] == ["answer: the training process ended with signal SIGKILL"]
+    assert agent.predict(sample_images(0, 3)).position == position + 3
+    last = list(lines(agent.config.state_folder))[-1]
+    assert (last["phase"], last["result"]) == ("train", "RuntimeError")
+    reply = agent.perform(Identify(**common("run2")))
+    assert isinstance(reply, Identity)
+    assert child(agent).pid != before.pid
+
+
+def test_a_deadline_kills_the_child(trained: tuple[Agent, Evaluate, Evaluated]) -> None:
+    agent = trained[0]
+    agent.perform(Identify(**common()))
+    process = child(agent)
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(Stopped):
+        agent.perform(Identify(**common()), Deadline(0.2))
+    assert process.poll() == -signal.SIGKILL
+
+
+def test_what_the_policy_refuses_in_the_child_is_a_policy_error(trained: tuple[Agent, Evaluate, Evaluated]) -> None:
+    agent = trained[0]
+    request = Identify(**{**common(), "settings": common()["settings"].replace('"cnn"', '"resnet20-bn"')})
+    assert "resnet20-bn" in request.settings
+    agent.backend._children.close()  # type: ignore[attr-defined]
+    agent.backend._children._config = replace(agent.config, policy=Policy(models="cnn"))  # type: ignore[attr-defined]
+    with pytest.raises(PolicyError, match="policy models: model = 'resnet20-bn'; allowed is cnn") as raised:
+        agent.perform(request)
+    assert raised.value.rule == "models"
+
+
+@pytest.mark.parametrize("both", ["cnn"], indirect=True)
+@pytest.mark.parametrize("damage", ["missing", "cut", "of another model"])
+def test_an_export_that_is_missing_or_damaged_is_made_again(
+    trained: tuple[Agent, Evaluate, Evaluated], damage: str, both: tuple[Served, Exported]
+) -> None:
+    agent = trained[0]
+    folder = next((agent.config.state_folder / "models").iterdir())
+    path = folder / ENCODER
+    good = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(good[:-9] if damage == "cut" else both[1].network.path.with_name(ENCODER).read_bytes())
+    with pytest.raises((ValueError, FileNotFoundError), match=ENCODER):
+        Exported.load(folder)
+    agent.backend.load(folder)
+    assert path.read_bytes() == good
