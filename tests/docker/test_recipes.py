@@ -276,7 +276,7 @@ def test_an_image_obeys_the_rules(name: str) -> None:
     assert kinds[-1] == "CMD"
     # nothing that is one architecture's or one index's
     assert not re.search(r"amd64|x86_64|aarch64|--platform|https?://|cu\d\d\d|latest", IMAGES[name])
-    assert [words for kind, words in steps if kind == "ARG" and "TORCH_INDEX" in words] == ["TORCH_INDEX"]
+    assert [words for kind, words in steps if kind == "ARG" and "TORCH" in words] == ["TORCH_INDEX", "TORCH_FILE"]
 
 
 @pytest.mark.parametrize("name", IMAGES)

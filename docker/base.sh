@@ -1,0 +1,25 @@
+#!/bin/sh
+# base.sh <image> [<architecture>]: Debian's Python as a base image, where no registry can be reached.
+# Needs root, debootstrap, and docker or buildah. The base of another architecture needs qemu (docker/qemu.sh).
+# MIRROR is Debian's by default.
+set -eu
+here=$(dirname "$0")
+image=$1
+architecture=${2:-$(dpkg --print-architecture)}
+root=$(mktemp -d)
+trap 'rm -rf --one-file-system "$root"' EXIT
+trap 'exit 1' INT TERM
+debootstrap --arch="$architecture" --variant=minbase --include=python3,python3-venv,ca-certificates \
+  bookworm "$root" "${MIRROR:-http://deb.debian.org/debian}" >&2
+ln -s python3 "$root/usr/bin/python"
+rm -rf --one-file-system "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* "$root"/debootstrap \
+  "$root"/usr/share/doc/* "$root"/usr/share/man/* "$root"/usr/share/locale/* "$root"/usr/share/info/*
+builder=$("$here/builder.sh")
+if [ "$builder" = docker ]; then
+  tar -C "$root" -c . | docker import --platform "linux/$architecture" - "$image"
+else
+  container=$($builder from scratch)
+  $builder add --quiet "$container" "$root" /
+  $builder config --arch "$architecture" --os linux "$container"
+  $builder commit --quiet --rm "$container" "$image"
+fi
