@@ -114,11 +114,11 @@ gpu: $(VENV)/ready  ## speed of what a GPU matters for, where there is one; ARGS
 	$(BIN)/python -m fedtta bench speed --gpu $(ARGS)
 
 # By docker, or by buildah as root where there is no engine; STORAGE is the folder of buildah's images.
-export BASE TORCH_INDEX TORCH_FILE STORAGE
+export BASE BUILD_BASE TORCH_INDEX TORCH_FILE STORAGE
 .PHONY: base-image images test-images edge-arm64
 
-base-image:    ## Debian's Python, the base of images where no registry can be reached: BASE=localhost/fedtta-base
-	docker/base.sh localhost/fedtta-base
+base-image:    ## Debian's Python as localhost/fedtta-base, where no registry can be reached; ARCHITECTURE=arm64: -arm64
+	docker/base.sh localhost/fedtta-base$(ARCHITECTURE:%=-%) $(ARCHITECTURE)
 
 images:        ## images of server, client and edge, each within its size; BASE=, TORCH_INDEX=, TORCH_FILE=
 	docker/images.sh server client edge
@@ -126,8 +126,8 @@ images:        ## images of server, client and edge, each within its size; BASE=
 test-images: $(VENV)/ready  ## SuperLink, SuperNode and agent of the images that buildah built: a run, a prediction
 	$(BIN)/python -m pytest -m images tests/docker/test_images.py -k 'not arm64' $(ARGS)
 
-# PyTorch 2.8 is the last whose wheels of arm64 are for the CPU on every index.
-edge-arm64: $(VENV)/ready  ## the edge image of arm64, and its agent, emulated, against this machine's; BASE=<of arm64>
+# Newer wheels of arm64 on PyPI need CUDA's libraries.
+edge-arm64: $(VENV)/ready  ## the edge image of arm64, and its agent, emulated, against this machine's; BASE=, BUILD_BASE=
 	docker/qemu.sh
 	PLATFORM=linux/arm64 SUFFIX=-arm64 TORCH_FILE=requirements-arm64.txt docker/images.sh edge
 	$(BIN)/python -m pytest -m images tests/docker/test_images.py -k arm64 -s $(ARGS)

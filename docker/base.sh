@@ -1,11 +1,12 @@
 #!/bin/sh
 # base.sh <image> [<architecture>]: Debian's Python as a base image, where no registry can be reached.
-# Needs root, debootstrap, and docker or buildah. The base of another architecture needs qemu (docker/qemu.sh).
+# Needs root, debootstrap, and docker or buildah; for another architecture also qemu-user-static.
 # MIRROR is Debian's by default.
 set -eu
 here=$(dirname "$0")
 image=$1
 architecture=${2:-$(dpkg --print-architecture)}
+[ "$architecture" = "$(dpkg --print-architecture)" ] || sh "$here/qemu.sh"
 root=$(mktemp -d)
 trap 'rm -rf --one-file-system "$root"' EXIT
 trap 'exit 1' INT TERM

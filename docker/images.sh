@@ -1,6 +1,6 @@
 #!/bin/sh
 # images.sh <part> ...: build the images of server, client and edge, and hold each one's size to a bound.
-# BASE, TORCH_INDEX, TORCH_FILE, UID, GID: build arguments, where they are set. PLATFORM: another architecture, SUFFIX:
+# BASE, BUILD_BASE, TORCH_INDEX, TORCH_FILE, UID, GID: build arguments, where they are set. PLATFORM: another architecture, SUFFIX:
 # its images' names. Package indexes are reached as on this machine: pip.conf and certificates enter the steps as
 # secrets, and no image.
 set -eu
@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 builder=$(sh docker/builder.sh)
 [ "$builder" = docker ] && options= || options="--isolation chroot --network host"
 [ -z "${PLATFORM:-}" ] || options="$options --platform $PLATFORM"
-for name in BASE TORCH_INDEX TORCH_FILE UID GID; do
+for name in BASE BUILD_BASE TORCH_INDEX TORCH_FILE UID GID; do
   value=$(printenv $name || true)
   [ -z "$value" ] || options="$options --build-arg $name=$value"
 done

@@ -2,9 +2,9 @@
 # install.sh <requirements> <environment>: packages, PyTorch among them, each with its hash checked.
 # By default PyTorch is the one of requirements.txt (CUDA on x86-64). $TORCH_INDEX, an index or a folder of wheels, has
 # others, whose hashes are in requirements-torch.txt: make torch-hashes TORCH_INDEX=<index>. $TORCH_FILE is another file
-# of hashes, and may pin other versions.
+# of hashes, and may pin other versions. $TARGETARCH is an image's architecture, where it may be another one.
 set -eu
-checked="$2/bin/pip install --no-cache-dir --require-hashes --no-deps"
+packages=$1 environment=$2
 index=${TORCH_INDEX:-} torch=${TORCH_FILE:-}
 if [ -z "$index$torch" ]; then
   torch=$(mktemp)
@@ -17,8 +17,29 @@ elif [ -z "$torch" ]; then
   done
 fi
 if [ -d "$index" ]; then from="--no-index --find-links $index"; else from=${index:+"--index-url $index"}; fi
-python -m venv "$2"
-$checked -r "$1"
+
+python -m venv "$environment"
+case ${TARGETARCH:-native}-$(uname -m) in
+  arm64-x86_64) machine=aarch64 ;;
+  amd64-aarch64) machine=x86_64 ;;
+  *) machine= ;;
+esac
+other= programs=
+if [ -n "$machine" ]; then # pip must be told where, and every kind of wheel that fits
+  programs=$(echo "$environment"/lib/python3*/site-packages)/bin
+  other="--target ${programs%/bin} --upgrade --only-binary=:all: --platform manylinux2014_$machine"
+  for minor in $(seq 17 28); do other="$other --platform manylinux_2_${minor}_$machine"; done
+fi
+
+install() { # <pip's arguments> ...
+  # shellcheck disable=SC2086  # some words, or none
+  "$environment/bin/pip" install --no-cache-dir --require-hashes --no-deps $other "$@"
+  [ -z "$programs" ] || { mv "$programs"/* "$environment/bin" && rmdir "$programs"; }
+}
+
+install -r "$packages"
 # shellcheck disable=SC2086  # some words, or none
-$checked $from -r "$torch"
-"$2/bin/python" -c "import flwr, $(sed -nE 's/^(torch|torchvision)==.*/\1/p' "$torch" | paste -sd,); print('torch', torch.__version__)"
+install $from -r "$torch"
+[ -n "$machine" ] || "$environment/bin/python" -c "
+import flwr, $(sed -nE 's/^(torch|torchvision)==.*/\1/p' "$torch" | paste -sd,)
+print('torch', torch.__version__)"
