@@ -21,6 +21,8 @@ if [ "$builder" = docker ]; then
 else
   container=$($builder from scratch)
   $builder add --quiet "$container" "$root" /
-  $builder config --arch "$architecture" --os linux "$container"
+  # arm64 without its variant is not found as linux/arm64
+  [ "$architecture" = arm64 ] && variant=v8 || variant=
+  $builder config --os linux --arch "$architecture" --variant "$variant" "$container"
   $builder commit --quiet --rm "$container" "$image"
 fi

@@ -6,8 +6,9 @@
 set -eu
 cd "$(dirname "$0")/.."
 builder=$(sh docker/builder.sh)
-[ "$builder" = docker ] && options= || options="--isolation chroot --network host"
-[ -z "${PLATFORM:-}" ] || options="$options --platform $PLATFORM"
+case $(uname -m) in aarch64 | arm64) here=linux/arm64 ;; *) here=linux/amd64 ;; esac
+options="--platform ${PLATFORM:-$here}"
+[ "$builder" = docker ] || options="$options --isolation chroot --network host --build-arg BUILDPLATFORM=$here"
 for name in BASE BUILD_BASE TORCH_INDEX TORCH_FILE UID GID; do
   value=$(printenv $name || true)
   [ -z "$value" ] || options="$options --build-arg $name=$value"
