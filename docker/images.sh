@@ -23,8 +23,8 @@ cuda=0
 for part; do
   case $part in
     edge) bound=900 ;;
-    client) bound=$((1100 + cuda)) ;;
-    server) bound=$((1200 + cuda)) ;;
+    client) bound=$((1600 + cuda)) ;;
+    server) bound=$((1700 + cuda)) ;;
   esac
   image=fedtta-$part${SUFFIX:-}
   # shellcheck disable=SC2086  # words
