@@ -104,7 +104,7 @@ def test_superlink_client_and_agent_of_the_images_predict_what_a_run_trained(fol
         fleet.healthy(edge, "agent-0")
         client.start(fleet.command("supernode-0", "8081"), fleet.volumes("supernode-0"), "supernode.log")
         fleet.healthy(client, "supernode-0", "8081")
-        run = [*fleet.command("run"), "clients=1", "rounds=1", "run-name=built"]
+        run = [*fleet.command("run"), "clients=1", "rounds=1", "methods=fedavg,personal,fedthe", "run-name=built"]
         said = server.run(run, fleet.volumes("run"), PATIENCE)
         images = federation_of(Settings(clients=1)).images
         status, reply = deployment.ask(f"unix:{folder}/predict-0/agent.sock", images.pixels[:40])
