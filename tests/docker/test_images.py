@@ -178,8 +178,8 @@ def live(agent: Local | Built, folder: Path, adapter: str) -> tuple[NDArray[np.f
 
         def stream(begin: int, end: int) -> list[pb.PredictReply]:
             found = list(stub.PredictStream(iter(parts[begin:end]), timeout=PATIENCE, wait_for_ready=True))
-            assert [reply.position for reply in found] == [i * BATCH for i in range(begin, end)]
             assert not [reply.error for reply in found if reply.error]
+            assert [reply.position for reply in found] == [i * BATCH for i in range(begin, end)]
             return found
 
         agent.start(config)
