@@ -170,7 +170,8 @@ History = tuple[dict[str, NDArray[Any]], dict[str, str]]
 
 def live(agent: Local | Built, folder: Path, adapter: str) -> tuple[NDArray[np.float32], History]:
     """Stream images with a kill in between, after a save and some more; return predictions [n, K] and the history."""
-    keys = {"device": "cpu", "adapter": adapter, "save-every-samples": 10**6, "save-every-seconds": 1e6}
+    keys: dict[str, Any] = {"device": "cpu", "adapter": adapter, "deadline": PATIENCE}  # emulated, an answer may take minutes
+    keys |= {"save-every-samples": 10**6, "save-every-seconds": 1e6}
     config = deployment.agent_config(folder, folder, str(PARTITION), keys)
     parts = requests(batches(sample_images(LAST * BATCH), BATCH))
     with grpc.insecure_channel(f"unix:{folder}/a{PARTITION}", OPTIONS) as channel:
