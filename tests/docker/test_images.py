@@ -170,7 +170,7 @@ History = tuple[dict[str, NDArray[Any]], dict[str, str]]
 
 def live(agent: Local | Built, folder: Path, adapter: str) -> tuple[NDArray[np.float32], History]:
     """Stream images with a kill in between, after a save and some more; return predictions [n, K] and the history."""
-    keys: dict[str, Any] = {"device": "cpu", "adapter": adapter, "deadline": PATIENCE}  # emulated, an answer may take minutes
+    keys: dict[str, Any] = {"device": "cpu", "adapter": adapter, "deadline": PATIENCE}  # it is slow
     keys |= {"save-every-samples": 10**6, "save-every-seconds": 1e6}
     config = deployment.agent_config(folder, folder, str(PARTITION), keys)
     parts = requests(batches(sample_images(LAST * BATCH), BATCH))
