@@ -79,10 +79,16 @@ requirements: $(VENV)/ready  ## resolve the pinned versions again
 	  $$(sed -nE "/== 'win32'/{/!= 'win32'/!d}; s/^([a-z0-9-]+)==.*/--no-emit-package \1/p" requirements.txt) -o requirements-docs.txt
 
 # PyTorch's wheels of another index have other hashes; an image refuses to install them unchecked.
-torch-hashes: $(VENV)/ready  ## hashes of PyTorch from another index, for images; TORCH_INDEX=<index of CPU wheels>
-	sed -nE 's/^(torch|torchvision)==([^ ]+).*/\1==\2/p' requirements.txt | $(BIN)/uv pip compile - --no-deps --universal \
-	  --python-version 3.11 --generate-hashes --index-url "$(TORCH_INDEX)" --no-emit-index-url --no-annotate \
-	  --custom-compile-command 'make torch-hashes' --quiet -o requirements-torch.txt
+torch-hashes: $(VENV)/ready  ## hashes of PyTorch from elsewhere, for images; TORCH_INDEX=<index or folder of CPU wheels>
+	if [ -d "$(TORCH_INDEX)" ]; then \
+	  sha256sum "$(TORCH_INDEX)"/*.whl | sed -E 's/^([0-9a-f]+) .*\/([a-z]+)-([^-]+)-.*/\2==\3 --hash=sha256:\1/' > $(HASHES); \
+	else \
+	  printf '%s\n' $(or $(TORCH_PINS),$$(sed -nE 's/^(torch|torchvision)==([^ ]+).*/\1==\2/p' requirements.txt)) | \
+	    $(BIN)/uv pip compile - --no-deps --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	    $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") --no-annotate --custom-compile-command 'make torch-hashes' \
+	    --quiet -o $(HASHES); \
+	fi
+HASHES = $(or $(TORCH_FILE),requirements-torch.txt)
 
 # uv installs everything; where the machine has none, it comes into the environment by pip first. Bytecode is made here:
 # where processes must not write it (PYTHONDONTWRITEBYTECODE, a read-only disk), each would take twice as long to start.
@@ -106,3 +112,22 @@ clean:         ## remove environment, caches and built files; results stay
 .PHONY: gpu
 gpu: $(VENV)/ready  ## speed of what a GPU matters for, where there is one; ARGS="--parts options"
 	$(BIN)/python -m fedtta bench speed --gpu $(ARGS)
+
+# By docker, or by buildah as root where there is no engine; STORAGE is the folder of buildah's images.
+export BASE BUILD_BASE TORCH_INDEX TORCH_FILE STORAGE
+.PHONY: base-image images test-images edge-arm64
+
+base-image:    ## Debian's Python as localhost/fedtta-base, where no registry can be reached; ARCHITECTURE=arm64: -arm64
+	docker/base.sh localhost/fedtta-base$(ARCHITECTURE:%=-%) $(ARCHITECTURE)
+
+images:        ## images of server, client and edge, each within its size; BASE=, TORCH_INDEX=, TORCH_FILE=
+	docker/images.sh server client edge
+
+test-images: $(VENV)/ready  ## SuperLink, SuperNode and agent of the images that buildah built: a run, a prediction
+	$(BIN)/python -m pytest -m images tests/docker/test_images.py -k 'not arm64' $(ARGS)
+
+# Newer wheels of arm64 on PyPI need CUDA's libraries.
+edge-arm64: $(VENV)/ready  ## the edge image of arm64, and its agent, emulated, against this machine's; BASE=, BUILD_BASE=
+	docker/qemu.sh
+	PLATFORM=linux/arm64 SUFFIX=-arm64 TORCH_FILE=requirements-arm64.txt docker/images.sh edge
+	$(BIN)/python -m pytest -m images tests/docker/test_images.py -k arm64 -s $(ARGS)

@@ -1,23 +1,45 @@
 #!/bin/sh
 # install.sh <requirements> <environment>: packages, PyTorch among them, each with its hash checked.
-# Without $TORCH_INDEX PyTorch is the one of requirements.txt (CUDA on x86-64, CPU on arm64). An index of other wheels
-# needs their hashes in requirements-torch.txt: make torch-hashes TORCH_INDEX=<index>.
+# By default PyTorch is the one of requirements.txt (CUDA on x86-64). $TORCH_INDEX, an index or a folder of wheels, has
+# others, whose hashes are in requirements-torch.txt: make torch-hashes TORCH_INDEX=<index>. $TORCH_FILE is another file
+# of hashes, and may pin other versions. $TARGETARCH is an image's architecture, where it may be another one.
 set -eu
-checked="$2/bin/pip install --no-cache-dir --require-hashes --no-deps"
-torch=requirements-torch.txt
-if [ -n "${TORCH_INDEX:-}" ]; then
-  for pin in $(sed -nE 's/^(torch|torchvision)==([^ ]+).*/\1==\2/p' requirements.txt); do
-    grep -q "^$pin" "$torch" 2>/dev/null ||
-      { echo "$torch has no hashes of $pin: make torch-hashes TORCH_INDEX=$TORCH_INDEX" >&2; exit 1; }
-  done
-  from="--index-url $TORCH_INDEX"
-else
+packages=$1 environment=$2
+index=${TORCH_INDEX:-} torch=${TORCH_FILE:-}
+if [ -z "$index$torch" ]; then
   torch=$(mktemp)
   awk '/^[a-z0-9]/ { keep = /^(torch|torchvision|triton|(nvidia|cuda)-[a-z0-9-]+)==/ } keep' requirements.txt > "$torch"
-  from=
+elif [ -z "$torch" ]; then
+  torch=requirements-torch.txt
+  for pin in $(sed -nE 's/^(torch|torchvision)==([^ ]+).*/\1==\2/p' requirements.txt); do
+    grep -q "^$pin" "$torch" 2>/dev/null ||
+      { echo "$torch has no hashes of $pin: make torch-hashes TORCH_INDEX=$index" >&2; exit 1; }
+  done
 fi
-python -m venv "$2"
-$checked -r "$1"
-# shellcheck disable=SC2086  # two words, or none
-$checked $from -r "$torch"
-"$2/bin/python" -c "import flwr, torch, torchvision; print('torch', torch.__version__)"
+if [ -d "$index" ]; then from="--no-index --find-links $index"; else from=${index:+"--index-url $index"}; fi
+
+python -m venv "$environment"
+case ${TARGETARCH:-native}-$(uname -m) in
+  arm64-x86_64) machine=aarch64 ;;
+  amd64-aarch64) machine=x86_64 ;;
+  *) machine= ;;
+esac
+other= programs=
+if [ -n "$machine" ]; then # pip must be told where, and every kind of wheel that fits
+  programs=$(echo "$environment"/lib/python3*/site-packages)/bin
+  other="--target ${programs%/bin} --upgrade --only-binary=:all: --platform manylinux2014_$machine"
+  for minor in $(seq 17 28); do other="$other --platform manylinux_2_${minor}_$machine"; done
+fi
+
+install() { # <pip's arguments> ...
+  # shellcheck disable=SC2086  # some words, or none
+  "$environment/bin/pip" install --no-cache-dir --require-hashes --no-deps $other "$@"
+  [ -z "$programs" ] || { mv "$programs"/* "$environment/bin" && rmdir "$programs"; }
+}
+
+install -r "$packages"
+# shellcheck disable=SC2086  # some words, or none
+install $from -r "$torch"
+[ -n "$machine" ] || "$environment/bin/python" -c "
+import flwr, $(sed -nE 's/^(torch|torchvision)==.*/\1/p' "$torch" | paste -sd,)
+print('torch', torch.__version__)"

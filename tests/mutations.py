@@ -114,7 +114,7 @@ def run_tests(copy: Path, files: list[str], limit: float, *options: str) -> tupl
             os.dup2(log.fileno(), 2)
         import pytest
 
-        arguments = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow and not faults"]
+        arguments = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow and not faults and not images"]
         status = pytest.main([*arguments, *options, *files], plugins=[FirstFailure(first)])
         os._exit(0 if status in (0, 5) else 1)  # 5: there was no test
     deadline = time.monotonic() + limit

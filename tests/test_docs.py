@@ -235,6 +235,10 @@ def demo_takes(command: str, tmp_path: Path) -> None:
     assert demo.main([*words, "--rounds", "1"]) == 2
 
 
+def script_exists(command: str, tmp_path: Path) -> None:
+    assert (ROOT / of_make(command)[0]).is_file()
+
+
 def nothing(command: str, tmp_path: Path) -> None:
     pass
 
@@ -262,6 +266,10 @@ PROOFS = (
     Proof("flwr run", run_config_parses, "simulation", '"run", str(project)'),
     Proof("flwr ls", place="simulation", words='"ls"'),
     Proof("flower-supernode", supernode_parses, "simulation", 'program("flower-supernode")'),
+    Proof("make base-image", script_exists, "docker/README.md", "localhost/fedtta-base"),
+    Proof("make images", script_exists, "tests/docker", 'container("fedtta-server"'),
+    Proof("make test-images", script_exists, "tests/docker", "make test-images"),
+    Proof("make edge-arm64", script_exists, "tests/docker", "make edge-arm64"),
     Proof("openssl rand -hex 32", place="tests/docker", words="keys/watch.token"),
     Proof("docker compose", place="tests/docker", words="compose.yaml"),
     Proof(".venv/bin/python -m examples.stream_images", place="tests/test_docs.py", words="examples.stream_images"),
