@@ -37,8 +37,9 @@ REST = 1.0  # seconds at most: a look may be slow because the machine is busy, o
 #: Requests that are pushed at once, and bytes of different arrays in them: Flower hashes arrays once for each push.
 BATCH, BATCH_BYTES = 64, 256 << 20
 SENT = 3  # times that a request is sent at most, when replies come without its secret
-#: A node that has not answered after so many seconds, or a part of the timeout if that is less, is sent so many
-#: reminders, which live so long: an idle SuperNode looks for messages every three seconds. The wait then doubles.
+#: After so many seconds without a reply, or a part of the timeout if that is less, the nodes that have not answered are
+#: sent so many reminders, which live so long: an idle SuperNode looks for messages every three seconds. The wait then
+#: doubles.
 REMIND, REMIND_PART, REMINDERS, REMINDER_LIFE = 60.0, 1 / 4, 3, 10.0
 #: A reply has at most so many bytes, and so many times the bytes of the largest request: it holds a part of the
 #: network, or statistics of it, up to three times over (what is shared, its start, and the normalization).
@@ -57,8 +58,9 @@ class _Sent:
 class _Reminders:
     """Messages to nodes that have not answered, so that a SuperNode which is one reply behind pushes it.
 
-    A SuperNode at work does not take them before they expire. When two of them are answered at the same time, it
-    pushes both replies at once, and is behind no longer.
+    They are sent when no reply has come for a while: many devices may answer for minutes, and messages to all that are
+    still waited for would only hold them up. A SuperNode at work does not take them before they expire. When two of
+    them are answered at the same time, it pushes both replies at once, and is behind no longer.
 
     Parameters
     ----------
@@ -71,17 +73,23 @@ class _Reminders:
         self._every, self._due = every, now + every
         self.tickets: list[str] = []  # of the last ones: their replies are asked for, so that the SuperLink drops them
 
+    def answered(self, now: float) -> None:
+        """Wait again: a reply has come."""
+        self._due = now + self._every
+
     def send(self, grid: Grid, waiting: Iterable[_Sent], now: float) -> None:
         """Remind the nodes of these requests if it is time."""
         if now < self._due:
             return
         self._every *= 2
-        self._due, self.tickets = now + self._every, []
+        self._due, self.tickets, messages = now + self._every, [], []
         for run, node in {(sent.one.request.run, sent.one.node) for sent in waiting}:
             for _ in range(REMINDERS):
                 message = _message(node, Observe(settings="{}", run=run).to_record(), secrets.token_hex(16), {})
                 message.metadata.ttl = REMINDER_LIFE
-                self.tickets += [ticket for ticket in grid.push_messages([message]) if ticket]
+                messages.append(message)
+        for start in range(0, len(messages), BATCH):
+            self.tickets += [ticket for ticket in grid.push_messages(messages[start : start + BATCH]) if ticket]
 
 
 class GridTransport:
@@ -150,6 +158,8 @@ class GridTransport:
                 asked = [*waiting, *(reminders.tickets if reminders else ())] if waiting else ()
                 for ticket, read in inbox.look(asked):
                     if ticket in waiting:
+                        if reminders:
+                            reminders.answered(self._clock())
                         sent = waiting.pop(ticket)
                         answer = _answer(sent, read)
                         if answer is None:

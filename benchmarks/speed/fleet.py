@@ -1,12 +1,12 @@
-"""A server with many devices beside Flower's own FedAvg: the same SuperLink, light devices, network and replies.
+"""`fleet`: a server with many devices beside Flower's own FedAvg, on one SuperLink, with the same devices and replies.
 
-The parts `fleet` (1,000 devices with the papers' CNN) and `fleet_large` (100 with a ResNet-18) run both apps one after
-the other, and then ours with a sampled fraction, with devices that never answer, and with less time than a round takes.
-The part `looking` lets idle devices look for messages as fast as the SuperLink answers.
+Both apps run one after the other, and then ours with a sampled fraction, with devices that never answer, and with less
+time than a round takes. At the end the devices look for messages as fast as the SuperLink answers.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -23,29 +23,30 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Message, MetricRecord, RecordDict
+from rich.console import Console
 
+from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
 from fedtta.benchmarks.speed import fedavg_app
+from fedtta.benchmarks.speed.command import rendered
 from fedtta.benchmarks.speed.deployment import read_events, write_app
 from fedtta.benchmarks.speed.devices import LightDevices
 from fedtta.benchmarks.speed.measurement import Measured, Ratio
-from fedtta.messages.arrays import Arrays
+from fedtta.messages.arrays import Arrays, array_bytes
 from fedtta.messages.flower import CONTENT, SECRET, allow_messages, held_record, to_content
-from fedtta.messages.replies import Evaluated, EvaluationResult, Identity, Reply, Trained
-from fedtta.messages.requests import Identify, Train
-from fedtta.models import build
+from fedtta.messages.replies import Evaluated, EvaluationResult, Identity, Reply, Telemetry, Trained
+from fedtta.messages.requests import Identify, Observe, Train
+from fedtta.models import MODELS, build
 from fedtta.server.events import Event
 from fedtta.server.report import METRICS_FILE
-from fedtta.settings import Scalar, from_config
+from fedtta.settings import Scalar, SettingsError, from_config
 from fedtta.simulation import superlink
 
 CLASSES = 10
 TIMEOUT = 3600.0  # of a run
 SERVER, SUPERLINK = "server", "superlink"
-#: Part → devices, network, rounds; with `--quick` the smallest that says something.
-FULL = {"fleet": (1000, "cnn", 2), "fleet_large": (100, "resnet18", 2)}
-QUICK = {"fleet": (20, "cnn", 2), "fleet_large": (4, "resnet18", 2)}
+FILE = "fleet.json"
 FRACTION = 0.1  # of the devices that is sampled, and that never answers
-LEAST = 0.2  # of Flower's memory is ours with a large network, at most
+SHARE, LARGE = 0.2, 4e9  # of Flower's memory is ours, at most, where the replies of a round have so many bytes
 STEP, NOISE = 0.05, 0.01  # of a round, and at most that of a device
 MOST = 100_000  # devices
 SAMPLE = 0.25  # seconds between two looks at the processes
@@ -106,6 +107,8 @@ class Prepared:
             counts = dict.fromkeys(("validation_total", "validation_correct", "personal_validation_correct"), 1)
             counts["num_examples"] = self.examples(number)
             return Trained(arrays=self.arrays(number, values["round"]), train_loss=1.0, seconds=0.0, **counts)
+        if kind == Observe.kind:  # a reminder, see `fedtta.messages.grid`
+            return Telemetry(name=str(number))
         labels = [(row["label"], shift) for row in values["rows"] for shift in values["shifts"]]
         results = [
             EvaluationResult(label=label, shift=shift, correct=1, total=1, seconds=0.0) for label, shift in labels
@@ -279,6 +282,16 @@ class Fleet:
         app = write_app(self.home / APP, fedavg_app, {**config, "initial": str(initial)})
         return replace(self._measured({}, app), rounds=json.loads(results.read_text(encoding="utf-8")))
 
+    def looks(self, seconds: float) -> tuple[int, float]:
+        """Let idle devices look for messages without a pause; return how often, and the SuperLink's seconds."""
+        usual, self.devices.poll = self.devices.poll, 0.0
+        time.sleep(usual)  # until all of them do
+        before = self.devices.calls["PullMessages"]
+        with Watch(self.home) as watch:
+            time.sleep(seconds)
+        self.devices.poll = usual
+        return self.devices.calls["PullMessages"] - before, watch.used[SUPERLINK].seconds
+
     def events(self, name: str) -> list[Event]:
         """Return the events of a run of ours."""
         return read_events(self.folder(name) / METRICS_FILE)
@@ -329,23 +342,45 @@ def lost_replies(events: Sequence[Event]) -> dict[str, int]:
     return dict(Counter(event["event"] for event in events if event["event"] in kinds))
 
 
-def fleet(quick: bool) -> Measured:
-    """Measure 1,000 devices with the papers' CNN; see `_side_by_side`."""
-    return _side_by_side(*(QUICK if quick else FULL)["fleet"], target=None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `fleet`."""
+    parser.add_argument("--devices", type=int, default=1000, help="light devices (default: 1000)")
+    parser.add_argument("--model", default="cnn", choices=list(MODELS), help="the network (default: cnn)")
+    parser.add_argument("--rounds", type=int, default=2, help="of each run (default: 2)")
+    parser.add_argument(
+        "--database", action="store_true", help="the SuperLink keeps its state in a file, not in memory"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"of {FILE} (default: benchmarks/results)")
 
 
-def fleet_large(quick: bool) -> Measured:
-    """Measure 100 devices with a ResNet-18; see `_side_by_side`."""
-    return _side_by_side(*(QUICK if quick else FULL)["fleet_large"], target=LEAST)
+def run(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure one case, print it, and keep it beside the cases that were measured before.
+
+    Raises
+    ------
+    SettingsError
+        A number of devices or rounds that is not possible, or kept results that cannot be read.
+    RunError
+        Something did not start, or a run did not complete.
+    """
+    for name, number, most in (("devices", arguments.devices, MOST), ("rounds", arguments.rounds, 1000)):
+        if not 2 <= number <= most:
+            raise SettingsError(f"--{name} {number}: allowed is 2 to {most}")
+    path = arguments.out / FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise SettingsError(f"{path} cannot be read ({error}); remove it, or choose another --out") from error
+    title = f"{arguments.devices:,} devices, {arguments.model}, {'database' if arguments.database else 'in memory'}"
+    measured = measure(arguments.devices, arguments.model, arguments.rounds, arguments.database)
+    console.print(rendered(title, measured.ratios))
+    rows = [asdict(ratio) for ratio in measured.ratios]
+    content[title] = {**provenance(), "ratios": rows, "details": dict(measured.details)}
+    console.print(f"Written: {write_json(path, content)}", highlight=False)
 
 
-def _side_by_side(count: int, model: str, rounds: int, target: float | None) -> Measured:
-    """Run Flower's FedAvg and ours on one SuperLink, and then ours under load that does not answer in time.
-
-    Parameters
-    ----------
-    target : float, optional
-        Of the ratio of memory.
+def measure(count: int, model: str, rounds: int, database: bool) -> Measured:
+    """Run Flower's FedAvg and ours on one SuperLink, ours under load that does not answer in time, and idle devices.
 
     Raises
     ------
@@ -355,57 +390,29 @@ def _side_by_side(count: int, model: str, rounds: int, target: float | None) -> 
     found: dict[str, App] = {}
     with (
         tempfile.TemporaryDirectory(prefix="fedtta-bench-", ignore_cleanup_errors=True) as folder,
-        fleet_of(Path(folder).resolve(), count, model, rounds) as one,
+        fleet_of(Path(folder).resolve(), count, model, rounds, database) as one,
     ):
+        large = count * array_bytes(one.prepared.initial) >= LARGE
         found["flower"] = one.flowers("flower")
         found["ours"] = one.ours("ours")
         found["sampled"] = one.ours("sampled", **{"fraction-train": FRACTION})
         one.prepared.silent.update(range(0, count, round(1 / FRACTION)))
-        patience = ceil(2 * found["ours"].seconds)
-        found["silent"] = one.ours("silent", **{"round-timeout": float(patience)})
+        patience = float(ceil(2 * found["ours"].seconds))
+        found["silent"] = one.ours("silent", **{"round-timeout": patience})
         one.prepared.silent.clear()
         hurry = max(1.0, found["ours"].seconds / 2)
         found["deadline"] = one.ours("deadline", **{"round-timeout": hurry})
-    what = f"{count:,} devices, {model}"
+        looks, seconds = one.looks(LOOKING)
     ours, other = found["ours"], found["flower"]
-    sides = [(f"{what}: a round", "s", ours.seconds, other.seconds, 1.0)]
-    for process, bound in ((SERVER, target), (SUPERLINK, None)):
+    sides = [("a round", "s", ours.seconds, other.seconds, 1.0)]
+    for process, bound in ((SERVER, SHARE if large else None), (SUPERLINK, None)):
         mine, theirs = ours.used[process], other.used[process]
-        sides += [(f"{what}: peak memory, {process}", "MB", mine.peak, theirs.peak, bound)]
-        sides += [(f"{what}: processors, {process}", "s", mine.seconds, theirs.seconds, None)]
-    ratios = [
-        Ratio(text, mine / theirs, unit, mine, theirs, "Flower's FedAvg", to) for text, unit, mine, theirs, to in sides
-    ]
-    late = {"silent": float(patience), "deadline": hurry}
-    for name, limit in late.items():
+        sides += [(f"peak memory, {process}", "MB", mine.peak, theirs.peak, bound)]
+        sides += [(f"processors, {process}", "s", mine.seconds, theirs.seconds, None)]
+    than = "Flower's FedAvg"
+    ratios = [Ratio(what, mine / theirs, unit, mine, theirs, than, to) for what, unit, mine, theirs, to in sides]
+    for name, limit in (("silent", patience), ("deadline", hurry)):
         mean = found[name].seconds
-        ratios.append(Ratio(f"{what}: a round, {name}", mean / limit, "s", mean, limit, "round-timeout"))
-    return Measured(ratios, {"devices": count, "model": model, **{name: asdict(app) for name, app in found.items()}})
-
-
-def looking(quick: bool) -> Measured:
-    """Measure how often idle devices can look for messages: with the SuperLink's database, and in memory.
-
-    Raises
-    ------
-    RunError
-        Something did not start.
-    """
-    count, rates = (20 if quick else 200), {}
-    for database in (True, False):
-        with (
-            tempfile.TemporaryDirectory(prefix="fedtta-bench-", ignore_cleanup_errors=True) as folder,
-            fleet_of(Path(folder).resolve(), count, "cnn", 1, database) as one,
-        ):
-            one.devices.poll = 0.0
-            time.sleep(1.0)
-            before = one.devices.calls["PullMessages"]
-            with Watch(one.home) as watch:
-                time.sleep(1.0 if quick else LOOKING)
-                made = one.devices.calls["PullMessages"] - before
-            rates[database] = made / watch.used[SUPERLINK].seconds, made
-    ratio = Ratio(
-        "looks for messages a processor second, database", rates[True][0] / rates[False][0], "1/s",
-        rates[True][0], rates[False][0], "in memory",
-    )  # fmt: skip
-    return Measured([ratio], {"devices": count, "looks": {"database": rates[True][1], "memory": rates[False][1]}})
+        ratios.append(Ratio(f"a round, {name}", mean / limit, "s", mean, limit, "round-timeout"))
+    kept = {name: asdict(app) for name, app in found.items()}
+    return Measured(ratios, {**kept, "looks": looks, "processor_seconds_of_looks": seconds})

@@ -1,4 +1,4 @@
-"""The parts `fleet`: light devices at a real SuperLink, Flower's FedAvg as an app, and what is read of processes."""
+"""The command `fleet`: light devices at a real SuperLink, Flower's FedAvg as an app, and what is read of processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from flwr.app import Context, Message, RecordDict
 from safetensors.numpy import load_file
 
+from fedtta.benchmarks.__main__ import main
 from fedtta.benchmarks.speed import fedavg_app, fleet
 from fedtta.benchmarks.speed.fleet import SERVER, App, Prepared, Used, Watch
 from fedtta.messages.arrays import Arrays
@@ -126,11 +128,12 @@ def test_what_a_process_of_a_home_uses(tmp_path: Path) -> None:
     assert 0 < used.seconds < 60
 
 
-def test_the_part_runs_both_apps_and_three_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_runs_both_apps_and_three_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
 
     class Fake:
-        def __init__(self) -> None:
+        def __init__(self, *arguments: Any) -> None:
+            ran.append(arguments[1:])
             self.prepared = prepared()
 
         def taken(self, name: str, seconds: float, peak: float) -> App:
@@ -144,21 +147,30 @@ def test_the_part_runs_both_apps_and_three_loads(monkeypatch: pytest.MonkeyPatch
             ran.append(changed)
             return self.taken(name, 6.0, 100.0)
 
-    class Context:
-        def __enter__(self) -> Fake:
-            return Fake()
+        def looks(self, seconds: float) -> tuple[int, float]:
+            return 700, 3.5
 
-        def __exit__(self, *_: object) -> None:
-            ran.append("stopped")
-
-    monkeypatch.setattr(fleet, "fleet_of", lambda *arguments: ran.append(arguments[1:]) or Context())
-    measured = fleet.fleet_large(quick=True)
+    monkeypatch.setattr(fleet, "fleet_of", lambda *arguments: nullcontext(Fake(*arguments)))
+    words = ["fleet", "--devices", "20", "--out", str(tmp_path)]
+    assert main(words) == 0
     assert ran == [
-        (4, "resnet18", 2), ("flower", []), {}, ("ours", []), {"fraction-train": 0.1}, ("sampled", []),
-        {"round-timeout": 12.0}, ("silent", [0]), {"round-timeout": 3.0}, ("deadline", []), "stopped",
+        (20, "cnn", 2, False), ("flower", []), {}, ("ours", []), {"fraction-train": 0.1}, ("sampled", []),
+        {"round-timeout": 12.0}, ("silent", [0, 10]), {"round-timeout": 3.0}, ("deadline", []),
     ]  # fmt: skip
-    ratios = {one.what: (one.ratio, one.mark) for one in measured.ratios}
-    assert ratios["4 devices, resnet18: a round"] == (0.5, "✓")
-    assert ratios["4 devices, resnet18: peak memory, server"] == (0.25, "✗")  # a fifth is the target
-    assert ratios["4 devices, resnet18: a round, silent"] == (0.5, "")
-    assert ratios["4 devices, resnet18: a round, deadline"] == (2.0, "")
+    assert main([*words, "--database"]) == 0
+    content = json.loads((tmp_path / "fleet.json").read_text())
+    assert list(content) == ["20 devices, cnn, in memory", "20 devices, cnn, database"]
+    case = content["20 devices, cnn, in memory"]
+    ratios = {one["what"]: (one["ratio"], one["target"]) for one in case["ratios"]}
+    assert ratios["a round"] == (0.5, 1.0)
+    assert ratios["peak memory, server"] == (0.25, None)  # a fifth is the target for large networks only
+    assert (ratios["a round, silent"][0], ratios["a round, deadline"][0]) == (0.5, 2.0)
+    assert case["details"]["looks"] == 700
+
+
+def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "--devices", "1", "--out", str(tmp_path)]) == 2
+    assert "--devices 1: allowed is 2 to 100000" in capsys.readouterr().err
+    (tmp_path / "fleet.json").write_text("{")
+    assert main(["fleet", "--out", str(tmp_path)]) == 2
+    assert "cannot be read" in capsys.readouterr().err
