@@ -65,11 +65,10 @@ Answering = Callable[[int, Message, Mapping[str, Any]], RecordDict | None]
 
 @dataclass
 class Device:
-    """One device: its key, its last signature and what it has to do next."""
+    """One device: its node, its key and its last signature."""
 
     number: int
     node: Node = field(default_factory=Node)
-    beat: float = 0.0  # time of the next heartbeat
     signed: float = -SIGNED
     metadata: tuple[tuple[str, Any], ...] = ()
 
@@ -162,7 +161,7 @@ class LightDevices:
                 return
             finally:
                 self._active.set()
-            lives = [asyncio.create_task(self._follow(*pair)) for pair in pairs]
+            lives = [asyncio.create_task(task(*pair)) for pair in pairs for task in (self._follow, self._beat)]
             while not self._ended.is_set() and not any(life.done() for life in lives):
                 await asyncio.sleep(0.1)
             for life in lives:
@@ -184,23 +183,32 @@ class LightDevices:
 
     async def _follow(self, device: Device, stub: FleetStub) -> None:
         """Look for messages and answer them, until this is cancelled."""
-        part = device.number / self._count  # devices do not all look at the same moment
-        device.beat = time.monotonic() + part * HEARTBEAT_BASE_MULTIPLIER * HEARTBEAT_DEFAULT_INTERVAL
-        await asyncio.sleep(part * self.poll)
+        await asyncio.sleep(device.number / self._count * self.poll)  # devices do not all look at the same moment
         while True:
             try:
                 if not await self._look(device, stub):
                     await asyncio.sleep(self.poll)
             except grpc.aio.AioRpcError as error:  # such as a run that has ended meanwhile
-                self.failures[f"{error.code().name}: {error.details()}"[:200]] += 1
+                self._failed(error)
                 await asyncio.sleep(self.poll)
+
+    async def _beat(self, device: Device, stub: FleetStub) -> None:
+        """Send heartbeats, whatever the device is doing, until this is cancelled."""
+        pause = HEARTBEAT_BASE_MULTIPLIER * HEARTBEAT_DEFAULT_INTERVAL
+        beat = SendNodeHeartbeatRequest(node=device.node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
+        await asyncio.sleep(device.number / self._count * pause)
+        while True:
+            try:
+                await self._call(device, stub.SendNodeHeartbeat, beat)
+            except grpc.aio.AioRpcError as error:
+                self._failed(error)
+            await asyncio.sleep(pause)
+
+    def _failed(self, error: grpc.aio.AioRpcError) -> None:
+        self.failures[f"{error.code().name}: {error.details()}"[:200]] += 1
 
     async def _look(self, device: Device, stub: FleetStub) -> bool:
         """Look for one message and answer it; return whether there was one."""
-        if time.monotonic() >= device.beat:
-            device.beat = time.monotonic() + HEARTBEAT_BASE_MULTIPLIER * HEARTBEAT_DEFAULT_INTERVAL
-            beat = SendNodeHeartbeatRequest(node=device.node, heartbeat_interval=HEARTBEAT_DEFAULT_INTERVAL)
-            await self._call(device, stub.SendNodeHeartbeat, beat)
         found = await self._call(device, stub.PullMessages, PullMessagesRequest(node=device.node))
         if not found.messages_list:
             return False

@@ -197,7 +197,9 @@ def _used(pid: int) -> Used:
     """Return what a process has used so far."""
     folder = Path("/proc") / str(pid)
     lines = (folder / "status").read_text(encoding="utf-8").splitlines()
-    peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    peak = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), None)
+    if peak is None:
+        raise ProcessLookupError(f"process {pid} has ended, and is not yet waited for")
     times = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return Used(peak * 1024 / 1e6, (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK"))
 
