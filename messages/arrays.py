@@ -1,4 +1,4 @@
-"""Numpy arrays on the wire: as bytes of numpy's format, and without a copy in the memory layout of networks.
+"""Numpy arrays on the wire: as bytes of numpy's format, many in one block, or without a copy in networks' layout.
 
 Bytes are read in place and written with one copy; `numpy.load` and `numpy.save` copy them two or three times.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import math
 import re
 from abc import abstractmethod
@@ -72,6 +73,9 @@ DTYPES = (
 DIMENSIONS = 32  # of an array, at most
 MAGIC = b"\x93NUMPY"
 HEADER_BYTES = 1024  # of an array with as many dimensions, at most
+ALIGNED = 64  # bytes: where arrays in a block begin, as numbers do in numpy's format
+INDEX_BYTES = 16 << 20  # of a block's names, at most
+LONGEST = 200  # characters of a name in a message to people
 #: Version of the format → how many bytes hold the length of the header.
 LENGTHS = {b"\x01\x00": 2, b"\x02\x00": 4}
 HEADER = re.compile(
@@ -99,15 +103,16 @@ def to_bytes(value: NDArray[Any]) -> bytes:
     return b"".join((header.getvalue(), ordered.reshape(-1).view(np.uint8).data))
 
 
-def from_bytes(data: bytes) -> NDArray[Any]:
-    """Return the array that bytes hold, read-only and in their memory; nothing is allocated.
+def from_bytes(data: bytes, begin: int = 0, end: int | None = None) -> NDArray[Any]:
+    """Return the array that bytes hold from `begin` to `end`, read-only and in their memory; nothing is allocated.
 
     Raises
     ------
     ValueError
         The bytes are not what `to_bytes` returns: another format or type, or too few or too many of them.
     """
-    header, start = _header(data)
+    end = len(data) if end is None else end
+    header, start = _header(data, begin, end)
     found = HEADER.fullmatch(header)
     if found is None:
         raise ValueError("no array: its header is not one that numpy writes")
@@ -117,26 +122,79 @@ def from_bytes(data: bytes) -> NDArray[Any]:
     shape = tuple(int(size) for size in re.findall(rb"\d+", found["shape"]))
     if len(shape) > DIMENSIONS:
         raise ValueError(f"an array of {len(shape)} dimensions; allowed are at most {DIMENSIONS}")
-    count, left = math.prod(shape), len(data) - start
+    count, left = math.prod(shape), end - start
     if left != count * dtype.itemsize:
         raise ValueError(f"{left} bytes for {count} numbers of {dtype}")
-    if dtype == np.bool_ and data[start:].strip(b"\0\1"):
+    if dtype == np.bool_ and data[start:end].strip(b"\0\1"):
         raise ValueError("truth values other than 0 and 1")
     value = np.frombuffer(data, dtype, count, start) if count else np.empty(0, dtype)
     value.flags.writeable = False
     return value.reshape(shape, order="F" if found["fortran"] == b"True" else "C")
 
 
-def _header(data: bytes) -> tuple[bytes, int]:
+def _header(data: bytes, begin: int, end: int) -> tuple[bytes, int]:
     """Return the header of bytes in numpy's format, and where the numbers start."""
-    size = LENGTHS.get(data[6:8], 0)
-    if not data.startswith(MAGIC) or not size:
+    size = LENGTHS.get(data[begin + 6 : begin + 8], 0)
+    if not data.startswith(MAGIC, begin, end) or not size:
         raise ValueError("no array: it does not begin as versions 1.0 and 2.0 of numpy's format do")
-    start = 8 + size
-    length = int.from_bytes(data[8:start], "little")
-    if length > HEADER_BYTES or len(data) < start + length:
+    start = begin + 8 + size
+    length = int.from_bytes(data[begin + 8 : start], "little")
+    if length > HEADER_BYTES or end < start + length:
         raise ValueError(f"no array: a header of {length} bytes; allowed are at most {HEADER_BYTES}, and all are there")
     return data[start : start + length], start + length
+
+
+def to_block(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Return named arrays as one block: the length of an index, the index (names and lengths as JSON), the arrays.
+
+    Raises
+    ------
+    ValueError
+        As `to_bytes`.
+    """
+    parts = [to_bytes(value) for value in arrays.values()]
+    index = json.dumps([[name, len(part)] for name, part in zip(arrays, parts, strict=True)]).encode()
+    pieces = [len(index).to_bytes(8, "little"), index, bytes(-(8 + len(index)) % ALIGNED)]
+    for part in parts:
+        pieces += [part, bytes(-len(part) % ALIGNED)]
+    return b"".join(pieces)
+
+
+def from_block(data: bytes) -> Arrays:
+    """Return the arrays of a block, read-only and in its memory.
+
+    Raises
+    ------
+    ValueError
+        The bytes are not what `to_block` returns; the message names the array that cannot be read.
+    """
+    unreadable = "the arrays cannot be read"
+    length = int.from_bytes(data[:8], "little")
+    if length > INDEX_BYTES or 8 + length > len(data):
+        raise ValueError(
+            f"{unreadable}: an index of {length} bytes; allowed are {INDEX_BYTES} at most, and all of them"
+        )
+    try:
+        index = json.loads(data[8 : 8 + length])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{unreadable}: the index is not JSON: {error}") from error
+    arrays: Arrays = {}
+    start = 8 + length
+    for entry in index if isinstance(index, list) else [index]:
+        name, size = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if not isinstance(name, str) or type(size) is not int or size < 0 or name in arrays:
+            raise ValueError(f"{unreadable}: allowed in the index are different names, each with a number of bytes")
+        start += -start % ALIGNED
+        if start + size > len(data):
+            raise ValueError(f"array {name[:LONGEST]} cannot be read: {size} bytes, of which not all are there")
+        try:
+            arrays[name] = from_bytes(data, start, start + size)
+        except ValueError as error:
+            raise ValueError(f"array {name[:LONGEST]} cannot be read: {error}") from error
+        start += size
+    if len(data) - start >= ALIGNED:
+        raise ValueError(f"{unreadable}: {len(data) - start} bytes after the last one")
+    return arrays
 
 
 def channels_last(value: NDArray[Any]) -> NDArray[Any]:

@@ -3,8 +3,16 @@
 What it relies on, and why:
 - `Array.__qualname__`: Flower writes a class's name into a message; a subclass of `Array` must be called "Array".
 - `HeldArray` keeps the numpy array and makes bytes only where they travel; Ray, which runs Flower's simulation, ships
-  it through shared memory (`__reduce__`). `ReadArray` reads it whenever a strategy calls `numpy()`: Flower's strategies
-  add up one array of one reply after the other.
+from fedtta.messages.arrays import (
+    Arrays,
+    LazyArrays,
+    contiguous,
+    from_block,
+    from_bytes,
+    restored,
+    to_block,
+    to_bytes,
+)
 - `TaskIdentity`: `Message(...)` outside a Flower process needs an identity (`allow_messages`).
 - Strategies sample from the grid by the global random generator; `NodesView` shows them exactly the sampled nodes.
 """
@@ -24,13 +32,23 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
-from fedtta.messages.arrays import Arrays, LazyArrays, contiguous, from_bytes, restored, to_bytes
+from fedtta.messages.arrays import (
+    Arrays,
+    LazyArrays,
+    contiguous,
+    from_block,
+    from_bytes,
+    restored,
+    to_block,
+    to_bytes,
+)
 from fedtta.messages.record import Record, read_values
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import REQUESTS, Request
 from fedtta.messages.transport import Addressed
 
 NUMPY = "numpy.ndarray"  # Flower's name of arrays that numpy wrote
+BLOCK = "fedtta.block"  # ours of all arrays of a record together, see `to_block`
 CONTENT = "message"  # the key of a message's values in its config record
 SECRET = "secret"  # the key of a message's secret in its config record; a reply has the same
 #: What strategies write into a message's config, and the value of the request that it sets.
@@ -143,6 +161,17 @@ def bytes_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
     return record
 
 
+def block_record(arrays: Mapping[str, NDArray[Any]]) -> ArrayRecord:
+    """Return named arrays as a record of one block, which travels in few objects."""
+    data = to_block(arrays)
+    return ArrayRecord({"block": Array(dtype="uint8", shape=(len(data),), stype=BLOCK, data=data)})
+
+
+def in_blocks(content: RecordDict) -> bool:
+    """Return whether the arrays of a message travel in blocks; so do those of its reply."""
+    return any(array.stype == BLOCK for record in content.array_records.values() for array in record.values())
+
+
 def read_arrays(record: ArrayRecord) -> Arrays:
     """Return the arrays of a record, read-only and in the memory they came in.
 
@@ -151,6 +180,8 @@ def read_arrays(record: ArrayRecord) -> Arrays:
     ValueError
         An array cannot be read; the message names it.
     """
+    if len(record) == 1 and (array := next(iter(record.values()))).stype == BLOCK:
+        return from_block(array.data)
     return {name: _read(name, array) for name, array in record.items()}
 
 
@@ -165,16 +196,19 @@ def _read(name: str, array: Array) -> NDArray[Any]:
         raise ValueError(f"array {name} cannot be read: {error}") from error
 
 
-def to_content(record: Record, secret: str | None = None) -> RecordDict:
-    """Return a plain message as Flower's records; arrays go by reference.
+def to_content(record: Record, secret: str | None = None, blocks: bool = False) -> RecordDict:
+    """Return a plain message as Flower's records; arrays go by reference, or in blocks.
 
     Parameters
     ----------
     record : Record
     secret : str, optional
         The secret of the request that a reply answers.
+    blocks : bool
+        Whether each set of arrays becomes one block.
     """
-    content = RecordDict({name: held_record(arrays) for name, arrays in record.arrays.items()})
+    made = block_record if blocks else held_record
+    content = RecordDict({name: made(arrays) for name, arrays in record.arrays.items()})
     content["config"] = config = ConfigRecord({CONTENT: json.dumps(record.values)})
     if secret is not None:
         config[SECRET] = secret
@@ -322,7 +356,8 @@ class NodesView(Grid):
 
 def reply_message(reply: Reply, message: Message) -> Message:
     """Return a client's reply to a message, with the message's secret."""
-    return Message(to_content(reply.to_record(), secret_of(message.content)), reply_to=message)
+    content, blocks = message.content, in_blocks(message.content)
+    return Message(to_content(reply.to_record(), secret_of(content), blocks), reply_to=message)
 
 
 def allow_messages() -> None:

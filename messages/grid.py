@@ -24,7 +24,7 @@ from flwr.serverapp import Grid
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedtta.messages.arrays import array_bytes
-from fedtta.messages.flower import CONTENT, SECRET, from_content, held_record, secret_of
+from fedtta.messages.flower import CONTENT, SECRET, block_record, from_content, held_record, secret_of
 from fedtta.messages.inbox import Incomplete, inbox_of
 from fedtta.messages.record import Record
 from fedtta.messages.requests import Observe
@@ -34,9 +34,12 @@ EXPIRED = (3, 4)
 POLL = 0.05  # seconds between two looks for replies, at least
 IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the clients
 REST = 1.0  # seconds at most: a look may be slow because the machine is busy, or because it brings large models
+#: Requests that are pushed at once, and bytes of different arrays in them: Flower hashes arrays once for each push.
+BATCH, BATCH_BYTES = 64, 256 << 20
 SENT = 3  # times that a request is sent at most, when replies come without its secret
-#: A node that has not answered after so many seconds, or a part of the timeout if that is less, is sent so many
-#: reminders, which live so long: an idle SuperNode looks for messages every three seconds. The wait then doubles.
+#: After so many seconds without a reply, or a part of the timeout if that is less, the nodes that have not answered are
+#: sent so many reminders, which live so long: an idle SuperNode looks for messages every three seconds. The wait then
+#: doubles.
 REMIND, REMIND_PART, REMINDERS, REMINDER_LIFE = 60.0, 1 / 4, 3, 10.0
 #: A reply has at most so many bytes, and so many times the bytes of the largest request: it holds a part of the
 #: network, or statistics of it, up to three times over (what is shared, its start, and the normalization).
@@ -55,8 +58,9 @@ class _Sent:
 class _Reminders:
     """Messages to nodes that have not answered, so that a SuperNode which is one reply behind pushes it.
 
-    A SuperNode at work does not take them before they expire. When two of them are answered at the same time, it
-    pushes both replies at once, and is behind no longer.
+    They are sent when no reply has come for a while: many devices may answer for minutes, and messages to all that are
+    still waited for would only hold them up. A SuperNode at work does not take them before they expire. When two of
+    them are answered at the same time, it pushes both replies at once, and is behind no longer.
 
     Parameters
     ----------
@@ -69,17 +73,23 @@ class _Reminders:
         self._every, self._due = every, now + every
         self.tickets: list[str] = []  # of the last ones: their replies are asked for, so that the SuperLink drops them
 
+    def answered(self, now: float) -> None:
+        """Wait again: a reply has come."""
+        self._due = now + self._every
+
     def send(self, grid: Grid, waiting: Iterable[_Sent], now: float) -> None:
         """Remind the nodes of these requests if it is time."""
         if now < self._due:
             return
         self._every *= 2
-        self._due, self.tickets = now + self._every, []
+        self._due, self.tickets, messages = now + self._every, [], []
         for run, node in {(sent.one.request.run, sent.one.node) for sent in waiting}:
             for _ in range(REMINDERS):
                 message = _message(node, Observe(settings="{}", run=run).to_record(), secrets.token_hex(16), {})
                 message.metadata.ttl = REMINDER_LIFE
-                self.tickets += [ticket for ticket in grid.push_messages([message]) if ticket]
+                messages.append(message)
+        for start in range(0, len(messages), BATCH):
+            self.tickets += [ticket for ticket in grid.push_messages(messages[start : start + BATCH]) if ticket]
 
 
 class GridTransport:
@@ -134,21 +144,22 @@ class GridTransport:
         connected = set(self.grid.get_node_ids())
         queued = [(one, 1) for one in reversed(requests)]
         waiting: dict[str, _Sent] = {}
-        records: dict[int, ArrayRecord] = {}
         inbox = inbox_of(self.grid, self._most_bytes, lambda: self._clock() >= end)
         reminders = _Reminders(min(REMIND, REMIND_PART * timeout), self._clock()) if self._reminds else None
         try:
             while queued or waiting:
-                while queued and (self.window is None or len(waiting) < self.window):
-                    one, times = queued.pop()
-                    if one.node not in connected:
-                        yield unknown_node(one)
-                    elif not self._send(one, times, timeout, records, waiting):
+                while queued and (free := BATCH if self.window is None else self.window - len(waiting)) > 0:
+                    batch = _batch(queued, min(free, BATCH))
+                    yield from (unknown_node(one) for one, _ in batch if one.node not in connected)
+                    batch = [(one, times) for one, times in batch if one.node in connected]
+                    for one in self._send(batch, timeout, waiting):
                         yield Answer(one.node, None, "failed", "the message was not accepted for sending")
                 began = time.perf_counter()
                 asked = [*waiting, *(reminders.tickets if reminders else ())] if waiting else ()
                 for ticket, read in inbox.look(asked):
                     if ticket in waiting:
+                        if reminders:
+                            reminders.answered(self._clock())
                         sent = waiting.pop(ticket)
                         answer = _answer(sent, read)
                         if answer is None:
@@ -175,30 +186,41 @@ class GridTransport:
         return REPLY_BYTES + REPLY_TIMES * self._largest
 
     def _send(
-        self,
-        one: Addressed,
-        times: int,
-        timeout: float,
-        records: dict[int, ArrayRecord],
-        waiting: dict[str, _Sent],
-    ) -> bool:
-        """Send a request under a new secret and note its ticket; return whether the grid took it."""
-        plain, secret = one.request.to_record(), secrets.token_hex(16)
-        message = _message(one.node, plain, secret, records)
-        message.metadata.ttl = timeout
-        self._largest = max(self._largest, sum(array_bytes(arrays) for arrays in plain.arrays.values()))
-        ticket = next((sent for sent in self.grid.push_messages([message]) if sent), None)
-        if ticket is not None:
-            waiting[ticket] = _Sent(one, secret, times)
-        return ticket is not None
+        self, batch: Sequence[tuple[Addressed, int]], timeout: float, waiting: dict[str, _Sent]
+    ) -> list[Addressed]:
+        """Send requests, each under a new secret, and note their tickets; return those that the grid did not take."""
+        records: dict[int, ArrayRecord] = {}
+        sent, messages = [], []
+        for one, times in batch:
+            plain, secret = one.request.to_record(), secrets.token_hex(16)
+            message = _message(one.node, plain, secret, records, self.concurrent)
+            message.metadata.ttl = timeout
+            self._largest = max(self._largest, sum(array_bytes(arrays) for arrays in plain.arrays.values()))
+            sent.append(_Sent(one, secret, times))
+            messages.append(message)
+        tickets = list(self.grid.push_messages(messages)) if messages else []
+        tickets += [None] * (len(sent) - len(tickets))  # too large a push has no tickets at all
+        waiting.update({ticket: one for ticket, one in zip(tickets, sent, strict=True) if ticket})
+        return [one.one for ticket, one in zip(tickets, sent, strict=True) if not ticket]
 
 
-def _message(node: int, plain: Record, secret: str, records: dict[int, ArrayRecord]) -> Message:
-    """Return a request as a message; arrays that requests have in common become one record."""
+def _batch(queued: list[tuple[Addressed, int]], most: int) -> list[tuple[Addressed, int]]:
+    """Take as many requests from the end as may be pushed at once, at least one."""
+    batch: list[tuple[Addressed, int]] = []
+    sizes: dict[int, int] = {}
+    while queued and len(batch) < most and sum(sizes.values()) < BATCH_BYTES:
+        batch.append(queued.pop())
+        arrays = batch[-1][0].request.to_record().arrays.values()
+        sizes |= {id(one): array_bytes(one) for one in arrays}
+    return batch
+
+
+def _message(node: int, plain: Record, secret: str, records: dict[int, ArrayRecord], blocks: bool = False) -> Message:
+    """Return a request as a message; arrays that requests have in common become one record, or one block."""
     content = RecordDict()
     for name, arrays in plain.arrays.items():
         if id(arrays) not in records:
-            records[id(arrays)] = held_record(arrays)
+            records[id(arrays)] = (block_record if blocks else held_record)(arrays)
         content[name] = records[id(arrays)]
     content["config"] = ConfigRecord({CONTENT: json.dumps(plain.values), SECRET: secret})
     return Message(content, dst_node_id=node, message_type=plain.kind)

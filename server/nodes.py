@@ -8,7 +8,7 @@ restarted without a key of its own has another id.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,7 @@ class Nodes:
         end, number = self.clock() + timeout, len(wanted.members) or wanted.clients
         while True:
             over = self.clock() >= end
-            connected = self.transport.nodes()
+            connected = dict.fromkeys(self.transport.nodes())  # in their order, found by hash
             # a node that was killed while it was asked comes back under the same id, and is asked again
             self.unknown = {node: one for node, one in self.unknown.items() if one is not None or node in connected}
             fresh = [node for node in connected if node not in self.unknown]
@@ -191,7 +191,7 @@ class Nodes:
             if identity is not None:
                 self._leave_alone(node, identity.name, self._refusal(node, identity), events, {})
 
-    def _fitting(self, wanted: Wanted, connected: Sequence[int]) -> dict[str, tuple[int, Identity]]:
+    def _fitting(self, wanted: Wanted, connected: Collection[int]) -> dict[str, tuple[int, Identity]]:
         """Return the identified clients that fit, in name order; note why the others do not."""
         first: dict[str, tuple[int, Identity]] = {}
         for node, identity in self.unknown.items():

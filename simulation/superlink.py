@@ -55,7 +55,7 @@ class RunLostError(FlowerError):
 
 
 @contextlib.contextmanager
-def superlink(home: Path, simulation: bool = True, keys: Keys | None = None) -> Iterator[str]:
+def superlink(home: Path, simulation: bool = True, keys: Keys | None = None, database: bool = True) -> Iterator[str]:
     """Run a SuperLink in a Flower home; at the end, stop all processes of this home and of homes inside it.
 
     Parameters
@@ -64,6 +64,8 @@ def superlink(home: Path, simulation: bool = True, keys: Keys | None = None) -> 
         Simulate the nodes. Otherwise they connect to the address that this yields.
     keys : Keys, optional
         Encrypt connections, and require registered keys of nodes. None: neither, on this machine only.
+    database : bool
+        Keep nodes, runs and messages in a file of the home; otherwise in memory, as in simulations.
 
     Raises
     ------
@@ -76,7 +78,7 @@ def superlink(home: Path, simulation: bool = True, keys: Keys | None = None) -> 
     address, fleet = f"127.0.0.1:{port}", f"127.0.0.1:{fleet_port}"
     write_connection(home, address, keys.ca if keys else None)
     command = superlink_command("127.0.0.1", port, fleet, keys)
-    command += ["--simulation"] if simulation else ["--database", str(home / DATABASE)]
+    command += ["--simulation"] if simulation else ["--database", str(home / DATABASE)] if database else []
     for old in home.glob(f"{DATABASE}*"):  # an interrupted run of an earlier SuperLink would go on
         old.unlink()
     log = home / "superlink.log"

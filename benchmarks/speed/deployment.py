@@ -12,9 +12,10 @@ import json
 import shutil
 import statistics as averages
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import tomli_w
@@ -34,10 +35,6 @@ BASE = {"dataset": "digits", "model": "cnn", "methods": "fedavg", "shifts": "ori
 NODES, ROUNDS, TIMEOUT = 2, 5, 1800.0
 RUN = "app"  # name of our run
 APP = "empty-app"  # what `flwr build` takes for a name
-PYPROJECT = {
-    "project": {"name": "fedtta-empty", "version": "1.0.0", "description": "Empty rounds", "dependencies": []},
-}
-COMPONENTS = {"serverapp": "empty_app:server", "clientapp": "empty_app:client"}
 
 
 @dataclass(frozen=True)
@@ -125,13 +122,20 @@ def write_empty_app(folder: Path, settings: Settings, timeout: float) -> Path:
     spec = network_spec(images, settings)
     shapes = [list(value.shape) for value in build(**spec).global_state().values()]
     config = {"nodes": settings.clients, "rounds": settings.rounds, "timeout": timeout, "shapes": json.dumps(shapes)}
-    app = {"publisher": "fedtta", "components": COMPONENTS}
-    app["config"] = {**config, "results": str(folder / "empty.json")}
-    path = folder / APP
-    path.mkdir()
-    shutil.copy(empty_app.__file__, path)
-    (path / "pyproject.toml").write_text(tomli_w.dumps({**PYPROJECT, "tool": {"flwr": {"app": app}}}), encoding="utf-8")
-    return path
+    return write_app(folder / APP, empty_app, {**config, "results": str(folder / "empty.json")})
+
+
+def write_app(folder: Path, module: ModuleType, config: Mapping[str, Any]) -> Path:
+    """Write a Flower app of one module, which has a `server` and a `client`, and return its folder."""
+    name = module.__name__.rpartition(".")[2]
+    components = {"serverapp": f"{name}:server", "clientapp": f"{name}:client"}
+    app = {"publisher": "fedtta", "components": components, "config": dict(config)}
+    project = {"name": f"fedtta-{folder.name}", "version": "1.0.0", "description": "Measured", "dependencies": []}
+    folder.mkdir()
+    shutil.copy(str(module.__file__), folder)
+    content = {"project": project, "tool": {"flwr": {"app": app}}}
+    (folder / "pyproject.toml").write_text(tomli_w.dumps(content), encoding="utf-8")
+    return folder
 
 
 def run_empty_app(home: Path, app: Path, timeout: float) -> list[float]:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from flwr.app import Error, Message, MetricRecord, RecordDict
 
-from fedtta.messages.flower import CONTENT, SECRET, bytes_record, reply_message, request_of
+from fedtta.messages.flower import CONTENT, SECRET, bytes_record, reply_message, request_of, secret_of, to_content
 from fedtta.messages.replies import Evaluated, EvaluationResult, Reply
 from fedtta.messages.requests import Adapt, Evaluate, Identify, RefineRates, Request, Summarize, Train
 from tests.hostile.clients import Attack, honest
 from tests.hostile.superlink import Pushed, made, pushed, rebuilt, reply_to
 from tests.messages.test_arrays import HOSTILE as BAD_ARRAYS
+from tests.messages.test_blocks import HOSTILE as BAD_BLOCKS
 
 #: name → kind of request, attack, what the reason says.
 Case = tuple[type[Request], Attack, str]
@@ -25,6 +26,11 @@ CASES: dict[str, Case] = {}
 
 def case(kind: type[Request], name: str, attack: Attack, told: str) -> None:
     CASES[f"{kind.kind.rpartition('.')[2]}: {name}"] = kind, attack, told
+
+
+def loose(reply: Reply, message: Message) -> Message:
+    """A reply whose arrays are objects of their own, which the server reads as it reads a block."""
+    return Message(to_content(reply.to_record(), secret_of(message.content)), reply_to=message)
 
 
 def changed(**changes: Any) -> Attack:
@@ -51,18 +57,20 @@ def with_content(change: Callable[[RecordDict], object]) -> Attack:
     """The honest reply with other records."""
 
     def attack(message: Message, reply: Reply) -> Pushed:
-        content = reply_message(reply, message).content
+        content = loose(reply, message).content
         change(content)
         return reply_to(message, content)
 
     return attack
 
 
-def with_object(kind: str, content: Callable[[str, list[str], bytes], bytes]) -> Attack:
+def with_object(
+    kind: str, content: Callable[[str, list[str], bytes], bytes], reply_of: Callable[[Reply, Message], Message] = loose
+) -> Attack:
     """The honest reply in which the first object of a kind has other bytes: of its kind, children and body."""
 
     def attack(message: Message, reply: Reply) -> Pushed:
-        honestly = pushed(reply_message(reply, message))
+        honestly = pushed(reply_of(reply, message))
         name = next(key for key, value in honestly.objects.items() if value.startswith(f"{kind} ".encode()))
         head, _, body = honestly.objects[name].partition(b"\0")
         children = head.decode().split(" ")[1]
@@ -106,6 +114,13 @@ def failure(reason: str) -> Attack:
 for label, data in BAD_ARRAYS.items():
     case(
         Train, label, with_object("ArrayChunk", lambda kind, _, body, data=data: made(kind, [], data)), "cannot be read"
+    )
+for label, data in BAD_BLOCKS.items():
+    case(
+        Train,
+        f"block: {label}",
+        with_object("ArrayChunk", lambda kind, _, body, data=data: made(kind, [], data), reply_message),
+        "cannot be read",
     )
 case(
     Train,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
 
-from fedtta.messages.flower import secret_of, to_content
+from fedtta.messages import grid as grids
+from fedtta.messages.flower import in_blocks, reply_message, secret_of, to_content
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import Trained
 from fedtta.messages.transport import Addressed
 from tests.flower import LocalGrid
+from tests.hostile.superlink import SuperLink
 from tests.messages.test_flower import ARRAYS, trained, training
 from tests.transports import Clock
 
@@ -64,3 +67,64 @@ def test_a_window_bounds_the_messages_under_way() -> None:
     assert most == 2
     with pytest.raises(ValueError, match="window = 0: allowed is 1 or more"):
         GridTransport(grid, 0)
+
+
+def test_requests_are_pushed_in_batches_and_those_not_taken_fail_alone() -> None:
+    sizes = []
+
+    class Refusing(LocalGrid):
+        def push_messages(self, messages: Any) -> Any:
+            sizes.append(len(messages))
+            tickets = super().push_messages(messages)
+            return [None if one.metadata.dst_node_id == 70 else t for one, t in zip(messages, tickets, strict=True)]
+
+    def good(message: Message) -> RecordDict:
+        return to_content(trained().to_record(), secret_of(message.content))
+
+    clock, grid = Clock(), Refusing(dict.fromkeys(range(130), good))
+    requests = [Addressed(node, training(arrays=ARRAYS)) for node in range(130)]
+    answers = list(GridTransport(grid, None, clock, clock.sleep).exchange(requests, 60.0))
+    assert sizes == [64, 64, 2]
+    assert [one.metadata.dst_node_id for one in grid.sent] == list(range(130))
+    assert sorted(one.node for one in answers) == list(range(130))
+    assert {one.node: one.reason for one in answers if one.kind} == {70: "the message was not accepted for sending"}
+
+
+def test_a_batch_has_few_different_large_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grids, "BATCH_BYTES", 100)
+    own = [training(arrays={"w": np.zeros(10, np.float32)}) for _ in range(4)]  # 40 bytes each
+    queued = [(Addressed(node, request), 1) for node, request in enumerate(own[:1] * 5 + own[1:])][::-1]
+    sizes = []
+    while queued:
+        sizes.append(len(grids._batch(queued, 64)))
+    assert sizes == [7, 1]  # the first five have one model, and the third model reaches the bound
+
+
+def test_reminders_wait_for_replies_to_cease() -> None:
+    grid = LocalGrid(dict.fromkeys(range(30), lambda _: None))
+    waiting = [grids._Sent(Addressed(node, training()), "s", 1) for node in range(30)]
+    reminders = grids._Reminders(60.0, 0.0)
+    reminders.send(grid, waiting, 59.0)
+    reminders.answered(50.0)
+    reminders.send(grid, waiting, 109.0)
+    assert not grid.sent
+    reminders.send(grid, waiting, 110.0)
+    assert len(grid.sent) == len(reminders.tickets) == 30 * grids.REMINDERS
+    reminders.send(grid, waiting, 229.0)  # the wait has doubled
+    assert len(grid.sent) == 30 * grids.REMINDERS
+
+
+@pytest.mark.parametrize("over_http", [True, False])
+def test_arrays_travel_in_blocks_over_http_only(over_http: bool) -> None:
+    seen = []
+
+    def good(message: Message) -> RecordDict:
+        seen.append(in_blocks(message.content))
+        return reply_message(trained(), message).content
+
+    grid = SuperLink({1: good}).grid() if over_http else LocalGrid({1: good})
+    (answer,) = GridTransport(grid).exchange([Addressed(1, training(arrays=ARRAYS))], 60.0)
+    assert seen == [over_http]
+    assert {name: value.tolist() for name, value in answer.reply.arrays.items()} == {
+        name: value.tolist() for name, value in trained().arrays.items()
+    }
