@@ -3,16 +3,10 @@
 What it relies on, and why:
 - `Array.__qualname__`: Flower writes a class's name into a message; a subclass of `Array` must be called "Array".
 - `HeldArray` keeps the numpy array and makes bytes only where they travel; Ray, which runs Flower's simulation, ships
-from fedtta.messages.arrays import (
-    Arrays,
-    LazyArrays,
-    contiguous,
-    from_block,
-    from_bytes,
-    restored,
-    to_block,
-    to_bytes,
-)
+  it through shared memory (`__reduce__`). `ReadArray` reads it whenever a strategy calls `numpy()`: Flower's strategies
+  add up one array of one reply after the other.
+- `BLOCK`: Flower sends each array as two objects, and every object of every message takes a call at the SuperLink.
+  All arrays of a record together are one "array" of a serialization that only this module reads.
 - `TaskIdentity`: `Message(...)` outside a Flower process needs an identity (`allow_messages`).
 - Strategies sample from the grid by the global random generator; `NodesView` shows them exactly the sampled nodes.
 """

@@ -198,7 +198,7 @@ class GridTransport:
             self._largest = max(self._largest, sum(array_bytes(arrays) for arrays in plain.arrays.values()))
             sent.append(_Sent(one, secret, times))
             messages.append(message)
-        tickets = list(self.grid.push_messages(messages)) if messages else []
+        tickets: list[str | None] = list(self.grid.push_messages(messages)) if messages else []
         tickets += [None] * (len(sent) - len(tickets))  # too large a push has no tickets at all
         waiting.update({ticket: one for ticket, one in zip(tickets, sent, strict=True) if ticket})
         return [one.one for ticket, one in zip(tickets, sent, strict=True) if not ticket]

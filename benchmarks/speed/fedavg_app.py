@@ -52,7 +52,8 @@ def main(grid: Grid, context: Context) -> None:
     result = strategy.start(
         grid=grid, initial_arrays=initial, num_rounds=int(config["rounds"]), timeout=float(config["timeout"])
     )
-    np.savez(path.with_suffix(".npz"), **{name: array.numpy() for name, array in result.arrays.items()})
+    final: dict[str, Any] = {name: array.numpy() for name, array in result.arrays.items()}
+    np.savez(path.with_suffix(".npz"), **final)
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(strategy.seconds), encoding="utf-8")
     unfinished.replace(path)

@@ -104,8 +104,8 @@ class Prepared:
             classes, shifts = [str(i) for i in range(CLASSES)], ["original"]
             return Identity(name=str(number), classes=classes, sizes=sizes, shifts=shifts, note="", role=role, **data)  # type: ignore[arg-type]
         if kind == Train.kind:
-            counts = dict.fromkeys(("validation_total", "validation_correct", "personal_validation_correct"), 1)
-            counts["num_examples"] = self.examples(number)
+            counts: dict[str, Any] = {"num_examples": self.examples(number)}
+            counts |= dict.fromkeys(("validation_total", "validation_correct", "personal_validation_correct"), 1)
             return Trained(arrays=self.arrays(number, values["round"]), train_loss=1.0, seconds=0.0, **counts)
         if kind == Observe.kind:  # a reminder, see `fedtta.messages.grid`
             return Telemetry(name=str(number))
@@ -406,7 +406,7 @@ def measure(count: int, model: str, rounds: int, database: bool) -> Measured:
         found["deadline"] = one.ours("deadline", **{"round-timeout": hurry})
         looks, seconds = one.looks(LOOKING)
     ours, other = found["ours"], found["flower"]
-    sides = [("a round", "s", ours.seconds, other.seconds, 1.0)]
+    sides: list[tuple[str, str, float, float, float | None]] = [("a round", "s", ours.seconds, other.seconds, 1.0)]
     for process, bound in ((SERVER, SHARE if large else None), (SUPERLINK, None)):
         mine, theirs = ours.used[process], other.used[process]
         sides += [(f"peak memory, {process}", "MB", mine.peak, theirs.peak, bound)]
