@@ -387,7 +387,7 @@ def test_the_supernodes_unit_runs_what_flower_takes() -> None:
 def test_the_supernode_never_gives_up() -> None:
     unit = Unit("fedtta-supernode.service")
     assert unit["Service"]["Restart"] == "on-failure"
-    assert unit["Service"]["RestartSec"] == "10"
+    assert unit["Service"]["RestartSec"] == "65"
     assert unit["Unit"]["StartLimitIntervalSec"] == "0"
 
 

@@ -75,17 +75,24 @@ class Stage:
         self.nodes[partition:] = [started, *self.nodes[partition + 1 :]]
 
     @contextlib.contextmanager
-    def managed(self, *parts: str, delay: float = 2.0) -> Iterator[None]:
+    def managed(self, *parts: str, delay: float = 2.0, rest: float = 0.0) -> Iterator[None]:
         """Start again what ends, of "node-0", "agent-1", "superlink", and clear what it has left, as a service manager.
 
-        It looks every `delay` seconds.
+        It looks every `delay` seconds; a SuperNode is started `rest` seconds after it was found ended.
         """
-        stopping = threading.Event()
+        stopping, due = threading.Event(), dict[str, float]()
+
+        def rests(part: str) -> bool:
+            if not part.startswith("node-") or self.nodes[int(part.removeprefix("node-"))].poll() is None:
+                due.pop(part, None)
+                return False
+            return time.monotonic() < due.setdefault(part, time.monotonic() + rest)
 
         def manage() -> None:
             while not stopping.wait(delay):
                 for part in parts:
-                    self._restart_if_ended(part)
+                    if not rests(part):
+                        self._restart_if_ended(part)
 
         thread = threading.Thread(target=manage)
         thread.start()
