@@ -57,6 +57,7 @@ AT_WILL = {
     "flwr_datasets": "data/datasets/cifar.py",
     "datasets": "data/sources/huggingface.py",
     "transformers": "models/modeling_fedtta.py",
+    "onnxruntime": "models/exported.py",
 }
 EXTRAS: dict[str, list[str]] = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
     "optional-dependencies"
@@ -348,7 +349,7 @@ def test_what_an_image_imports_is_required(name: str) -> None:
     asked = set()
     for part in {"edge", name}:
         asked |= set((DOCKER / f"{part}.in").read_text(encoding="utf-8").split())
-    ours = known() | set(sys.stdlib_module_names) | {"__future__"}
+    ours = known() | set(sys.stdlib_module_names) | {"__future__", "fedtta"}
     for copied in PACKAGES[name] - {"simulation"}:  # of which only what needs no Ray is used
         for path, package, inside in imports(copied):
             distribution = DISTRIBUTIONS.get(package, package.replace("_", "-"))

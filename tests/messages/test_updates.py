@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedtta.messages.arrays import Arrays, array_bytes, from_bytes
+from fedtta.messages.arrays import Arrays, array_bytes, from_block
 from fedtta.messages.flower import allow_messages, reply_message
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import Trained
@@ -247,7 +247,7 @@ def test_the_bytes_counted_are_those_of_flowers_own_messages(how: Format) -> Non
         [Addressed(1, request)], 25.0
     )
     chunks = [one.partition(b"\0")[2] for one in replies[0].objects.values() if one.startswith(b"ArrayChunk ")]
-    assert answer.bytes == sum(from_bytes(one).nbytes for one in chunks)
+    assert answer.bytes == sum(array.nbytes for one in chunks for array in from_block(one).values())
     assert sum(map(len, replies[0].objects.values())) < answer.bytes + 2000
     expected = trained if how == "float32" else decode(how, sent, update.arrays, update.scales)
     assert isinstance(answer.reply, Trained)
