@@ -47,7 +47,7 @@ def main(grid: Grid, context: Context) -> None:
         fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes, min_evaluate_nodes=0
     )
     strategy.seconds = []
-    with np.load(str(config["initial"])) as file:
+    with np.load(str(config["initial"]), allow_pickle=False) as file:
         initial = ArrayRecord({name: Array(value) for name, value in file.items()})
     result = strategy.start(
         grid=grid, initial_arrays=initial, num_rounds=int(config["rounds"]), timeout=float(config["timeout"])

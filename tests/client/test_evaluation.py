@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedtta import tta
-from fedtta.client import evaluation
+from fedtta.client import adapters
 from fedtta.client.evaluation import evaluate_row
 from fedtta.data import Federation, Stream, check_no_leak, stream
 from fedtta.data.split import Split
@@ -172,7 +172,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> di
         seen.update(options)
         return tta.create("none", model, statistics)
 
-    monkeypatch.setattr(evaluation, "create", create)
+    monkeypatch.setattr(adapters, "create", create)
     samples = stream(federation(), 0, "original", seed=1)
     evaluate_row(row, network(), tta.Statistics(), samples, given)
     return seen
@@ -240,7 +240,7 @@ def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.Monkey
         given.append(rates)
         return tta.create(name, model, statistics, rates, store, **options)
 
-    monkeypatch.setattr(evaluation, "create", create)
+    monkeypatch.setattr(adapters, "create", create)
     for options in ({}, {"mode": "online"}, {"adapt": "params"}):
         evaluate_row(Row("atp", "atp", options), model, None, samples, settings(), rates)
     assert given == [rates["all"], rates["all"], rates["params"]]
@@ -295,7 +295,7 @@ def test_labels_are_out_of_an_adapters_reach(
         logs.append([])
         return _Noting(tta.create(*args, **options), logs[-1])
 
-    monkeypatch.setattr(evaluation, "create", create)
+    monkeypatch.setattr(adapters, "create", create)
     results = [evaluate_row(row, model, known, one, settings(eval_batch_size=4)) for one in (samples, poisoned)]
     assert len(logs[0]) == len(logs[1]) > 2
     assert all(torch.equal(one, other) for one, other in zip(*logs, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtta import tta
-from fedtta.client import evaluation
+from fedtta.client import adapters
 from fedtta.client.evaluation import evaluate_row, memorize
 from fedtta.client.statistics import join_statistics
 from fedtta.messages.requests import AdapterRow as Row
@@ -44,7 +44,7 @@ def test_permuted_labels_change_no_prediction(name: str, monkeypatch: pytest.Mon
     poisoned = dataclasses.replace(samples, y=(samples.y[order] + 1) % tiny.CLASSES)
 
     seen: list[list[Tensor]] = []
-    create = evaluation.create
+    create = adapters.create
 
     def noting(*args: Any, **options: Any) -> Any:
         adapter, log = create(*args, **options), list[Tensor]()
@@ -53,7 +53,7 @@ def test_permuted_labels_change_no_prediction(name: str, monkeypatch: pytest.Mon
         seen.append(log)
         return adapter
 
-    monkeypatch.setattr(evaluation, "create", noting)
+    monkeypatch.setattr(adapters, "create", noting)
     row = Row(name, name, OPTIONS.get(name, {}))
     for one in (samples, poisoned):
         evaluate_row(row, model, known, one, client.settings, rates, own)

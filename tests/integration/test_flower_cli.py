@@ -96,7 +96,7 @@ def test_the_bundle_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
             ".info/CONTENT",
         }
     assert {"server/app.py", "client/app.py", "tta/btfl.py"} <= modules
-    assert bundle.stat().st_size < 2_000_000  # sources alone; data or weights would not fit
+    assert bundle.stat().st_size < 3_000_000  # sources alone; data or weights would not fit
 
 
 def test_everything_the_rooms_need_can_enter_a_bundle() -> None:
