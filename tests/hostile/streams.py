@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import random
 import statistics
 import subprocess
@@ -33,9 +32,10 @@ LOOKS = 40  # at memory
 SIZES = (1, 2, 8, 64, 400, 2000)  # samples of a request
 
 
-def resident(process: int) -> float:
-    """Return a process's resident memory in MiB."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def memory(process: int) -> float:
+    """Return a process's own resident memory in MiB, without pages of files, which the system takes back at will."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 2**10
 
 
 def images(draw: random.Random, shape: tuple[int, ...]) -> pb.Images:
@@ -109,7 +109,7 @@ def main() -> int:
                 thread.start()
             while time.monotonic() < end:
                 time.sleep(chosen.seconds / LOOKS)
-                sizes.append(resident(agent.pid))
+                sizes.append(memory(agent.pid))
                 print(f"{chosen.seconds - end + time.monotonic():6.0f} s {sizes[-1]:6.0f} MiB {dict(seen)}", flush=True)
             for thread in threads:
                 thread.join()

@@ -10,19 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray as library
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedtta.client.app import answer
-from fedtta.messages.flower import request_of
-from fedtta.messages.requests import Request, Train
+from fedtta.messages.flower import allow_messages, request_of
+from fedtta.messages.replies import Telemetry
+from fedtta.messages.requests import Observe, Request, Train
+from fedtta.messages.transport import Addressed
 from fedtta.settings import Settings
 from fedtta.simulation import simulate, workers
-from fedtta.simulation.workers import Sent, Worker
+from fedtta.simulation.workers import RayTransport, Sent, Worker
 from tests.server.test_run import SMALL, assert_same_results, run
 
 pytestmark = pytest.mark.slow
-RAY = SMALL.replace(node_timeout=300.0, round_timeout=300.0)  # workers take a while to start, on a busy machine longer
+RAY = SMALL.replace(
+    methods="fedavg_ft,fixed_mix,fedthe,btfl", split="published", shifts="original,out_of_client",
+    # workers take a while to start, on a busy machine longer
+    node_timeout=300.0, round_timeout=300.0,
+)  # fmt: skip
 CallNext = Callable[[Message, Context], Message]
 
 
@@ -54,15 +61,6 @@ class Killed(Worker):
         return super().perform(kind, values, partition, *rest)
 
 
-class Doomed(Worker):
-    """A worker that client 0 kills in the second round whenever it trains."""
-
-    def perform(self, kind: str, values: Mapping[str, Any], partition: int, *rest: Any) -> Sent:
-        if kind == "train" and partition == 0 and values["round"] == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().perform(kind, values, partition, *rest)
-
-
 def wrapped(mod: Callable[[Message, Context, CallNext], Message]) -> ClientApp:
     """The ClientApp's own handlers behind a mod."""
     app = ClientApp(mods=[mod])
@@ -73,25 +71,27 @@ def wrapped(mod: Callable[[Message, Context, CallNext], Message]) -> ClientApp:
     return app
 
 
-def survives_a_kill(folder: Path, settings: Settings, *apps: ClientApp) -> None:
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process."""
+    allow_messages()
+    return run(tmp_path_factory.mktemp("reference") / "none", RAY)
+
+
+def survives_a_kill(folder: Path, settings: Settings, reference: Path, *apps: ClientApp) -> None:
     """A worker that is killed once changes nothing but the time; splits are redrawn in every round, the same ones."""
-    changed = {"split": "published", "methods": "fedavg_ft,btfl", "shifts": "original,out_of_client", "workers": 1}
-    settings, seen = settings.replace(results=str(folder), **changed), list[dict]()
-    disturbed = simulate(settings, folder / "r", [seen.append], *apps)
+    seen: list[dict] = []
+    disturbed = simulate(settings.replace(results=str(folder)), folder / "r", [seen.append], *apps)
     assert (folder / "killed").exists()
     assert not [event for event in seen if event["event"] in ("failed", "refused")]
-    assert_same_results(disturbed, run(folder / "undisturbed", settings))
+    assert_same_results(disturbed, reference)
 
 
-# Flower's simulation; it starts and stops Ray itself, so these come before the tests that share one
+# Flower's simulation; it starts and stops Ray itself, so this comes before the tests that share one
 
 
-def test_same_bits_in_flowers_simulation(tmp_path: Path) -> None:
-    assert_same_results(run(tmp_path / "none"), simulate(RAY.replace(engine="flower"), tmp_path / "flower"))
-
-
-def test_a_worker_of_flowers_killed_mid_round_is_started_again_and_costs_nothing(tmp_path: Path) -> None:
-    survives_a_kill(tmp_path, RAY.replace(engine="flower"), wrapped(killed))
+def test_same_bits_after_a_worker_of_flowers_was_killed_mid_round(tmp_path: Path, reference: Path) -> None:
+    survives_a_kill(tmp_path, RAY.replace(engine="flower", workers=1), reference, wrapped(killed))
 
 
 # Ours
@@ -105,25 +105,43 @@ def ray() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ray")
-def test_same_bits_with_one_and_two_workers_and_without_ray(tmp_path: Path) -> None:
-    one = simulate(RAY.replace(workers=1), tmp_path / "one")
-    assert_same_results(one, simulate(RAY.replace(workers=2), tmp_path / "two"))
-    assert_same_results(one, run(tmp_path / "none"))
+def test_same_bits_with_one_worker_and_in_one_process(tmp_path: Path, reference: Path) -> None:
+    assert_same_results(simulate(RAY.replace(workers=1), tmp_path / "one"), reference)
 
 
 @pytest.mark.usefixtures("ray")
-def test_a_worker_killed_mid_round_is_started_again_and_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_same_bits_after_one_of_two_workers_was_killed_mid_round(
+    tmp_path: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "Worker", Killed)
-    survives_a_kill(tmp_path, RAY)
+    survives_a_kill(tmp_path, RAY.replace(workers=2), reference)
+
+
+def doomed(kind: str, values: dict[str, Any]) -> Any:
+    """Ray's class of a worker that client 0 always kills; a local class travels whole and imports nothing of ours."""
+
+    class Doomed:
+        def open(self) -> bool:
+            return True
+
+        def perform(self, asked: str, about: Mapping[str, Any], number: int, *rest: Any) -> Sent:
+            if number == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return kind, values, {}
+
+    return library.remote(Doomed)
 
 
 @pytest.mark.usefixtures("ray")
-def test_a_client_that_kills_every_worker_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "Worker", Doomed)
-    seen: list[dict] = []
-    simulate(RAY.replace(methods="fedavg", rounds=3, workers=1), tmp_path / "r", [seen.append])
-    failed = [event for event in seen if event["event"] == "failed"]
-    assert [(event["partition"], event["round"]) for event in failed] == [(0, 2)]
-    assert [event["replied"] for event in seen if event["event"] == "round"] == [[0, 1, 2], [1, 2], [0, 1, 2]]
+def test_a_client_that_kills_every_worker_fails_alone() -> None:
+    reply = Telemetry(name="sound").to_record()
+    worker = doomed(reply.kind, reply.values).options(max_restarts=-1).remote()
+    try:
+        transport = RayTransport(["0", "1", "2"], [worker])
+        request = Observe(settings="{}", run="r")
+        answers = transport.exchange([Addressed(node, request) for node in transport.nodes()], RAY.round_timeout)
+        heard = sorted((one.node, one.kind, one.reply) for one in answers)
+        assert heard[0] == (1, "failed", None)
+        assert heard[1:] == [(node, "", Telemetry(name="sound")) for node in (2, 3)]
+    finally:
+        library.kill(worker)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from io import BytesIO
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "timm": {"name": "timm:vit_tiny_patch16_224", "num_classes": 4, "image_size": 32, "in_channels": 1, "mean": [0.4]},
 }
 
+#: What a process elsewhere does with one exported file: `path`, `images` and `answer` are files.
 LOAD = """
 import json, sys
 import numpy as np
@@ -34,8 +36,12 @@ except ImportError:
     pass
 else:
     raise AssertionError("the project is importable here")
-path, images, answer = sys.argv[1:]
-x = np.load(images)
+def read(path, images, answer):
+    x = np.load(images)
+{}
+    np.savez(answer, *p, about=json.dumps(about))
+for name in sys.argv[1:]:
+    read(f"{{name}}/exported", f"{{name}}/x.npy", f"{{name}}/answer.npz")
 """
 READERS = {
     "torch-export": """
@@ -61,58 +67,61 @@ about = {"classes": [model.config.id2label[i] for i in range(4)], "preprocessing
 with torch.no_grad():
     p = [model(pixel_values=torch.tensor(x[:n])).logits.softmax(1).numpy() for n in (1, 2, 5)]
 prepared = processor(open(images.replace("x.npy", "image.png"), "rb").read())["pixel_values"]
-np.save(answer.replace("answer", "prepared"), prepared.numpy())
+np.save(answer.replace("answer.npz", "prepared.npy"), prepared.numpy())
 """,
 }
 
 
-@pytest.fixture(params=SPECS)
-def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
-    spec = SPECS[request.param]
+def saved(folder: Path, spec: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """A file of a model whose predictions are decided, and its description."""
     made = models.Preprocessing(spec["image_size"], spec.get("in_channels", 3), "crop", "bicubic", 0.9, (0, 4095))
     spec = {**spec, "classes": CLASSES, "preprocessing": made.to_dict()}
     model = models.build(**spec, seed=3)
     model.train()(torch.rand(8, made.channels, made.image_size, made.image_size))  # moves running statistics
     with torch.no_grad():
-        model.head.weight *= 20  # decided predictions
-    path = tmp_path / "run" / "model.safetensors"
+        model.head.weight *= 20
+    path = folder / "run" / "model.safetensors"
     models.save_model(path, model, spec)
     return path, spec
 
 
 @pytest.mark.parametrize("format", READERS)
-def test_predictions_and_metadata(format: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    path, spec = saved
-    out = tmp_path / f"exported.{format}"
-    assert main([str(path.parent), "--format", format, "--out", str(out)]) == 0
-    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([out.name, "run"])  # nothing temporary
-    away = tmp_path / "away"
-    away.mkdir()
-    made = models.Preprocessing.from_dict(spec["preprocessing"])
-    x = torch.rand(5, made.channels, made.image_size, made.image_size, generator=torch.Generator().manual_seed(1))
-    np.save(away / "x.npy", x.numpy())
+def test_predictions_and_metadata(format: str, tmp_path: Path) -> None:
+    """One process reads all models: to import what it needs takes most of its time."""
     picture = np.random.default_rng(0).integers(0, 4096, (40, 60), np.uint16)
     buffer = BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
-    (away / "image.png").write_bytes(buffer.getvalue())
-    code = LOAD + READERS[format] + "np.savez(answer, *p, about=json.dumps(about))"
+    expected = {}
+    for name, one in SPECS.items():
+        path, spec = saved(tmp_path / name, one)
+        away = tmp_path / "away" / name
+        away.mkdir(parents=True)
+        assert main([str(path.parent), "--format", format, "--out", str(away / "exported")]) == 0
+        assert [left.name for left in away.iterdir()] == ["exported"]  # nothing temporary
+        made = models.Preprocessing.from_dict(spec["preprocessing"])
+        x = torch.rand(5, made.channels, made.image_size, made.image_size, generator=torch.Generator().manual_seed(1))
+        np.save(away / "x.npy", x.numpy())
+        (away / "image.png").write_bytes(buffer.getvalue())
+        network, _ = models.load_model(path)
+        with torch.no_grad():
+            expected[name] = made, network(x).softmax(1).numpy()
+    code = LOAD.format(indent(READERS[format], "    "))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code, str(out), str(away / "x.npy"), str(away / "answer.npz")]
-    done = subprocess.run(command, cwd=away, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *SPECS]
+    done = subprocess.run(command, cwd=tmp_path / "away", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    answer = np.load(away / "answer.npz")
-    network, _ = models.load_model(path)
-    with torch.no_grad():
-        expected = network(x).softmax(1).numpy()
-    assert np.ptp(expected) > 0.2
-    for index, n in enumerate((1, 2, 5)):
-        np.testing.assert_allclose(answer[f"arr_{index}"], expected[:n], atol=1e-5)
-    about = json.loads(str(answer["about"]))
-    assert about["classes"] == CLASSES
-    assert models.Preprocessing.from_dict(about["preprocessing"]) == made
-    if format == "huggingface":
-        np.testing.assert_array_equal(np.load(away / "prepared.npz.npy")[0], made.apply(picture) / np.float32(255))
+    for name, (made, probabilities) in expected.items():
+        assert np.ptp(probabilities) > 0.2
+        answer = np.load(tmp_path / "away" / name / "answer.npz")
+        for index, n in enumerate((1, 2, 5)):
+            np.testing.assert_allclose(answer[f"arr_{index}"], probabilities[:n], atol=1e-5)
+        about = json.loads(str(answer["about"]))
+        assert about["classes"] == CLASSES
+        assert models.Preprocessing.from_dict(about["preprocessing"]) == made
+        if format == "huggingface":
+            prepared = np.load(tmp_path / "away" / name / "prepared.npy")[0]
+            np.testing.assert_array_equal(prepared, made.apply(picture) / np.float32(255))
 
 
 def test_files_without_description_get_the_defaults(tmp_path: Path) -> None:
