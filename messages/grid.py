@@ -148,7 +148,7 @@ class GridTransport:
         reminders = _Reminders(min(REMIND, REMIND_PART * timeout), self._clock()) if self._reminds else None
         try:
             while queued or waiting:
-                while queued and (free := BATCH if self.window is None else self.window - len(waiting)) > 0:
+                if queued and (free := BATCH if self.window is None else self.window - len(waiting)) > 0:
                     batch = _batch(queued, min(free, BATCH))
                     yield from (unknown_node(one) for one, _ in batch if one.node not in connected)
                     batch = [(one, times) for one, times in batch if one.node in connected]

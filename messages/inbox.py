@@ -32,7 +32,8 @@ from flwr.superlink.grid.http_grid import HttpGrid
 
 OBJECTS = 200_000  # of a reply, at most: Flower makes one or more of every array and each 5 MB of it
 STRUCTURE_BYTES = 8 << 20  # of an object that is no part of an array, at most
-PARALLEL = 4  # objects that are fetched at once
+PARALLEL = 4  # objects of a large reply that are fetched at once
+COMPANY = 8  # replies that are fetched at once, as long as none is large
 TURN = 1.0  # seconds of a look for one reply: a large one must not keep those behind it waiting
 HELD = 256 << 20  # bytes of replies that have come in part; beyond that no other is begun
 #: The ticket of a request, and a function that returns its reply or raises whatever the reply's bytes make it raise.
@@ -106,24 +107,29 @@ class HttpInbox:
         self._client, self._node, self._run = grid._runtime_client, grid.node, grid.run.run_id
         self._most, self._over = most, over
         self._coming: dict[str, _Coming] = {}
-        self._pool = ThreadPoolExecutor(PARALLEL, "replies")
+        self._objects = ThreadPoolExecutor(PARALLEL, "objects")
+        self._replies = ThreadPoolExecutor(COMPANY, "replies")
+        self._large = False  # whether one of the replies so far is large
 
     def look(self, tickets: Sequence[str]) -> Iterator[Arrival]:
         """See `Inbox.look`; what of a reply has not come is asked for again at the next look."""
         yield from self._ask([ticket for ticket in tickets if ticket not in self._coming])
-        for ticket, coming in list(self._coming.items()):
-            if not coming.contents and self._held() > HELD:
-                continue
-            read: Callable[[], Message]
-            try:
-                if not self._fetch(coming):
-                    continue
-                read = partial(unpacked, coming.message, coming.contents, self._most())
-            except (ValueError, httpx.HTTPStatusError) as error:
-                read = partial(_raise, error)
-            del self._coming[ticket]
-            self._confirm(coming)
-            yield ticket, read
+        left = list(self._coming.items())
+        while left:
+            # a SuperLink at its limit serves those who ask more often: a thousand devices do, so small replies, which
+            # are many calls and few bytes, are fetched together
+            together = 1 if self._large else COMPANY
+            turn, left = left[:together], left[together:]
+            held = self._held()
+            turn = [(ticket, coming) for ticket, coming in turn if coming.contents or held <= HELD]
+            if len(turn) == 1:
+                reads = [self._turn(turn[0][1])]
+            else:
+                reads = list(self._replies.map(partial(self._turn, together=True), (coming for _, coming in turn)))
+            for (ticket, _), read in zip(turn, reads, strict=True):
+                if read is not None:
+                    del self._coming[ticket]
+                    yield ticket, read
 
     def announced(self, ticket: str) -> bool:
         """See `Inbox.announced`."""
@@ -131,7 +137,8 @@ class HttpInbox:
 
     def close(self) -> None:
         """See `Inbox.close`."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._replies, self._objects):
+            pool.shutdown(wait=False, cancel_futures=True)
         for coming in self._coming.values():
             self._confirm(coming)
         self._coming.clear()
@@ -158,8 +165,22 @@ class HttpInbox:
                 objects = list(dict.fromkeys(one.object_id for one in iterate_object_tree(tree)))
                 self._coming[metadata.reply_to_message_id] = _Coming(metadata.message_id, objects)
 
-    def _fetch(self, coming: _Coming) -> bool:
+    def _turn(self, coming: _Coming, together: bool = False) -> Callable[[], Message] | None:
+        """Fetch a reply for one turn; return what reads it, and let the SuperLink forget it; None if it is not here."""
+        read: Callable[[], Message]
+        try:
+            if not self._fetch(coming, together):
+                return None
+            read = partial(unpacked, coming.message, coming.contents, self._most())
+        except (ValueError, httpx.HTTPStatusError) as error:
+            read = partial(_raise, error)
+        self._confirm(coming)
+        return read
+
+    def _fetch(self, coming: _Coming, together: bool) -> bool:
         """Fetch the missing objects of a reply that are there, for one turn; return whether all are here.
+
+        Together with other replies this ends when the reply turns out to be large.
 
         Raises
         ------
@@ -172,9 +193,13 @@ class HttpInbox:
             raise ValueError(f"a reply of {len(coming.missing)} objects; allowed are at most {OBJECTS}")
         end = time.monotonic() + TURN
         while coming.missing and time.monotonic() < end and not self._over():
-            wanted = coming.missing[-PARALLEL:]
+            if together and coming.size > HELD // 64:
+                self._large = True
+                return False
+            wanted = coming.missing[-1:] if together else coming.missing[-PARALLEL:]
             complete = True
-            for name, response in zip(wanted, list(self._pool.map(self._pull, wanted)), strict=True):
+            pull = map if together else self._objects.map
+            for name, response in zip(wanted, list(pull(self._pull, wanted)), strict=True):
                 if not response.object_found:
                     raise Incomplete(f"the reply lacks its object {name[:12]}")
                 if not response.object_available:

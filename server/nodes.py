@@ -25,6 +25,9 @@ from fedtta.settings import name_order
 
 POLL = 0.2  # seconds between two looks at the connected nodes
 UNIDENTIFIED = -1  # the partition of a node that has not reported one
+#: A node whose answer was of such a kind is asked again after so many seconds, then after twice the time, and so on; so
+#: often in all while it stays connected. A node that was not reached may be well: its heartbeat was late.
+TRANSIENT, AGAIN, ASKED = ("failed", "late"), 60.0, 6
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class Nodes:
     ----------
     unknown : dict
         node id → identity of a connected node that is not in `by_partition`, in the order of arrival; None for one that
-        could not be identified. Each is asked once while it is connected.
+        could not be identified. One whose answer was refused is asked once while it is connected; one whose answer
+        failed or was late, `ASKED` times, after longer and longer waits.
     """
 
     transport: Transport
@@ -83,6 +87,7 @@ class Nodes:
     most: int = 0
     unfit: Callable[[Identity], str] = lambda identity: ""
     unknown: dict[int, Identity | None] = field(default_factory=dict)
+    _again: dict[int, tuple[int, float]] = field(default_factory=dict)  # node id → times asked in vain, when next
     _reasons: dict[int, str] = field(default_factory=dict)  # node id → why it does not take part
     _told: set[tuple[int, str]] = field(default_factory=set)  # node id and reason of the events so far
     _away: set[int] = field(default_factory=set)  # partitions that have been reported as gone
@@ -151,7 +156,7 @@ class Nodes:
             connected = dict.fromkeys(self.transport.nodes())  # in their order, found by hash
             # a node that was killed while it was asked comes back under the same id, and is asked again
             self.unknown = {node: one for node, one in self.unknown.items() if one is not None or node in connected}
-            fresh = [node for node in connected if node not in self.unknown]
+            fresh = self._to_ask(connected)
             found = self._fitting(wanted, connected)
             if fresh and (over or len(found) + len(fresh) >= number):
                 addressed = [Addressed(node, request) for node in fresh]
@@ -187,9 +192,10 @@ class Nodes:
 
     def leave_others_alone(self, events: Events) -> None:
         """Report the identified nodes that do not take part, and cannot join later."""
+        connected, info = set(self.transport.nodes()), self.info if self.identities else None
         for node, identity in self.unknown.items():
             if identity is not None:
-                self._leave_alone(node, identity.name, self._refusal(node, identity), events, {})
+                self._leave_alone(node, identity.name, self._refusal(identity, connected, info), events, {})
 
     def _fitting(self, wanted: Wanted, connected: Collection[int]) -> dict[str, tuple[int, Identity]]:
         """Return the identified clients that fit, in name order; note why the others do not."""
@@ -243,20 +249,22 @@ class Nodes:
         connected = set(self.transport.nodes())
         self._report_absences(connected, events, about)
         others = sorted(connected - set(self.by_partition.values()))
-        self._identification.ask([node for node in others if node not in self.unknown], request, timeout)
+        self._identification.ask(self._to_ask(others), request, timeout)
         self._note(self._identification.answers(), events, about)
         self.unknown = {node: identity for node, identity in self.unknown.items() if node in connected}
         replaced: dict[int, int] = {}
-        for node, identity in list(self.unknown.items()):
-            if identity is None:
-                continue
+        identified = [(node, identity) for node, identity in self.unknown.items() if identity is not None]
+        # of a thousand clients once, not once for each node
+        info = self.info if identified and self.identities else None
+        for node, identity in identified:
             partition = self._partition_of(identity.name)
-            if reason := self._refusal(node, identity):
+            if reason := self._refusal(identity, connected, info):
                 self._leave_alone(node, identity.name, reason, events, about)
             elif partition is not None:
                 replaced[partition] = self._rejoin(partition, node, identity, events, about)
             elif join:
                 self._join(node, identity, events, about)
+                info = self.info
         return replaced
 
     def _report_absences(self, connected: set[int], events: Events, about: Mapping[str, Any]) -> None:
@@ -295,11 +303,22 @@ class Nodes:
         self._reasons.pop(node, None)
         self._away.discard(partition)
 
+    def _to_ask(self, connected: Iterable[int]) -> list[int]:
+        """Return the nodes, of those that are connected, that are to be asked who they are, now."""
+        now, known = self.clock(), list(connected)
+        self._again = {node: self._again[node] for node in known if node in self._again}
+        due = {node for node, (_, when) in self._again.items() if when <= now}
+        return [node for node in known if node in due or node not in self.unknown]
+
     def _note(self, answers: Iterable[Answer], events: Events, about: Mapping[str, Any]) -> None:
-        """Note who unknown nodes are; one that cannot be identified is left alone."""
+        """Note who unknown nodes are; one that cannot be identified is left alone, some of them for a while."""
+        now = self.clock()
         for answer in answers:
             identity = answer.reply if isinstance(answer.reply, Identity) else None
             self.unknown[answer.node] = identity
+            times, _ = self._again.pop(answer.node, (0, 0.0))
+            if answer.kind in TRANSIENT and times + 1 < ASKED:
+                self._again[answer.node] = times + 1, now + AGAIN * 2**times
             if identity is None:
                 self._leave_alone(answer.node, None, answer.reason or "no identity", events, about)
 
@@ -308,17 +327,20 @@ class Nodes:
         found = (partition for partition, identity in self.identities.items() if identity.name == name)
         return next(found, None)
 
-    def _refusal(self, node: int, identity: Identity) -> str:
-        """Return why an unknown node does not take part; empty if it may."""
+    def _refusal(self, identity: Identity, connected: Collection[int], info: FederationInfo | None) -> str:
+        """Return why an unknown node does not take part; empty if it may.
+
+        `info` is that of the run at the moment; None: it has no clients yet.
+        """
         partition = self._partition_of(identity.name)
         if partition is not None:
             holder = self.by_partition[partition]
-            if holder in self.transport.nodes():
+            if holder in connected:
                 return _same_name(identity.name, holder)
             return _named(identity.name, difference(self.identities[partition], identity))
-        if not self.identities:
+        if info is None:
             return ""
-        if reason := self.info.misfit(identity) or self.unfit(identity):
+        if reason := info.misfit(identity) or self.unfit(identity):
             return _named(identity.name, reason)
         if self.most and len(self.identities) >= self.most:
             return _named(identity.name, f"max-clients = {self.most}, and the run has that many clients")

@@ -1,11 +1,12 @@
-"""Light devices: hundreds of clients of a SuperLink's Fleet API in one thread, which answer at once.
+"""Light devices: hundreds of clients of a SuperLink's Fleet API in two threads, which answer at once.
 
 Each makes the calls of a SuperNode (flwr 1.39: `flwr.client.grpc_rere_client.connection`,
 `flwr.supernode.start_client_internal`) with a key of its own: `RegisterNode`, `ActivateNode`, `SendNodeHeartbeat`;
 `PullMessages` every three seconds; for a message `PullObject` for each of its objects and `ConfirmMessageReceived`; for
 the reply `PushMessages`, and `PushObject` for each object that the SuperLink does not have. Three things are lighter:
 arrays are fetched and dropped unread, devices share a few connections, and a signature is used for a minute (it covers
-the time alone, and the SuperLink verifies it at every call all the same).
+the time alone, and the SuperLink verifies it at every call all the same). Heartbeats have a thread and a connection of
+their own, so that no work of the devices delays them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -57,7 +58,7 @@ POLL = 3.0  # seconds between two looks of an idle SuperNode
 UNAVAILABLE = 0.1  # seconds between two looks for an object that the server is still sending
 SIGNED = 60.0  # seconds for which a signature is used
 CONNECTIONS = 8
-AT_ONCE = 32  # messages that are worked on at once; the replies of large networks must fit into memory
+AT_ONCE = 32  # messages that are worked on at once
 STARTING = 300.0  # seconds for all devices to become active
 #: What a device answers: its number, the message without its content, and the message's config. None: nothing, ever.
 Answering = Callable[[int, Message, Mapping[str, Any]], RecordDict | None]
@@ -88,7 +89,7 @@ class Device:
 
 
 class LightDevices:
-    """Devices that live in a thread while this is entered.
+    """Devices that live in two threads while this is entered.
 
     Parameters
     ----------
@@ -99,6 +100,8 @@ class LightDevices:
         See `Answering`.
     poll : float
         Seconds between two looks of an idle device.
+    at_once : int
+        Messages that are worked on at once; the replies to them must fit into memory.
 
     Attributes
     ----------
@@ -108,12 +111,14 @@ class LightDevices:
         What went wrong → how often: a call that failed is not repeated, and the device goes on.
     """
 
-    def __init__(self, address: str, count: int, answer: Answering, poll: float = POLL) -> None:
-        self._address, self._count, self._answer, self.poll = address, count, answer, poll
+    def __init__(self, address: str, count: int, answer: Answering, poll: float = POLL, at_once: int = AT_ONCE) -> None:
+        self._address, self._count, self._answer, self.poll, self._at_once = address, count, answer, poll, at_once
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self._active, self._ended, self._error = threading.Event(), threading.Event(), ""
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="light devices", daemon=True)
+        self._devices: list[Device] = []
+        self._hearts = threading.Thread(target=lambda: asyncio.run(self._hearts_live()), name="heartbeats", daemon=True)
 
     def __enter__(self) -> Self:
         """Start, and wait until all devices are active.
@@ -127,6 +132,7 @@ class LightDevices:
         if not self._active.wait(STARTING) or self._error:
             self._ended.set()
             raise RunError(f"{self._count} light devices are not active: {self._error or f'after {STARTING:g} s'}")
+        self._hearts.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,21 +145,17 @@ class LightDevices:
         """
         self._ended.set()
         self._thread.join()
+        self._hearts.join()
         if self._error:
             raise RunError(f"a light device has ended: {self._error}")
 
     async def _live(self) -> None:
-        options = [(f"grpc.max_{way}_message_length", GRPC_MAX_MESSAGE_LENGTH) for way in ("send", "receive")]
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(self._at_once)
         async with contextlib.AsyncExitStack() as stack:
-            channels = [
-                # a channel option of its own keeps gRPC from sharing one connection
-                await stack.enter_async_context(grpc.aio.insecure_channel(self._address, [*options, ("own", i)]))
-                for i in range(min(CONNECTIONS, self._count))
-            ]
+            channels = [await stack.enter_async_context(self._channel(i)) for i in range(min(CONNECTIONS, self._count))]
             stubs = [FleetStub(channel) for channel in channels]
-            devices = [Device(number) for number in range(self._count)]
-            pairs = [(device, stubs[device.number % len(stubs)]) for device in devices]
+            self._devices = [Device(number) for number in range(self._count)]
+            pairs = [(device, stubs[device.number % len(stubs)]) for device in self._devices]
             try:
                 await asyncio.gather(*(self._begin(*pair) for pair in pairs))
             except grpc.aio.AioRpcError as error:
@@ -161,13 +163,26 @@ class LightDevices:
                 return
             finally:
                 self._active.set()
-            lives = [asyncio.create_task(task(*pair)) for pair in pairs for task in (self._follow, self._beat)]
-            while not self._ended.is_set() and not any(life.done() for life in lives):
-                await asyncio.sleep(0.1)
-            for life in lives:
-                life.cancel()
-            ended = await asyncio.gather(*lives, return_exceptions=True)
-            self._error = "; ".join(repr(one) for one in ended if not isinstance(one, asyncio.CancelledError))
+            await self._until_the_end([asyncio.create_task(self._follow(*pair)) for pair in pairs])
+
+    async def _hearts_live(self) -> None:
+        async with self._channel(CONNECTIONS) as channel:
+            stub = FleetStub(channel)
+            await self._until_the_end([asyncio.create_task(self._beat(device, stub)) for device in self._devices])
+
+    async def _until_the_end(self, lives: Sequence[asyncio.Task[None]]) -> None:
+        """Let tasks run until this is left, or one of them has ended, which is an error."""
+        while not self._ended.is_set() and not any(life.done() for life in lives):
+            await asyncio.sleep(0.1)
+        for life in lives:
+            life.cancel()
+        ended = await asyncio.gather(*lives, return_exceptions=True)
+        self._error += "; ".join(repr(one) for one in ended if not isinstance(one, asyncio.CancelledError))
+
+    def _channel(self, number: int) -> grpc.aio.Channel:
+        """Return a connection; an option of its own keeps gRPC from sharing one with another channel."""
+        options = [(f"grpc.max_{way}_message_length", GRPC_MAX_MESSAGE_LENGTH) for way in ("send", "receive")]
+        return grpc.aio.insecure_channel(self._address, [*options, ("own", number)])
 
     async def _call(self, device: Device, method: Any, request: Any) -> Any:
         response = await method(request, metadata=device.sign())

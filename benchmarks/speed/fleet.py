@@ -1,7 +1,8 @@
 """`fleet`: a server with many devices beside Flower's own FedAvg, on one SuperLink, with the same devices and replies.
 
-Both apps run one after the other, and then ours with a sampled fraction, with devices that never answer, and with less
-time than a round takes. At the end the devices look for messages as fast as the SuperLink answers.
+Both apps run one after the other, and then ours for one round each with a sampled fraction, with devices of it that
+never answer, and with less time than a round takes. At the end the devices look for messages as fast as the SuperLink
+answers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
 from fedtta.benchmarks.speed import fedavg_app
 from fedtta.benchmarks.speed.command import rendered
 from fedtta.benchmarks.speed.deployment import read_events, write_app
-from fedtta.benchmarks.speed.devices import LightDevices
+from fedtta.benchmarks.speed.devices import AT_ONCE, POLL, LightDevices
 from fedtta.benchmarks.speed.measurement import Measured, Ratio
 from fedtta.messages.arrays import Arrays, array_bytes
 from fedtta.messages.flower import CONTENT, SECRET, allow_messages, held_record, to_content
@@ -37,15 +38,16 @@ from fedtta.messages.replies import Evaluated, EvaluationResult, Identity, Reply
 from fedtta.messages.requests import Identify, Observe, Train
 from fedtta.models import MODELS, build
 from fedtta.server.events import Event
+from fedtta.server.nodes import sample
 from fedtta.server.report import METRICS_FILE
-from fedtta.settings import Scalar, SettingsError, from_config
+from fedtta.settings import Scalar, Settings, SettingsError, from_config
 from fedtta.simulation import superlink
 
 CLASSES = 10
 TIMEOUT = 3600.0  # of a run
 SERVER, SUPERLINK = "server", "superlink"
 FILE = "fleet.json"
-FRACTION = 0.1  # of the devices that is sampled, and that never answers
+FRACTION = 0.1  # of the devices that is sampled; every second one of these never answers in the run "silent"
 SHARE, LARGE = 0.2, 4e9  # of Flower's memory is ours, at most, where the replies of a round have so many bytes
 STEP, NOISE = 0.05, 0.01  # of a round, and at most that of a device
 MOST = 100_000  # devices
@@ -53,8 +55,11 @@ SAMPLE = 0.25  # seconds between two looks at the processes
 #: Process → what its command line contains.
 PROCESSES = {SERVER: "flwr-serverapp", SUPERLINK: "flower-superlink"}
 LOOKING = 10.0  # seconds for which idle devices look for messages
+LEAST = 4 * POLL  # seconds of a round-timeout: a device that tests looks for messages that seldom
 APP = "fleet-fedavg"  # what `flwr build` takes for a name
-BASE = {"dataset": "digits", "methods": "fedavg", "shifts": "original"}
+MEMORY = 1e9  # bytes of the replies that devices work on at once: a reply is there as arrays, as a block and as objects
+#: A SuperLink at its limit takes minutes to identify a thousand devices; none of them may be given up for that.
+BASE = {"dataset": "digits", "methods": "fedavg", "shifts": "original", "node-timeout": TIMEOUT}
 
 
 @dataclass
@@ -324,9 +329,10 @@ def fleet_of(home: Path, count: int, model: str, rounds: int, database: bool = T
     allow_messages()
     network = build(model, CLASSES, image_size=32, in_channels=3)
     prepared = Prepared({name: value.numpy() for name, value in network.global_state().items()})
+    at_once = max(2, min(AT_ONCE, int(MEMORY / (3 * array_bytes(prepared.initial)))))
     with (
         superlink.superlink(home, simulation=False, database=database) as address,
-        LightDevices(address, count, prepared) as devices,
+        LightDevices(address, count, prepared, at_once=at_once) as devices,
     ):
         yield Fleet(home, devices, prepared, model, rounds, count)
 
@@ -348,7 +354,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `fleet`."""
     parser.add_argument("--devices", type=int, default=1000, help="light devices (default: 1000)")
     parser.add_argument("--model", default="cnn", choices=list(MODELS), help="the network (default: cnn)")
-    parser.add_argument("--rounds", type=int, default=2, help="of each run (default: 2)")
+    parser.add_argument("--rounds", type=int, default=2, help="of Flower's FedAvg and of ours (default: 2)")
     parser.add_argument(
         "--database", action="store_true", help="the SuperLink keeps its state in a file, not in memory"
     )
@@ -365,23 +371,23 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     RunError
         Something did not start, or a run did not complete.
     """
-    for name, number, most in (("devices", arguments.devices, MOST), ("rounds", arguments.rounds, 1000)):
-        if not 2 <= number <= most:
-            raise SettingsError(f"--{name} {number}: allowed is 2 to {most}")
+    for name, number, least, most in (("devices", arguments.devices, 2, MOST), ("rounds", arguments.rounds, 1, 1000)):
+        if not least <= number <= most:
+            raise SettingsError(f"--{name} {number}: allowed is {least} to {most}")
     path = arguments.out / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except ValueError as error:
         raise SettingsError(f"{path} cannot be read ({error}); remove it, or choose another --out") from error
     title = f"{arguments.devices:,} devices, {arguments.model}, {'database' if arguments.database else 'in memory'}"
-    measured = measure(arguments.devices, arguments.model, arguments.rounds, arguments.database)
+    measured = measure(arguments.devices, arguments.model, arguments.rounds, arguments.database, console)
     console.print(rendered(title, measured.ratios))
     rows = [asdict(ratio) for ratio in measured.ratios]
     content[title] = {**provenance(), "ratios": rows, "details": dict(measured.details)}
     console.print(f"Written: {write_json(path, content)}", highlight=False)
 
 
-def measure(count: int, model: str, rounds: int, database: bool) -> Measured:
+def measure(count: int, model: str, rounds: int, database: bool, console: Console) -> Measured:
     """Run Flower's FedAvg and ours on one SuperLink, ours under load that does not answer in time, and idle devices.
 
     Raises
@@ -390,22 +396,32 @@ def measure(count: int, model: str, rounds: int, database: bool) -> Measured:
         Something did not start, or a run did not complete.
     """
     found: dict[str, App] = {}
+    began = time.monotonic()
+
+    def note(name: str, app: App) -> App:
+        found[name] = app
+        taken, lost = f"{app.seconds:.1f} s a round", f", {app.lost}" if app.lost else ""
+        console.print(f"{time.monotonic() - began:6.0f} s  {name}: {taken}{lost}", highlight=False)
+        return app
+
     with (
         tempfile.TemporaryDirectory(prefix="fedtta-bench-", ignore_cleanup_errors=True) as folder,
         fleet_of(Path(folder).resolve(), count, model, rounds, database) as one,
     ):
+        console.print(f"{time.monotonic() - began:6.0f} s  {count:,} devices are active", highlight=False)
         large = count * array_bytes(one.prepared.initial) >= LARGE
-        found["flower"] = one.flowers("flower")
-        found["ours"] = one.ours("ours")
-        found["sampled"] = one.ours("sampled", **{"fraction-train": FRACTION})
-        one.prepared.silent.update(range(0, count, round(1 / FRACTION)))
-        patience = float(ceil(2 * found["ours"].seconds))
-        found["silent"] = one.ours("silent", **{"round-timeout": patience})
+        note("flower", one.flowers("flower"))
+        ours = note("ours", one.ours("ours"))
+        few: dict[str, Scalar] = {"rounds": 1, "fraction-train": FRACTION}
+        sampled = note("sampled", one.ours("sampled", **few))
+        one.prepared.silent.update(sample(range(count), FRACTION, Settings().seed, 1)[1::2])
+        patience = float(ceil(max(2 * sampled.seconds, LEAST)))
+        note("silent", one.ours("silent", **few, **{"round-timeout": patience}))
         one.prepared.silent.clear()
-        hurry = max(1.0, found["ours"].seconds / 2)
-        found["deadline"] = one.ours("deadline", **{"round-timeout": hurry})
+        hurry = max(ours.seconds / 2, LEAST)
+        note("deadline", one.ours("deadline", rounds=1, **{"round-timeout": hurry}))
         looks, seconds = one.looks(LOOKING)
-    ours, other = found["ours"], found["flower"]
+    other = found["flower"]
     sides: list[tuple[str, str, float, float, float | None]] = [("a round", "s", ours.seconds, other.seconds, 1.0)]
     for process, bound in ((SERVER, SHARE if large else None), (SUPERLINK, None)):
         mine, theirs = ours.used[process], other.used[process]

@@ -19,6 +19,8 @@ from fedtta.benchmarks.__main__ import main
 from fedtta.benchmarks.speed import fedavg_app, fleet
 from fedtta.benchmarks.speed.fleet import SERVER, App, Prepared, Used, Watch
 from fedtta.messages.arrays import Arrays
+from fedtta.server.nodes import sample
+from fedtta.settings import Settings
 from tests.flower import LocalGrid
 
 DEVICES, ROUNDS = 5, 2
@@ -128,7 +130,9 @@ def test_what_a_process_of_a_home_uses(tmp_path: Path) -> None:
     assert 0 < used.seconds < 60
 
 
-def test_the_command_runs_both_apps_and_three_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_runs_both_apps_and_three_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran: list[Any] = []
 
     class Fake:
@@ -141,11 +145,11 @@ def test_the_command_runs_both_apps_and_three_loads(tmp_path: Path, monkeypatch:
             return App([seconds, seconds], {"server": Used(peak, 2.0), "superlink": Used(80.0, 9.0)}, {}, {})
 
         def flowers(self, name: str) -> App:
-            return self.taken(name, 12.0, 400.0)
+            return self.taken(name, 48.0, 400.0)
 
         def ours(self, name: str, **changed: Any) -> App:
             ran.append(changed)
-            return self.taken(name, 6.0, 100.0)
+            return self.taken(name, 24.0, 100.0)
 
         def looks(self, seconds: float) -> tuple[int, float]:
             return 700, 3.5
@@ -153,9 +157,11 @@ def test_the_command_runs_both_apps_and_three_loads(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(fleet, "fleet_of", lambda *arguments: nullcontext(Fake(*arguments)))
     words = ["fleet", "--devices", "20", "--out", str(tmp_path)]
     assert main(words) == 0
+    few, silent = {"rounds": 1, "fraction-train": 0.1}, sample(range(20), 0.1, Settings().seed, 1)[1:]
+    assert len(silent) == 1
     assert ran == [
-        (20, "cnn", 2, False), ("flower", []), {}, ("ours", []), {"fraction-train": 0.1}, ("sampled", []),
-        {"round-timeout": 12.0}, ("silent", [0, 10]), {"round-timeout": 3.0}, ("deadline", []),
+        (20, "cnn", 2, False), ("flower", []), {}, ("ours", []), few, ("sampled", []),
+        {**few, "round-timeout": 48.0}, ("silent", silent), {"rounds": 1, "round-timeout": 12.0}, ("deadline", []),
     ]  # fmt: skip
     assert main([*words, "--database"]) == 0
     content = json.loads((tmp_path / "fleet.json").read_text())
@@ -165,6 +171,8 @@ def test_the_command_runs_both_apps_and_three_loads(tmp_path: Path, monkeypatch:
     assert ratios["a round"] == (0.5, 1.0)
     assert ratios["peak memory, server"] == (0.25, None)  # a fifth is the target for large networks only
     assert (ratios["a round, silent"][0], ratios["a round, deadline"][0]) == (0.5, 2.0)
+    shown = capsys.readouterr().out
+    assert [f"{name}: " in shown for name in ("flower", "ours", "sampled", "silent", "deadline")] == [True] * 5
     assert case["details"]["looks"] == 700
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +225,64 @@ def test_replies_that_have_come_in_part_do_not_fill_the_memory(first: bool, monk
     assert len(answers) == 20
     assert 5 <= clock.now < 25
     assert most <= 10_000 + 12_000, "what is held, and one reply more"
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_small_replies_are_fetched_together_and_large_ones_one_at_a_time(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`most`: replies of which objects are being fetched at the same moment, after the first ones."""
+    monkeypatch.setattr(inbox, "HELD", 64 * (10 if large else 1_000_000))
+    busy: Counter[int] = Counter()
+    owner: dict[str, int] = {}
+    lock, most, answered = threading.Lock(), 0, 0
+
+    def behaviour(message: Message) -> Pushed:
+        arrays = {"w": np.full((2, 3), message.metadata.dst_node_id, np.float32)}
+        reply = pushed(reply_message(replace(REPLY, arrays=arrays, num_examples=len(owner) + 1), message))
+        owner.update(dict.fromkeys(reply.objects, message.metadata.dst_node_id))
+        return reply
+
+    class Slow(SuperLink):
+        def PullObject(self, request: Any) -> Any:
+            nonlocal most
+            node = owner[request.object_id]
+            with lock:
+                busy[node] += 1
+                most = max(most, len(+busy) if answered else 0)
+            time.sleep(0.005)
+            response = super().PullObject(request)
+            with lock:
+                busy[node] -= 1
+            return response
+
+    link, clock = Slow(dict.fromkeys(range(1, 31), behaviour)), Clock()
+    for one in GridTransport(link.grid(), None, clock, clock.sleep).exchange(
+        [Addressed(node, TRAIN) for node in link.nodes], 60
+    ):
+        assert one.reply is not None, one.reason
+        assert float(one.reply.arrays["w"][0, 0]) == one.node  # type: ignore[attr-defined]
+        answered += 1
+    assert answered == 30
+    assert most == 1 if large else 1 < most <= inbox.COMPANY
+
+
+def test_replies_are_fetched_while_requests_are_still_being_sent() -> None:
+    link, clock = SuperLink(dict.fromkeys(range(1, 3 * grid.BATCH), good)), Clock()
+    seen: list[int] = []
+    flower = link.grid()
+    push = flower.push_messages
+
+    def pushing(messages: Any) -> Any:
+        seen.append(len(answered))
+        return push(messages)
+
+    answered: list[int] = []
+    flower.push_messages = pushing  # type: ignore[method-assign]
+    requests = [Addressed(node, TRAIN) for node in link.nodes]
+    for one in GridTransport(flower, None, clock, clock.sleep).exchange(requests, 60):
+        answered.append(one.node)
+    assert seen == [0, grid.BATCH, 2 * grid.BATCH]
 
 
 def test_a_reply_that_makes_the_superlink_fail_is_refused_alone() -> None:

@@ -17,7 +17,8 @@ from fedtta.messages.requests import Identify, Request
 from fedtta.messages.transport import Addressed, Answer
 from fedtta.server.events import Event, Events, NodesMissing
 from fedtta.server.identification import PATIENCE, Identification
-from fedtta.server.nodes import Nodes, Wanted, gather, grouped, sample
+from fedtta.server.members import FederationInfo
+from fedtta.server.nodes import AGAIN, ASKED, Nodes, Wanted, gather, grouped, sample
 from tests.transports import Client, Clock, FakeTransport
 
 SILENT = Events()
@@ -100,6 +101,16 @@ def test_a_node_that_was_killed_while_it_was_asked_is_asked_again_when_it_is_bac
     start.clock.later[3.0] = lambda: start.transport.clients.pop(8)
     assert start.begin(2) == ["a", "b"]
     assert 5 <= start.clock.now < 6
+    assert start.left_alone() == [(8, None, "RuntimeError: disk full")]
+
+
+def test_a_node_that_could_not_be_reached_is_asked_again_while_a_run_waits_for_it() -> None:
+    start = Start({7: says("a"), 8: raises})
+    start.clock.later[30.0] = lambda: start.transport.clients.update({8: says("b")})
+    assert start.begin(2) == ["a", "b"]
+    assert AGAIN <= start.clock.now < AGAIN + 1
+    assert len(start.transport.requests(Identify, 7)) == 1
+    assert len(start.transport.requests(Identify, 8)) == 2
     assert start.left_alone() == [(8, None, "RuntimeError: disk full")]
 
 
@@ -292,6 +303,74 @@ def test_a_node_that_does_not_fit_is_asked_once_and_left_alone(
     assert (told["name"], told["node_id"], told["round"]) == (name, 7, 2)
     assert reason in told["reason"]
     assert len(place.transport.requests(Identify, 7)) == 1
+
+
+@pytest.mark.parametrize("lost", [raises, silent])
+def test_a_node_that_was_late_or_not_reached_is_asked_again_after_longer_and_longer_waits(lost: Client) -> None:
+    place = Place(n7=lost)
+    asked: list[float] = []
+    for _ in range(10_000):
+        before = len(place.transport.requests(Identify, 7))
+        start = place.clock.now
+        place.update()
+        asked += [start] * (len(place.transport.requests(Identify, 7)) - before)
+        place.clock.sleep(1.0)
+    took = 300 if lost is silent else 0
+    waits = [after - before - took for before, after in itertools.pairwise(asked)]
+    assert len(asked) == ASKED
+    assert waits == pytest.approx([AGAIN * 2**i for i in range(ASKED - 1)], abs=1.5)
+    assert len(place.of("left_alone")) == 1, "told once"
+    del place.transport.clients[7]
+    place.update()
+    place.transport.clients[7] = says("ward")
+    place.update()
+    assert [event["name"] for event in place.of("joined")] == ["ward"], "one that connects again is a new one"
+
+
+def test_a_node_that_was_not_reached_joins_when_it_answers() -> None:
+    place = Place(n101=silent, n7=raises)
+    place.update()
+    place.transport.clients[7] = says("ward")
+    place.update()
+    assert not place.of("joined")
+    place.clock.sleep(AGAIN)
+    place.update()
+    assert [(event["name"], event["partition"]) for event in place.of("joined")] == [("ward", 3)]
+
+
+@pytest.mark.parametrize("nonsense", [says(1, mean=[float("nan")]), says("x", channels=1)])
+def test_a_refused_identity_is_not_asked_for_again_until_its_node_connects_again(nonsense: Client) -> None:
+    place = Place(n7=nonsense)
+    for _ in range(20):
+        place.update()
+        place.clock.sleep(AGAIN * 2**ASKED)
+    assert len(place.transport.requests(Identify, 7)) == 1
+    del place.transport.clients[7]
+    place.update()
+    place.transport.clients[7] = nonsense
+    place.update()
+    assert len(place.transport.requests(Identify, 7)) == 2
+
+
+def test_what_a_run_knows_of_its_clients_is_gathered_once_for_all_spares(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(most=3, n101=silent, **{f"n{i}": says(f"spare-{i}") for i in range(10, 60)})
+    place.update()
+    looks, gathered, of = 0, 0, FederationInfo.of
+
+    def counted(identities: Sequence[Identity]) -> FederationInfo:
+        nonlocal gathered
+        gathered += 1
+        return of(identities)
+
+    def nodes() -> list[int]:
+        nonlocal looks
+        looks += 1
+        return list(place.transport.clients)
+
+    monkeypatch.setattr(FederationInfo, "of", counted)
+    monkeypatch.setattr(place.transport, "nodes", nodes)
+    place.update()
+    assert (looks, gathered) == (1, 1)
 
 
 def test_a_device_without_labels_or_with_longer_streams_or_more_files_fits() -> None:
