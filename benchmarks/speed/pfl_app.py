@@ -35,6 +35,9 @@ class Network(nn.Module):
         Of each channel.
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, weights: Mapping[str, np.ndarray], mean: np.ndarray, std: np.ndarray) -> None:
         super().__init__()
         shapes = {name.split(".")[-2]: value.shape for name, value in weights.items() if name.endswith("weight")}

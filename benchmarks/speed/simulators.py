@@ -51,7 +51,7 @@ BASE: dict[str, Any] = {
     "local_epochs": 1, "personal_epochs": 0, "weight_decay": 0.0, "checkpoint_every": 0, "workers": 1, "device": "cpu",
     "stacked_clients": 1,
 }  # fmt: skip
-#: Some 100 images a client to train on, and 24.
+#: Some 100 images a client to train on, and 25.
 CASES: list[dict[str, Any]] = [
     {"clients": 100, "fraction": 0.28, "rounds": 4},
     {"clients": 1000, "fraction": 0.67, "rounds": 3},
