@@ -220,7 +220,7 @@ def flowers(settings: Settings, folder: Path, job: Path) -> Simulated:
 
     initial, results = folder / "initial.npz", folder / "flower.json"
     np.savez(initial, allow_pickle=False, **pfl_app.read(str(job)).weights)
-    config = {"nodes": settings.clients, "rounds": settings.rounds, "timeout": TIMEOUT}
+    config: dict[str, Any] = {"nodes": settings.clients, "rounds": settings.rounds, "timeout": TIMEOUT}
     config |= {"results": str(results), "initial": str(initial)}
     server = ServerApp()
 
@@ -254,9 +254,10 @@ def trained(path: str, message: Message, number: int) -> RecordDict:
     torch.set_num_threads(1)
     job = pfl_app.read(path)
     network = job.network()
-    network.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    network.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     descent = torch.optim.SGD(network.parameters(), lr=job.lr)
-    order = job.orders[int(message.content["config"]["server-round"]) - 1][number]
+    round: Any = message.content.config_records["config"]["server-round"]
+    order = job.orders[round - 1][number]
     for x, labels in zip(*(one.split(job.batch) for one in job.clients[number].ordered(order)), strict=True):
         descent.zero_grad()
         network.loss(x, labels).backward()
