@@ -60,7 +60,7 @@ def load_network(model: TwoHead, arrays: Arrays) -> None:
     """Load a whole `global_state` and switch to evaluation mode; ValueError if it does not fit."""
     check_model(arrays, model)
     model.eval()  # a network just built is in training mode, where a look at it would move its statistics
-    model.load_global_state({name: _borrowed(value) for name, value in arrays.items()})
+    model.load_global_state(_borrowed(arrays))
 
 
 def check_model(arrays: Mapping[str, NDArray[Any]], model: TwoHead) -> None:
@@ -81,11 +81,11 @@ def check_model(arrays: Mapping[str, NDArray[Any]], model: TwoHead) -> None:
             raise ValueError(f"{name} holds negative variances")
 
 
-def _borrowed(value: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor in the same memory, which is read only: a copy would take longer than loading it."""
+def _borrowed(arrays: Arrays) -> dict[str, Tensor]:
+    """Return arrays as tensors in the same memory, which is read only: a copy would take longer than loading it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is never written
-        return torch.from_numpy(value)
+        return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
 
 def own_tensors(private: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:

@@ -68,6 +68,8 @@ class Node:
         Called with a line of text about a damaged file of the private state; default: a warning in the log.
     least_batch : int
         Least samples of a training batch; smaller last ones are left out.
+    durable : bool
+        Whether private state on disk must outlive a power cut: not in a simulation that removes it at its end.
 
     Raises
     ------
@@ -86,6 +88,7 @@ class Node:
     index: Path | None = None
     note: Callable[[str], None] = LOG.warning
     least_batch: int = 1
+    durable: bool = True
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -139,9 +142,9 @@ def make_device(request: Request, node: Node) -> Device:
     torch.set_num_threads(1)
     settings = settings_of(request, node)
     folder = Path(settings.state_dir).expanduser() if settings.state_dir and node.memory is None else None
-    state = DirectoryState(folder, request.run, node.name, node.note) if folder else node.state
+    state = DirectoryState(folder, request.run, node.name, node.note, node.durable) if folder else node.state
     # on disk unless the node lives as long as the run: Flower would ship its context with every message
-    memory = node.memory or DirectoryState(private_folder(settings), request.run, node.name, node.note)
+    memory = node.memory or DirectoryState(private_folder(settings), request.run, node.name, node.note, node.durable)
     given, own, natural = settings, None, None
     if node.source:
         settings = settings_alone(settings)

@@ -111,11 +111,15 @@ class DirectoryState:
         The client's name.
     note : callable
         Called with a line of text about a file that cannot be used while an older one can.
+    durable : bool
+        See `write_atomically`.
     """
 
-    def __init__(self, root: str | Path, run: str, name: str, note: Callable[[str], None] = LOG.warning) -> None:
+    def __init__(
+        self, root: str | Path, run: str, name: str, note: Callable[[str], None] = LOG.warning, durable: bool = True
+    ) -> None:
         self.folder = Path(root) / plain_name("run identity", run) / plain_name("client", name)
-        self._owner, self._note = {"run": run, "client": name}, note
+        self._owner, self._note, self._durable = {"run": run, "client": name}, note, durable
 
     def _files(self) -> dict[tuple[str, int], Path]:
         paths = list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -168,7 +172,7 @@ class DirectoryState:
             It could not be written, or an entry with a later tag could not be removed.
         """
         path = self.folder / f"{plain_name('key', key)}@{round}.safetensors"
-        save_arrays(path, dict(arrays), {"round": str(round), **self._owner}, private=True)
+        save_arrays(path, dict(arrays), {"round": str(round), **self._owner}, private=True, durable=self._durable)
         files = {tag: path for (name, tag), path in self._files().items() if name == key}
         for tag in outdated(list(files), round, keep):
             try:

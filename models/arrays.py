@@ -53,6 +53,7 @@ def save_arrays(
     *,
     finite: bool = True,
     private: bool = False,
+    durable: bool = True,
 ) -> None:
     """Write named arrays and text metadata to a safetensors file, atomically (`write_atomically`).
 
@@ -68,6 +69,8 @@ def save_arrays(
         Reject NaN and infinities.
     private : bool
         Let this user alone read the file.
+    durable : bool
+        Flush it to the disk.
 
     Raises
     ------
@@ -81,7 +84,7 @@ def save_arrays(
         if not isinstance(key, str) or not isinstance(value, str) or key == CHECKSUM:
             raise ValueError(f"{path}: metadata {key!r}={value!r} must be text under a name other than {CHECKSUM!r}")
     notes[CHECKSUM] = _checksum(named, notes)
-    write_atomically(path, _ordered(save(named, metadata=notes)), private=private)
+    write_atomically(path, _ordered(save(named, metadata=notes)), private=private, durable=durable)
 
 
 def load_arrays(path: str | os.PathLike[str], *, finite: bool = True) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:

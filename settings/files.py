@@ -14,7 +14,9 @@ from pathlib import Path
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes, *, private: bool = False) -> Path:
+def write_atomically(
+    path: str | os.PathLike[str], content: bytes, *, private: bool = False, durable: bool = True
+) -> Path:
     """Write `content` to `path` atomically and durably, and return the path.
 
     The content is written to a temporary file in the same folder (made if missing), flushed to the disk and renamed:
@@ -24,6 +26,8 @@ def write_atomically(path: str | os.PathLike[str], content: bytes, *, private: b
     ----------
     private : bool
         Let this user alone read the file.
+    durable : bool
+        Flush it to the disk. Without that it is still atomic for all processes, but may not outlive a power cut.
 
     Raises
     ------
@@ -31,13 +35,17 @@ def write_atomically(path: str | os.PathLike[str], content: bytes, *, private: b
         It could not be written; nothing is left behind.
     """
     path = Path(path)
-    make_folder(path.parent)
+    if durable:
+        make_folder(path.parent)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         handle = os.open(temporary, WRITE | os.O_EXCL, 0o600 if private else 0o666)
         try:
             _write(handle, content)
-            os.fsync(handle)
+            if durable:
+                os.fsync(handle)
         finally:
             os.close(handle)
         temporary.replace(path)
@@ -45,7 +53,8 @@ def write_atomically(path: str | os.PathLike[str], content: bytes, *, private: b
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)  # the rename is durable only then
+    if durable:
+        sync_folder(path.parent)  # the rename is durable only then
     return path
 
 

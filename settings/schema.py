@@ -513,7 +513,7 @@ class Settings:
 
     def flat(self) -> dict[str, Scalar]:
         """Return key → value with hyphens, as Flower's configs and TOML files carry it."""
-        return {key_of(field.name): getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {key: getattr(self, field.name) for key, field in fields_by_key().items()}
 
     def select(self, *groups: str) -> dict[str, Scalar]:
         """Return key → value of the settings in any of these groups, in the schema's order.
@@ -523,8 +523,8 @@ class Settings:
         ValueError
             There is no such group.
         """
-        flat = self.flat()
-        return {key: flat[key] for key in keys_in(*groups)}
+        fields = fields_by_key()
+        return {key: getattr(self, fields[key].name) for key in keys_in(*groups)}
 
 
 def key_of(name: str) -> str:

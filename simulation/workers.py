@@ -316,14 +316,14 @@ def ray_transport(
     address : str
         Of a cluster; empty: start Ray on this machine.
     temporary : bool
-        Remove the folder `state-dir` at the end.
+        Remove the folder `state-dir` at the end; what is written there need not outlive a power cut.
 
     Raises
     ------
     SettingsError
         The cluster does not answer, or cannot give what is asked.
     """
-    name, nodes = f"fedtta-{run}", simulated_nodes(settings)
+    name, nodes = f"fedtta-{run}", [replace(node, durable=not temporary) for node in simulated_nodes(settings)]
     options: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1}
     elsewhere, images = None, None
     with ExitStack() as stack:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from fedtta.client.node import Node, perform
 from fedtta.client.resources import federation_of
-from fedtta.settings import Settings, SettingsError
+from fedtta.client.state import MemoryState
+from fedtta.messages.replies import Trained
+from fedtta.messages.requests import Train, TrainingTask
+from fedtta.settings import Settings, SettingsError, to_json
 from tests.client.tiny import made
 
 SETTINGS = Settings(dataset="digits", fraction=0.1, image_size=16, clients=3, device="cpu", partition="iid")
@@ -19,6 +25,29 @@ def test_clients_of_one_process_share_data_and_network() -> None:
     assert one.model is other.model
     assert (one.partition, other.partition) == (0, 2)
     assert one.natural is None
+
+
+def test_state_that_is_not_flushed_has_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr("os.fsync", flushed.append)
+    initial = {name: value.numpy().copy() for name, value in made(SETTINGS, 1).model.global_state().items()}
+    sent, written = [], []
+    for durable in (True, False):
+        flushed.clear()
+        settings = SETTINGS.replace(state_dir=str(tmp_path / str(durable)), personal_epochs=1)
+        about = {"settings": to_json(settings), "run": "r", "task": TrainingTask("cross_entropy")}
+        arrays = initial
+        for round in (1, 2):
+            reply = perform(Train(round=round, arrays=arrays, **about), Node("1", MemoryState(), durable=durable))
+            assert isinstance(reply, Trained)
+            arrays = reply.arrays
+        assert bool(flushed) is durable
+        files = sorted((tmp_path / str(durable)).rglob("*.safetensors"))
+        sent.append({name: value.tobytes() for name, value in arrays.items()})
+        written.append({path.name: path.read_bytes() for path in files})
+    assert sent[0] == sent[1]
+    assert written[0] == written[1]
+    assert len(written[0]) == 2
 
 
 def test_settings_that_do_not_move_images_do_not_deal_them_again() -> None:

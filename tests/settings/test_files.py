@@ -18,6 +18,13 @@ def test_each_new_folder_is_flushed_with_the_one_above(tmp_path: Path) -> None:
     assert disk.seen[-2:] == [("replace", disk.seen[-2][1]), ("fsync", "a/b")]
 
 
+def test_what_need_not_outlive_a_power_cut_is_not_flushed(tmp_path: Path) -> None:
+    with Disk(tmp_path).failing(lambda number: False) as disk:
+        write_atomically(tmp_path / "a" / "f", b"x", durable=False)
+    assert [name for name, _ in disk.seen] == ["mkdir", "open", "write", "replace"]
+    assert (tmp_path / "a" / "f").read_bytes() == b"x"
+
+
 def test_a_folder_that_was_not_flushed_is_made_again(tmp_path: Path) -> None:
     with Disk(tmp_path).failing(once(1)), pytest.raises(OSError, match="Input/output"):
         make_folder(tmp_path / "a" / "b")
@@ -36,6 +43,9 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, number: in
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with Disk(tmp_path).failing(once(number)), pytest.raises(OSError, match="Errno"):
         write_atomically(path, b"new")
+    if number < 3:  # there is no flush
+        with Disk(tmp_path).failing(once(number)), pytest.raises(OSError, match="Errno"):
+            write_atomically(path, b"new", durable=False)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
 

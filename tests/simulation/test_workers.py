@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from fedtta.messages.requests import RefineRates, Train, TrainingTask
 from fedtta.messages.transport import Addressed
 from fedtta.settings import Settings
 from fedtta.simulation import workers
-from fedtta.simulation.workers import AHEAD, TRIES, ClientError, NotOpen, RayTransport, Sent, Worker
+from fedtta.simulation.workers import AHEAD, TRIES, ClientError, NotOpen, RayTransport, Sent, Worker, ray_transport
 
 Made = Callable[[int], Sent]
 
@@ -221,3 +222,26 @@ def test_a_ray_that_was_there_before_stays(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(workers, "ray", SimpleNamespace(is_initialized=lambda: True))  # neither `init` nor `shutdown`
     with workers._ray(2):
         pass
+
+
+@pytest.mark.parametrize("temporary", [False, True])
+def test_state_that_the_run_removes_need_not_outlive_a_power_cut(
+    monkeypatch: pytest.MonkeyPatch, temporary: bool
+) -> None:
+    made: list[Any] = []
+
+    class Kind:
+        """Ray's handle of a class, of one of its workers, and of their methods."""
+
+        def __getattr__(self, name: str) -> Kind:
+            return self
+
+        def __call__(self, *given: Any, **options: Any) -> Kind:
+            made.extend(given)
+            return self
+
+    monkeypatch.setattr(workers, "ray", Kind())
+    monkeypatch.setattr(workers, "_ray", lambda count: nullcontext())
+    with ray_transport(Settings(clients=3, device="cpu"), temporary=temporary):
+        handed = [one for one in made if isinstance(one, list)]
+    assert [[node.durable for node in nodes] for nodes in handed] == [[not temporary] * 3] * Settings().workers
