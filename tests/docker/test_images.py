@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,11 +161,11 @@ class Local:
         self._folder = folder
 
     def start(self, config: Path) -> None:
-        self._process = deployment.start_agent(self._folder / "home", config)
+        self.process = deployment.start_agent(self._folder / "home", config)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 class Built:
@@ -176,10 +177,10 @@ class Built:
     def start(self, config: Path) -> None:
         handed_over(self._folder)
         words = ["python", "-m", "fedtta.client.agent", "--config", str(config)]
-        self._process = self._made.start(words, {self._folder: str(self._folder)}, "agent.log")
+        self.process = self._made.start(words, {self._folder: str(self._folder)}, "agent.log")
 
     def kill(self) -> None:
-        assert kill(self._process, lambda command: b"fedtta.client.agent" in command)
+        assert kill(self.process, lambda command: b"fedtta.client.agent" in command)
 
 
 History = tuple[dict[str, NDArray[Any]], dict[str, str]]
@@ -203,6 +204,9 @@ def live(
             return found
 
         agent.start(config)
+        while not (folder / f"a{PARTITION}").exists():
+            assert agent.process.poll() is None, "the agent has ended"
+            time.sleep(0.1)
         replies = stream(0, SAVED)
         stub.Snapshot(pb.SnapshotRequest(), timeout=PATIENCE)
         replies += stream(SAVED, SAVED + LOST)
