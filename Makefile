@@ -68,7 +68,7 @@ TORCH := $$(grep -oE '^(torch|torchvision|triton|(nvidia|cuda)-[a-z0-9-]+)==' re
 requirements: $(VENV)/ready  ## resolve the pinned versions again
 	$(BIN)/uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-index-url --custom-compile-command 'make requirements' --upgrade --quiet -o requirements.txt
-	for part in edge server; do \
+	for part in edge light server; do \
 	  $(BIN)/uv pip compile docker/$$part.in --constraint requirements.txt --universal --python-version 3.11 \
 	    --generate-hashes --no-annotate --no-emit-index-url --custom-compile-command 'make requirements' --quiet \
 	    $(TORCH) -o requirements-$$part.txt || exit 1; \
@@ -120,14 +120,14 @@ export BASE BUILD_BASE TORCH_INDEX TORCH_FILE STORAGE
 base-image:    ## Debian's Python as localhost/fedtta-base, where no registry can be reached; ARCHITECTURE=arm64: -arm64
 	docker/base.sh localhost/fedtta-base$(ARCHITECTURE:%=-%) $(ARCHITECTURE)
 
-images:        ## images of server, client and edge, each within its size; BASE=, TORCH_INDEX=, TORCH_FILE=
-	docker/images.sh server client edge
+images:        ## images of server, client and edge, each within its size; BASE=, TORCH_INDEX=, TORCH_FILE=, IMAGES=
+	docker/images.sh $(or $(IMAGES),server client edge edge-light)
 
 test-images: $(VENV)/ready  ## SuperLink, SuperNode and agent of the images that buildah built: a run, a prediction
-	$(BIN)/python -m pytest -m images tests/docker/test_images.py -k 'not arm64' $(ARGS)
+	$(BIN)/python -m pytest -m images tests/docker/test_images.py -k 'not arm64 and not onnx' $(ARGS)
 
 # Newer wheels of arm64 on PyPI need CUDA's libraries.
 edge-arm64: $(VENV)/ready  ## the edge image of arm64, and its agent, emulated, against this machine's; BASE=, BUILD_BASE=
 	docker/qemu.sh
-	PLATFORM=linux/arm64 SUFFIX=-arm64 TORCH_FILE=requirements-arm64.txt docker/images.sh edge
+	PLATFORM=linux/arm64 SUFFIX=-arm64 TORCH_FILE=requirements-arm64.txt docker/images.sh edge edge-light
 	$(BIN)/python -m pytest -m images tests/docker/test_images.py -k arm64 -s $(ARGS)

@@ -1,5 +1,6 @@
 #!/bin/sh
-# images.sh <part> ...: build the images of server, client and edge, and hold each one's size to a bound.
+# images.sh <part> ...: build images, and hold each one's size to a bound: server, client, edge, edge-light (an agent
+# without PyTorch), edge-onnx (agents of both runtimes).
 # BASE, BUILD_BASE, TORCH_INDEX, TORCH_FILE, UID, GID: build arguments, where they are set. PLATFORM: another architecture, SUFFIX:
 # its images' names. Package indexes are reached as on this machine: pip.conf and certificates enter the steps as
 # secrets, and no image.
@@ -21,14 +22,18 @@ cuda=0
 [ -n "${TORCH_INDEX:-}${TORCH_FILE:-}" ] || [ "$(uname -m)" != x86_64 ] || cuda=6000
 
 for part; do
+  requirements=
   case $part in
     edge) bound=900 ;;
+    edge-light) bound=320 requirements=requirements-light.txt ;;
+    edge-onnx) bound=960 requirements="requirements-edge.txt requirements-light.txt" ;;
     client) bound=$((1600 + cuda)) ;;
     server) bound=$((1700 + cuda)) ;;
   esac
   image=fedtta-$part${SUFFIX:-}
   # shellcheck disable=SC2086  # words
-  $builder build $options --file "docker/Dockerfile.$part" --tag "$image" .
+  $builder build $options ${requirements:+--build-arg "REQUIREMENTS=$requirements"} \
+    --file "docker/Dockerfile.${part%%-*}" --tag "$image" .
   if [ "$builder" = docker ]; then
     bytes=$(docker image inspect --format '{{.Size}}' "$image")
   else

@@ -1,12 +1,15 @@
 #!/bin/sh
-# install.sh <requirements> <environment>: packages, PyTorch among them, each with its hash checked.
+# install.sh <requirements> <environment>: packages, each with its hash checked; PyTorch among them, unless the
+# requirements are requirements-light.txt alone. They may be several files' names, divided by spaces.
 # By default PyTorch is the one of requirements.txt (CUDA on x86-64). $TORCH_INDEX, an index or a folder of wheels, has
 # others, whose hashes are in requirements-torch.txt: make torch-hashes TORCH_INDEX=<index>. $TORCH_FILE is another file
 # of hashes, and may pin other versions. $TARGETARCH is an image's architecture, where it may be another one.
 set -eu
 packages=$1 environment=$2
 index=${TORCH_INDEX:-} torch=${TORCH_FILE:-}
-if [ -z "$index$torch" ]; then
+if [ "$packages" = requirements-light.txt ]; then
+  torch=
+elif [ -z "$index$torch" ]; then
   torch=$(mktemp)
   awk '/^[a-z0-9]/ { keep = /^(torch|torchvision|triton|(nvidia|cuda)-[a-z0-9-]+)==/ } keep' requirements.txt > "$torch"
 elif [ -z "$torch" ]; then
@@ -37,9 +40,13 @@ install() { # <pip's arguments> ...
   [ -z "$programs" ] || { mv "$programs"/* "$environment/bin" && rmdir "$programs"; }
 }
 
-install -r "$packages"
+# shellcheck disable=SC2046,SC2086  # words
+install $(printf -- '-r %s ' $packages)
 # shellcheck disable=SC2086  # some words, or none
-install $from -r "$torch"
+[ -z "$torch" ] || install $from -r "$torch"
+# shellcheck disable=SC2086,SC2046  # words
 [ -n "$machine" ] || "$environment/bin/python" -c "
-import flwr, $(sed -nE 's/^(torch|torchvision)==.*/\1/p' "$torch" | paste -sd,)
-print('torch', torch.__version__)"
+import importlib, importlib.metadata, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    print(name, importlib.metadata.version(name))" $(sed -nE 's/^(flwr|onnxruntime|torch|torchvision)==.*/\1/p' $packages $torch)

@@ -15,7 +15,10 @@ ELF64 = b"\x7fELF\x02\x01"  # 64 bits, little endian
 HEADER = struct.Struct("<16xHHIQQQIHHHHHH")  # of the file; the offsets used below are the manual page's, elf(5)
 SEGMENT = struct.Struct("<IIQQQQQQ")
 PROGRAMS = ("pip*", "uv", "uvx")
-PACKAGES = ("pip", "pip-*", "torch/bin/test_*", "torch/bin/protoc*", "torch/include", "torch/test")  # and parts of one
+PACKAGES = (  # and parts of one
+    "pip", "pip-*", "torch/bin/test_*", "torch/bin/protoc*", "torch/include", "torch/test",
+    "onnx/backend/test", "onnxruntime/capi/libonnxruntime.so*",  # which Python's module has in itself
+)  # fmt: skip
 
 
 def strip(path: Path) -> None:

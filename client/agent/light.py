@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, cast
@@ -223,8 +224,11 @@ class Children:
         Stopped
             The thread's deadline is over; the child is killed.
         RuntimeError
-            The child has ended, or failed with another error than those of `RAISED`, which are raised as they are.
+            The child has ended, or failed with another error than those of `RAISED`, which are raised as they are; or
+            there is no PyTorch for it.
         """
+        if find_spec("torch") is None:
+            raise RuntimeError(f"{job}: needs PyTorch, which is not installed here")
         with self.reserved():
             line = self._started()
             try:

@@ -1,7 +1,8 @@
 """Containers of the images that `make images` built with buildah: commands, volumes, and ends that are real.
 
 Nothing separates their processes from this machine's: `--isolation chroot` works without rights that a machine without
-an engine lacks. They share its network, too.
+an engine lacks. They share its network, too. Where one is emulated, it would read of this machine's processor, which
+onnxruntime for arm64 does not survive: it gets another /proc/cpuinfo, in a mount namespace of its own.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ import pytest
 from fedtta.simulation.superlink import PROJECT
 
 USER = 1000  # UID and GID of the images
+CPUINFO = """processor\t: 0
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 cpuid
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x0
+CPU part\t: 0xd07
+CPU revision\t: 0
+"""  # of a Cortex-A57
+MOUNTED = 'mount --bind "$0" /proc/cpuinfo && exec "$@"'  # for sh -c
 
 
 def builder() -> list[str]:
@@ -44,15 +55,18 @@ def handed_over(folder: Path) -> Path:
 
 
 class Container:
-    """A container of an image, its root file system included; `volumes` are folders here → absolute paths inside."""
+    """A container of an image, its root file system included; `volumes` are folders here → absolute paths inside.
 
-    def __init__(self, name: str, logs: Path) -> None:
-        self.name, self._logs = name, logs
+    `prefix` is a command that runs the builder.
+    """
+
+    def __init__(self, name: str, logs: Path, prefix: Sequence[str] = ()) -> None:
+        self.name, self._logs, self._prefix = name, logs, prefix
         self._started: list[subprocess.Popen[bytes]] = []
 
     def _command(self, words: list[str], volumes: Mapping[Path, str]) -> list[str]:
         mounts = [word for here, inside in volumes.items() for word in ("--volume", f"{here}:{inside}")]
-        return [*builder(), "run", "--isolation", "chroot", *mounts, self.name, "--", *words]
+        return [*self._prefix, *builder(), "run", "--isolation", "chroot", *mounts, self.name, "--", *words]
 
     def run(self, words: list[str], volumes: Mapping[Path, str], timeout: float) -> str:
         """Run a command to its end and return what it prints, errors among it.
@@ -112,7 +126,11 @@ def kill(process: subprocess.Popen[bytes], chosen: Callable[[bytes], bool] = lam
 @contextlib.contextmanager
 def container(image: str, logs: Path) -> Iterator[Container]:
     """Make a container, and remove it with all that runs in it."""
-    made = Container(buildah("from", "--pull-never", f"localhost/{image}"), logs)
+    prefix = []
+    if architecture(image) == "arm64" and platform.machine() != "aarch64":
+        (logs / "cpuinfo").write_text(CPUINFO)
+        prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c", MOUNTED, str(logs / "cpuinfo")]
+    made = Container(buildah("from", "--pull-never", f"localhost/{image}"), logs, prefix)
     try:
         yield made
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 import re
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,11 @@ from fedtta.benchmarks.speed.served import PARTITION, fabricate, sample_images
 from fedtta.benchmarks.speed.streams import batches, requests
 from fedtta.client.agent.store import Store
 from fedtta.client.resources import federation_of
+from fedtta.client.served import NETWORK
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc
 from fedtta.models import load_arrays
+from fedtta.models.export import export_encoder
 from fedtta.settings import Settings
 from fedtta.simulation import deployment
 from fedtta.simulation.superlink import free_ports
@@ -81,15 +84,18 @@ class Fleet:
         )  # fmt: skip
 
 
-def test_superlink_client_and_agent_of_the_images_predict_what_a_run_trained(folder: Path) -> None:
+@pytest.mark.parametrize(("image", "runtime"), [("fedtta-edge", "torch"), ("fedtta-edge-onnx", "onnx")])
+def test_superlink_client_and_agent_of_the_images_predict_what_a_run_trained(
+    image: str, runtime: str, folder: Path
+) -> None:
     fleet = Fleet(folder)
     config = tomllib.loads(COMPOSE["configs"]["device-0"]["content"])
     # which by default does nothing for a run of one device
-    device = tomli_w.dumps(config | {"device": "cpu", "policy": {"least-clients": 1}})
+    device = tomli_w.dumps(config | {"device": "cpu", "runtime": runtime, "policy": {"least-clients": 1}})
     with (
         container("fedtta-server", folder) as server,
         container("fedtta-client", folder) as client,
-        container("fedtta-edge", folder) as edge,
+        container(image, folder) as edge,
     ):
         server.run(
             ["python", "-m", "fedtta", "keys", "--nodes", "1", "--folder", "/run/secrets"],
@@ -115,22 +121,34 @@ def test_superlink_client_and_agent_of_the_images_predict_what_a_run_trained(fol
     assert (folder / "results" / "built" / "table.csv").stat().st_size
 
 
-@pytest.mark.parametrize("image", ["fedtta-server", "fedtta-client", "fedtta-edge"])
+IMAGES = ["fedtta-server", "fedtta-client", "fedtta-edge", "fedtta-edge-light", "fedtta-edge-onnx"]
+
+
+def certificates(text: str) -> set[str]:
+    """Return the PEM blocks of a text."""
+    return set(re.findall(r"-----BEGIN CERTIFICATE-----[^-]+", text))
+
+
+@pytest.mark.parametrize("image", IMAGES)
 def test_an_image_keeps_nothing_of_how_packages_were_reached(image: str, folder: Path) -> None:
     """Neither the builder's pip.conf nor a host name in it, nor its certificates, nor what the build stage had."""
+    conf, bundle = Path("/etc/pip.conf"), Path("/etc/ssl/certs/ca-certificates.crt")
     with container(image, folder) as made:
         found = made.run(["sh", "-c", "cat /etc/pip.conf; ls -d /build /root/.cache || true"], {}, PATIENCE)
         assert "global" not in found
         assert not [line for line in found.splitlines() if line.startswith("/")]
-        hosts = set()
-        conf = Path("/etc/pip.conf")
-        if conf.is_file():
-            hosts = set(re.findall(r"//(?:[^/@\s]*@)?([\w.-]+)", conf.read_text())) - {"pypi.org"}
-        for host in hosts:
-            assert not made.run(["sh", "-c", f"grep -rlIF '{host}' /etc /opt /app || true"], {}, PATIENCE)
+        text = conf.read_text() if conf.is_file() else ""
+        for host in set(re.findall(r"//(?:[^/@\s]*@)?([\w.-]+)", text)) - {"pypi.org"}:
+            assert not made.run(["sh", "-c", f"grep -rlIF '{host}' /etc /opt /app /root || true"], {}, PATIENCE)
+        public = certificates(made.run(["sh", "-c", "cat /usr/share/ca-certificates/*/*"], {}, PATIENCE))
+        kept = certificates(made.run(["cat", str(bundle)], {}, PATIENCE))
+        own = certificates(bundle.read_text()) if bundle.is_file() else set()
+    assert public
+    assert kept
+    assert not (own - public) & kept
 
 
-# --- arm64 ---
+# --- an agent of an image against one of this machine ---
 
 BATCH = 8
 SAVED, LOST, LAST = 12, 3, 24  # batches: saved, then lost by the kill, and in the end
@@ -143,11 +161,11 @@ class Local:
         self._folder = folder
 
     def start(self, config: Path) -> None:
-        self._process = deployment.start_agent(self._folder / "home", config)
+        self.process = deployment.start_agent(self._folder / "home", config)
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
 
 class Built:
@@ -159,18 +177,20 @@ class Built:
     def start(self, config: Path) -> None:
         handed_over(self._folder)
         words = ["python", "-m", "fedtta.client.agent", "--config", str(config)]
-        self._process = self._made.start(words, {self._folder: str(self._folder)}, "agent.log")
+        self.process = self._made.start(words, {self._folder: str(self._folder)}, "agent.log")
 
     def kill(self) -> None:
-        assert kill(self._process, lambda command: b"fedtta.client.agent" in command)
+        assert kill(self.process, lambda command: b"fedtta.client.agent" in command)
 
 
 History = tuple[dict[str, NDArray[Any]], dict[str, str]]
 
 
-def live(agent: Local | Built, folder: Path, adapter: str) -> tuple[NDArray[np.float32], History]:
+def live(
+    agent: Local | Built, folder: Path, adapter: str, runtime: str = "torch"
+) -> tuple[NDArray[np.float32], History]:
     """Stream images with a kill in between, after a save and some more; return predictions [n, K] and the history."""
-    keys: dict[str, Any] = {"device": "cpu", "adapter": adapter, "deadline": PATIENCE}  # it is slow
+    keys: dict[str, Any] = {"device": "cpu", "adapter": adapter, "runtime": runtime, "deadline": PATIENCE}  # it is slow
     keys |= {"save-every-samples": 10**6, "save-every-seconds": 1e6}
     config = deployment.agent_config(folder, folder, str(PARTITION), keys)
     parts = requests(batches(sample_images(LAST * BATCH), BATCH))
@@ -184,6 +204,9 @@ def live(agent: Local | Built, folder: Path, adapter: str) -> tuple[NDArray[np.f
             return found
 
         agent.start(config)
+        while not (folder / f"a{PARTITION}").exists():
+            assert agent.process.poll() is None, "the agent has ended"
+            time.sleep(0.1)
         replies = stream(0, SAVED)
         stub.Snapshot(pb.SnapshotRequest(), timeout=PATIENCE)
         replies += stream(SAVED, SAVED + LOST)
@@ -198,24 +221,52 @@ def live(agent: Local | Built, folder: Path, adapter: str) -> tuple[NDArray[np.f
     return table, history
 
 
+def same(
+    image: str, adapter: str, here: tuple[NDArray[np.float32], History], there: tuple[NDArray[np.float32], History]
+) -> None:
+    """Compare an image's predictions and history with this machine's."""
+    difference = float(np.abs(there[0] - here[0]).max())
+    print(f"{image}, {adapter}: {len(here[0])} predictions, largest difference {difference:.1e}")
+    assert difference < 1e-5
+    assert (there[0].argmax(1) == here[0].argmax(1)).all()
+    history, other = here[1], there[1]
+    assert other[1] == history[1]
+    assert other[0].keys() == history[0].keys()
+    for name, values in history[0].items():
+        np.testing.assert_allclose(other[0][name], values, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def stored(folder: Path, export: bool = False) -> None:
+    """Write a state directory with a served model, and with its exported encoder if asked."""
+    store, served = Store(folder / f"agent-{PARTITION}", 1, print), fabricate()
+    store.add(served, "served")
+    store.close()
+    if export:
+        (model,) = (folder / f"agent-{PARTITION}" / "models").iterdir()
+        export_encoder(served.network, served.shape, model / NETWORK)
+
+
+@pytest.mark.parametrize("image", ["fedtta-edge-light", "fedtta-edge-light-arm64"])
+@pytest.mark.parametrize("adapter", ["fedthe", "btfl"])
+def test_the_agent_without_pytorch_predicts_and_remembers_as_with_it(image: str, adapter: str, folder: Path) -> None:
+    for name in ("here", "there"):
+        stored(folder / name, export=name == "there")
+    here, history = live(Local(folder / "here"), folder / "here", adapter)
+    with container(image, folder) as made:
+        made.run(["python", "-c", "from importlib.util import find_spec as f; assert not f('torch')"], {}, PATIENCE)
+        there, other = live(Built(made, folder / "there"), folder / "there", adapter, runtime="onnx")
+    same(image, adapter, (here, history), (there, other))
+
+
 @pytest.mark.parametrize("adapter", ["fedthe", "btfl"])
 def test_the_agent_on_arm64_predicts_and_remembers_as_here(folder: Path, adapter: str) -> None:
     assert architecture("fedtta-edge-arm64") == "arm64" != platform.machine()
     for name in ("here", "there"):
-        store = Store(folder / name / f"agent-{PARTITION}", 1, print)
-        store.add(fabricate(), "served")
-        store.close()
+        stored(folder / name)
     here, history = live(Local(folder / "here"), folder / "here", adapter)
     with container("fedtta-edge-arm64", folder) as made:
         assert (
             made.run(["python", "-c", "import platform; print(platform.machine())"], {}, PATIENCE).strip() == "aarch64"
         )
         there, other = live(Built(made, folder / "there"), folder / "there", adapter)
-    difference = float(np.abs(there - here).max())
-    print(f"{adapter}: {len(here)} predictions, largest difference {difference:.1e}")
-    assert difference < 1e-5
-    assert (there.argmax(1) == here.argmax(1)).all()
-    assert other[1] == history[1]
-    assert other[0].keys() == history[0].keys()
-    for name, values in history[0].items():
-        np.testing.assert_allclose(other[0][name], values, atol=1e-5, rtol=1e-5, err_msg=name)
+    same("fedtta-edge-arm64", adapter, (here, history), (there, other))

@@ -50,13 +50,17 @@ class Build:
     def __init__(self, root: Path) -> None:
         self.root, self.index, self.other = root, root / "simple", root / "other"
         shutil.copy(PROJECT / "docker" / "install.sh", root)
-        lines = {name: wheel(self.index, name) for name in ("flwr", "torch", "torchvision", "triton", "unused")}
+        lines = {
+            name: wheel(self.index, name)
+            for name in ("flwr", "onnxruntime", "torch", "torchvision", "triton", "unused")
+        }
         (root / "requirements.txt").write_text("# all\n" + "".join(lines.values()))
-        (root / "requirements-edge.txt").write_text(lines["flwr"])
+        (root / "requirements-edge.txt").write_text(lines["flwr"] + lines["unused"])
+        (root / "requirements-light.txt").write_text(lines["onnxruntime"] + lines["unused"])
         self.hashes = "".join(wheel(self.other, name, f"{VERSION}+cpu") for name in ("torch", "torchvision"))
         (root / "requirements-torch.txt").write_text(self.hashes)
 
-    def install(self, index: str = "") -> subprocess.CompletedProcess[str]:
+    def install(self, index: str = "", requirements: str = "requirements-edge.txt") -> subprocess.CompletedProcess[str]:
         """Run the script, in a folder whose `python` is this one."""
         programs = self.root / "bin"
         programs.mkdir(exist_ok=True)
@@ -65,7 +69,7 @@ class Build:
         environ = {"PATH": f"{programs}:{os.defpath}", "PIP_INDEX_URL": self.index.as_uri(), "TORCH_INDEX": index}
         environ |= {"PIP_CONFIG_FILE": os.devnull, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "HOME": str(self.root)}
         return subprocess.run(
-            ["sh", "install.sh", "requirements-edge.txt", str(self.root / "venv")],
+            ["sh", "install.sh", requirements, str(self.root / "venv")],
             cwd=self.root, env=environ, capture_output=True, text=True, check=False, timeout=300,
         )  # fmt: skip
 
@@ -83,7 +87,7 @@ def test_pytorch_comes_with_what_it_needs_and_its_hashes_checked(build: Build) -
     done = build.install()
     assert done.returncode == 0, done.stderr
     assert "torch 1.0" in done.stdout
-    assert build.installed() == {"flwr", "torch", "torchvision", "triton"}
+    assert build.installed() == {"flwr", "torch", "torchvision", "triton", "unused"}
 
 
 @pytest.mark.slow
@@ -93,7 +97,17 @@ def test_pytorch_of_another_index_is_checked_too(build: Build) -> None:
     assert done.returncode != 0
     assert "DO NOT MATCH" in done.stderr
     assert "torchvision==1.0+cpu" in done.stderr
-    assert build.installed() == {"flwr"}
+    assert build.installed() == {"flwr", "unused"}
+
+
+@pytest.mark.slow
+def test_an_agent_without_pytorch_and_one_of_both_runtimes(build: Build) -> None:
+    done = build.install(requirements="requirements-light.txt")
+    assert done.returncode == 0, done.stderr
+    assert build.installed() == {"onnxruntime", "unused"}
+    done = build.install(requirements="requirements-edge.txt requirements-light.txt")
+    assert done.returncode == 0, done.stderr
+    assert build.installed() == {"flwr", "onnxruntime", "torch", "torchvision", "triton", "unused"}
 
 
 @pytest.mark.parametrize("content", [None, "", "torch==0.9 \\\n    --hash=sha256:00\n"])

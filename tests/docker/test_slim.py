@@ -51,7 +51,9 @@ def test_a_library_without_symbol_tables_is_smaller_and_works(tmp_path: Path, pa
 def test_what_goes_and_what_stays(tmp_path: Path, packages: Path) -> None:
     goes = ["../../../bin/pip3", "../../../bin/uv", "pip/__init__.py", "pip-1.dist-info/RECORD", "one/tests/data.so"]
     goes += ["one/__pycache__/a.pyc", "one/tests/__pycache__/b.pyc", "one/lib.a", "torch/test/x", "torch/bin/test_jit"]
+    goes += ["onnx/backend/test/a.onnx", "onnxruntime/capi/libonnxruntime.so.1"]
     stays = ["../../../bin/uvicorn", "one/a.py", "one/text.so", "torch/tests/y", "torch/bin/torch_shm_manager"]
+    stays += ["onnxruntime/capi/state.so", "onnx/backend/base.py"]
     for name in (*goes, *stays):
         (packages / name).resolve().parent.mkdir(parents=True, exist_ok=True)
         (packages / name).resolve().write_text(name)

@@ -321,6 +321,14 @@ def test_what_the_policy_refuses_in_the_child_is_a_policy_error(trained: tuple[A
     assert raised.value.rule == "models"
 
 
+def test_without_pytorch_work_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = Agent(config(tmp_path, runtime="onnx", adapter="btfl"))
+    monkeypatch.setattr("fedtta.client.agent.light.find_spec", {}.get)
+    with pytest.raises(RuntimeError, match="answer: needs PyTorch, which is not installed here"):
+        agent.perform(Identify(**common()))
+    agent.close()
+
+
 @pytest.mark.parametrize("both", ["cnn"], indirect=True)
 @pytest.mark.parametrize("damage", ["missing", "cut", "of another model"])
 def test_an_export_that_is_missing_or_damaged_is_made_again(
