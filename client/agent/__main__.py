@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from fedtta.client.agent.config import AgentConfig
+from fedtta.client.agent.memory import return_large_blocks
 from fedtta.settings import SettingsError, logs
 
 if TYPE_CHECKING:
@@ -45,9 +46,7 @@ def run(config: AgentConfig, asked: queue.SimpleQueue[int]) -> int:
     from fedtta.client.agent.core import Agent  # slow to import, which refusing an invalid config does not need
 
     if config.runtime == "onnx":
-        from fedtta.client.agent.light import return_freed_memory
-
-        return_freed_memory()
+        return_large_blocks()
     try:
         agent = Agent(config)
     except (ValueError, OSError, RuntimeError) as error:

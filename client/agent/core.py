@@ -22,6 +22,7 @@ from fedtta.client.agent.lifecycle import Changed, Lifecycle
 from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
+from fedtta.client.agent.memory import return_freed_memory
 from fedtta.client.agent.observation import Observation
 from fedtta.client.agent.predictions import NoModel, Prediction, joined, parts_of
 from fedtta.client.agent.scans import Scan, Scans
@@ -433,7 +434,7 @@ class Agent:
         self.log.write("not saved", error=str(error))
 
     def _save_when_due(self) -> None:
-        """Save after the configured numbers of samples and seconds, until the agent is closed."""
+        """Save after the configured numbers of samples and seconds, and return freed memory, until the end."""
         while not self._closed:
             self._due.wait(self.config.save_every_seconds)
             self._due.clear()
@@ -442,6 +443,7 @@ class Agent:
             try:
                 self._models.conclude()
                 self._save()
+                return_freed_memory()
             except Exception as error:  # this thread must go on
                 self._not_saved(error)
 

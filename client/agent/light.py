@@ -10,7 +10,6 @@ of one, whatever ended it, has failed that one; the next starts another.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -51,7 +50,6 @@ CHILD = "fedtta.client.agent.child"
 OFFERED = "offered"  # folder in `state-dir` in which the child leaves a model
 SAMPLES = "samples.safetensors"  # in that folder: what the model is checked on
 IDLE = 30.0  # seconds without work after which the child ends
-M_MMAP_THRESHOLD, MMAP_THRESHOLD = -3, 1 << 20  # of mallopt(3); bytes, more than one image needs
 LOOK = 0.05  # seconds between two looks at the deadline
 #: Errors of the child that are raised here as what they were; any other is a RuntimeError.
 RAISED: dict[str, type[Exception]] = {
@@ -169,15 +167,6 @@ class Light:
         return Offer(
             Exported.load(self._offered, self._precision), samples, told["file"], lambda: shutil.rmtree(self._offered)
         )
-
-
-def return_freed_memory() -> None:
-    """Let this process return large blocks to the system when they are freed: a large batch's would stay resident.
-
-    glibc raises the size from which it does so with each block that is freed; a size that is set stays.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 def leave(folder: Path, offer: Offer) -> None:

@@ -281,6 +281,13 @@ def test_it_saves_by_itself_after_a_while(agents: Any) -> None:
     assert len(agent.status().snapshots) == 2  # nothing new, nothing saved
 
 
+def test_it_returns_freed_memory_whenever_it_could_save(agents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[None] = []
+    monkeypatch.setattr(core, "return_freed_memory", lambda: returned.append(None))
+    agents(save_every_seconds=0.05)
+    until(lambda: len(returned) >= 2)
+
+
 def test_a_full_disk_is_noted_and_predictions_go_on(agents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = agents(save_every_samples=10)
 
