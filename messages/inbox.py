@@ -34,6 +34,7 @@ OBJECTS = 200_000  # of a reply, at most: Flower makes one or more of every arra
 STRUCTURE_BYTES = 8 << 20  # of an object that is no part of an array, at most
 PARALLEL = 4  # objects of a large reply that are fetched at once
 COMPANY = 8  # replies that are fetched at once, as long as none is large
+SMALL = 4 << 20  # bytes of a reply, at most, that is not large
 TURN = 1.0  # seconds of a look for one reply: a large one must not keep those behind it waiting
 HELD = 256 << 20  # bytes of replies that have come in part; beyond that no other is begun
 #: The ticket of a request, and a function that returns its reply or raises whatever the reply's bytes make it raise.
@@ -109,7 +110,7 @@ class HttpInbox:
         self._coming: dict[str, _Coming] = {}
         self._objects = ThreadPoolExecutor(PARALLEL, "objects")
         self._replies = ThreadPoolExecutor(COMPANY, "replies")
-        self._large = False  # whether one of the replies so far is large
+        self._large = False  # whether one of this exchange's replies so far is large
 
     def look(self, tickets: Sequence[str]) -> Iterator[Arrival]:
         """See `Inbox.look`; what of a reply has not come is asked for again at the next look."""
@@ -193,7 +194,7 @@ class HttpInbox:
             raise ValueError(f"a reply of {len(coming.missing)} objects; allowed are at most {OBJECTS}")
         end = time.monotonic() + TURN
         while coming.missing and time.monotonic() < end and not self._over():
-            if together and coming.size > HELD // 64:
+            if together and coming.size > SMALL:
                 self._large = True
                 return False
             wanted = coming.missing[-1:] if together else coming.missing[-PARALLEL:]

@@ -45,8 +45,8 @@ def cnn(
         layers[f"conv{index}"] = nn.Conv2d(fan_in, maps, 5, bias=bias)
         if norm == "batch":
             layers[f"norm{index}"] = nn.BatchNorm2d(maps)
+        layers[f"pool{index}"] = nn.MaxPool2d(2)  # before the ReLU: same values and gradients, a quarter of the work
         layers[f"relu{index}"] = nn.ReLU()
-        layers[f"pool{index}"] = nn.MaxPool2d(2)
         side = (side - 4) // 2
     layers["flatten"] = nn.Flatten()  # [B, 64 side side]
     width = 64 * side**2
@@ -65,11 +65,11 @@ def shallow_cnn(in_channels: int, image_size: int) -> tuple[nn.Module, int]:
     for index, (fan_in, maps) in enumerate(((in_channels, 32), (32, 64), (64, 64)), start=1):
         layers[f"conv{index}"] = nn.Conv2d(fan_in, maps, 3, bias=False)
         layers[f"norm{index}"] = nn.BatchNorm2d(maps)
-        layers[f"relu{index}"] = nn.ReLU()
         side -= 2
         if index < 3:
-            layers[f"pool{index}"] = nn.MaxPool2d(2)
+            layers[f"pool{index}"] = nn.MaxPool2d(2)  # before the ReLU, as in `cnn`
             side //= 2
+        layers[f"relu{index}"] = nn.ReLU()
     layers["flatten"] = nn.Flatten()  # [B, 64 side side]
     layers["fc4"] = nn.Linear(64 * side**2, FEATURES)
     layers["norm4"] = nn.BatchNorm1d(FEATURES)

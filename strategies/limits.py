@@ -153,9 +153,13 @@ def others_median(rows: NDArray[Any]) -> Float:
         return np.broadcast_to(median(rows), rows.shape)
     ordered = np.sort(rows, axis=0)
     # without a number that is at most the k-th, the k-th of the others is the next one
-    low, high = (np.where(rows <= ordered[k], ordered[k + 1], ordered[k]) for k in ((others - 1) // 2, others // 2))
-    middle = low.astype(np.float64)
-    half = high - middle  # the next lines do without more arrays of this size, which cost more than the arithmetic
+    first, last = (others - 1) // 2, others // 2
+    low, high = (ordered[k : k + 2].astype(np.float64) for k in (first, last))
+    if first == last:
+        return np.where(rows <= ordered[first], low[1], low[0])
+    middle = np.where(rows <= ordered[first], low[1], low[0])
+    half = np.where(rows <= ordered[last], high[1], high[0])
+    half -= middle  # in place: more arrays of this size cost more than the arithmetic
     half /= 2
     middle += half
     return middle

@@ -115,7 +115,8 @@ class LightDevices:
         self._address, self._count, self._answer, self.poll, self._at_once = address, count, answer, poll, at_once
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self._active, self._ended, self._error = threading.Event(), threading.Event(), ""
+        self._active, self._ended = threading.Event(), threading.Event()
+        self._errors: list[str] = []  # of either thread
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="light devices", daemon=True)
         self._devices: list[Device] = []
         self._hearts = threading.Thread(target=lambda: asyncio.run(self._hearts_live()), name="heartbeats", daemon=True)
@@ -129,9 +130,11 @@ class LightDevices:
             One could not be registered or activated.
         """
         self._thread.start()
-        if not self._active.wait(STARTING) or self._error:
+        if not self._active.wait(STARTING) or self._errors:
             self._ended.set()
-            raise RunError(f"{self._count} light devices are not active: {self._error or f'after {STARTING:g} s'}")
+            raise RunError(
+                f"{self._count} light devices are not active: {'; '.join(self._errors) or f'after {STARTING:g} s'}"
+            )
         self._hearts.start()
         return self
 
@@ -146,8 +149,8 @@ class LightDevices:
         self._ended.set()
         self._thread.join()
         self._hearts.join()
-        if self._error:
-            raise RunError(f"a light device has ended: {self._error}")
+        if self._errors:
+            raise RunError(f"a light device has ended: {'; '.join(self._errors)}")
 
     async def _live(self) -> None:
         self._slots = asyncio.Semaphore(self._at_once)
@@ -159,7 +162,7 @@ class LightDevices:
             try:
                 await asyncio.gather(*(self._begin(*pair) for pair in pairs))
             except grpc.aio.AioRpcError as error:
-                self._error = f"{error.code().name}: {error.details()}"
+                self._errors.append(f"{error.code().name}: {error.details()}")
                 return
             finally:
                 self._active.set()
@@ -177,7 +180,7 @@ class LightDevices:
         for life in lives:
             life.cancel()
         ended = await asyncio.gather(*lives, return_exceptions=True)
-        self._error += "; ".join(repr(one) for one in ended if not isinstance(one, asyncio.CancelledError))
+        self._errors += [repr(one) for one in ended if not isinstance(one, asyncio.CancelledError)]
 
     def _channel(self, number: int) -> grpc.aio.Channel:
         """Return a connection; an option of its own keeps gRPC from sharing one with another channel."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -247,6 +248,35 @@ def test_layers_on_the_path_are_the_number_in_the_name(name: str, options: dict[
     path = [key for key, m in model.named_modules() if isinstance(m, nn.Conv2d) and "shortcut" not in key]
     # He and Xie count the head; Zagoruyko instead the three shortcuts, of which width 1 needs two.
     assert len(path) + (3 if name == "wide-resnet" else 1) == layers
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("name", "options"), [("cnn", {}), ("cnn", {"norm": "batch"}), ("shallow-cnn", {})])
+def test_pooling_before_the_relu_has_the_bits_of_the_papers_order(
+    name: str, options: dict[str, Any], memory_format: torch.memory_format
+) -> None:
+    ours = models.build(name, num_classes=10, in_channels=3, image_size=32, seed=0, **options)
+    theirs = models.build(name, num_classes=10, in_channels=3, image_size=32, seed=0, **options)
+    layers = dict(theirs.encoder.body.named_children())
+    names = list(layers)
+    for index in (1, 2):
+        pool, relu = names.index(f"pool{index}"), names.index(f"relu{index}")
+        assert pool + 1 == relu
+        names[pool], names[relu] = names[relu], names[pool]
+    theirs.encoder.body = nn.Sequential(OrderedDict((key, layers[key]) for key in names))
+    # flat areas and few levels: equal maxima, whose gradient goes to the first
+    images = torch.randint(0, 3, (8, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float() / 2
+    images[:, :, :16] = 0.5
+    for network in (ours, theirs):
+        network.to(memory_format=memory_format).train()
+        F.cross_entropy(network(images.contiguous(memory_format=memory_format)), torch.arange(8)).backward()
+    for (key, one), other in zip(ours.shared_parameters().items(), theirs.shared_parameters().values(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.abs().sum() > 0 or key.endswith("bias")
+        assert torch.equal(one.grad, other.grad), key
+    for one, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_convolutions_start_with_he_normal() -> None:
