@@ -13,12 +13,14 @@ What it relies on of Flower's internals, and why:
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import httpx
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.superlink.grid.http_grid import HttpGrid
@@ -30,6 +32,7 @@ from fedtta.messages.record import Record
 from fedtta.messages.requests import Observe
 from fedtta.messages.transport import Addressed, Answer, late, read_answer, unknown_node
 
+LOG = logging.getLogger(__name__)
 EXPIRED = (3, 4)
 POLL = 0.05  # seconds between two looks for replies, at least
 IDLE = 19  # times as long as a look took: looking at hundreds of messages must not take a core from the clients
@@ -82,14 +85,13 @@ class _Reminders:
         if now < self._due:
             return
         self._every *= 2
-        self._due, self.tickets, messages = now + self._every, [], []
-        for run, node in {(sent.one.request.run, sent.one.node) for sent in waiting}:
-            for _ in range(REMINDERS):
-                message = _message(node, Observe(settings="{}", run=run).to_record(), secrets.token_hex(16), {})
-                message.metadata.ttl = REMINDER_LIFE
-                messages.append(message)
-        for start in range(0, len(messages), BATCH):
-            self.tickets += [ticket for ticket in grid.push_messages(messages[start : start + BATCH]) if ticket]
+        self._due, self.tickets = now + self._every, []
+        nodes = {(sent.one.request.run, sent.one.node) for sent in waiting}
+        reminded = [one for one in nodes for _ in range(REMINDERS)]
+        for start in range(0, len(reminded), BATCH):
+            # made when they are sent: at a busy SuperLink they live no longer than a few pushes take
+            messages = [_reminder(*one) for one in reminded[start : start + BATCH]]
+            self.tickets += [ticket for ticket in _pushed(grid, messages) if ticket]
 
 
 class GridTransport:
@@ -198,10 +200,31 @@ class GridTransport:
             self._largest = max(self._largest, sum(array_bytes(arrays) for arrays in plain.arrays.values()))
             sent.append(_Sent(one, secret, times))
             messages.append(message)
-        tickets: list[str | None] = list(self.grid.push_messages(messages)) if messages else []
-        tickets += [None] * (len(sent) - len(tickets))  # too large a push has no tickets at all
+        tickets = _pushed(self.grid, messages) if messages else []
         waiting.update({ticket: one for ticket, one in zip(tickets, sent, strict=True) if ticket})
         return [one.one for ticket, one in zip(tickets, sent, strict=True) if not ticket]
+
+
+def _pushed(grid: Grid, messages: Sequence[Message]) -> list[str | None]:
+    """Push messages; return their tickets, None for those that were not taken.
+
+    A SuperLink refuses a whole push that is too large, or with a message whose life has ended on the way; the second is
+    a server error. Neither may end the run.
+    """
+    tickets: list[str | None] = []
+    try:
+        tickets += [ticket or None for ticket in grid.push_messages(messages)]
+    except httpx.HTTPStatusError as error:
+        if not error.response.is_server_error:
+            raise
+        LOG.warning("%d messages were not taken: %s", len(messages), str(error).partition("\n")[0])
+    return tickets + [None] * (len(messages) - len(tickets))
+
+
+def _reminder(run: str, node: int) -> Message:
+    message = _message(node, Observe(settings="{}", run=run).to_record(), secrets.token_hex(16), {})
+    message.metadata.ttl = REMINDER_LIFE
+    return message
 
 
 def _batch(queued: list[tuple[Addressed, int]], most: int) -> list[tuple[Addressed, int]]:

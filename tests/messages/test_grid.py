@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from flwr.app import Message, RecordDict
@@ -12,6 +13,7 @@ from fedtta.messages import grid as grids
 from fedtta.messages.flower import in_blocks, reply_message, secret_of, to_content
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import Trained
+from fedtta.messages.requests import Observe
 from fedtta.messages.transport import Addressed
 from tests.flower import LocalGrid
 from tests.hostile.superlink import SuperLink
@@ -112,6 +114,57 @@ def test_reminders_wait_for_replies_to_cease() -> None:
     assert len(grid.sent) == len(reminders.tickets) == 30 * grids.REMINDERS
     reminders.send(grid, waiting, 229.0)  # the wait has doubled
     assert len(grid.sent) == 30 * grids.REMINDERS
+
+
+def test_reminders_are_made_when_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, pushed, reminder = [], [], grids._reminder
+
+    class Watching(LocalGrid):
+        def push_messages(self, messages: Any) -> Any:
+            pushed.append((len(made), len(messages)))
+            return super().push_messages(messages)
+
+    monkeypatch.setattr(grids, "_reminder", lambda *node: made.append(reminder(*node)) or made[-1])
+    waiting = [grids._Sent(Addressed(node, training()), "s", 1) for node in range(50)]
+    grids._Reminders(60.0, 0.0).send(Watching(dict.fromkeys(range(50), lambda _: None)), waiting, 60.0)
+    assert pushed == [(64, 64), (128, 64), (150, 22)]  # one that waits for the pushes before it may expire meanwhile
+    assert {message.metadata.ttl for message in made} == {grids.REMINDER_LIFE}
+
+
+class Failing(LocalGrid):
+    """A grid whose SuperLink answers a push with a status."""
+
+    status, fails = 500, staticmethod(lambda message: True)
+
+    def push_messages(self, messages: Any) -> Any:
+        if any(map(self.fails, messages)):
+            request = httpx.Request("POST", "http://superlink/push-messages")
+            raise httpx.HTTPStatusError("refused", request=request, response=httpx.Response(self.status))
+        return super().push_messages(messages)
+
+
+def test_a_superlink_that_takes_no_reminders_does_not_end_the_exchange(caplog: pytest.LogCaptureFixture) -> None:
+    grid, clock = Failing({1: lambda _: None}), Clock()
+    grid.fails = lambda message: message.metadata.message_type == Observe.kind
+    transport = GridTransport(grid, None, clock, clock.sleep)
+    transport._reminds = True
+    (answer,) = transport.exchange([Addressed(1, training(arrays=ARRAYS))], 100.0)
+    assert answer.kind == "late"
+    assert "3 messages were not taken: refused" in caplog.text
+
+
+def test_requests_that_a_superlink_fails_to_take_fail_alone_and_a_refusal_ends_the_exchange() -> None:
+    def good(message: Message) -> RecordDict:
+        return to_content(trained().to_record(), secret_of(message.content))
+
+    grid, clock = Failing(dict.fromkeys(range(65), good)), Clock()
+    grid.fails = lambda message: message.metadata.dst_node_id == 64  # in the second batch
+    requests = [Addressed(node, training(arrays=ARRAYS)) for node in range(65)]
+    answers = list(GridTransport(grid, None, clock, clock.sleep).exchange(requests, 60.0))
+    assert {one.node: one.reason for one in answers if one.kind} == {64: "the message was not accepted for sending"}
+    grid.status = 403
+    with pytest.raises(httpx.HTTPStatusError):
+        list(GridTransport(grid, None, clock, clock.sleep).exchange(requests, 60.0))
 
 
 @pytest.mark.parametrize("over_http", [True, False])
