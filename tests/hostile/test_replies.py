@@ -196,6 +196,7 @@ def test_objects_that_come_one_by_one_make_a_reply() -> None:
 def test_replies_that_have_come_in_part_do_not_fill_the_memory(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each reply the object that its node pushes first, or last, is not there for five seconds."""
     monkeypatch.setattr(inbox, "HELD", 10_000)
+    monkeypatch.setattr(inbox, "SMALL", 100)
     many, clock = replace(REPLY, arrays={f"w{i}": np.full(500, i, np.float32) for i in range(5)}), Clock()
     late: set[str] = set()
     most = 0
@@ -232,7 +233,7 @@ def test_small_replies_are_fetched_together_and_large_ones_one_at_a_time(
     large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`most`: replies of which objects are being fetched at the same moment, after the first ones."""
-    monkeypatch.setattr(inbox, "HELD", 64 * (10 if large else 1_000_000))
+    monkeypatch.setattr(inbox, "SMALL", 10 if large else 1_000_000)
     busy: Counter[int] = Counter()
     owner: dict[str, int] = {}
     lock, most, answered = threading.Lock(), 0, 0
