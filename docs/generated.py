@@ -280,15 +280,16 @@ def kept() -> dict[str, str]:
     The one place that depends on how `benchmarks` keeps and draws its results.
     """
     from fedtta.benchmarks.poisoning import poisoning_page, read_poisoning
-    from fedtta.benchmarks.speed.command import FILE, read_speed, speed_page
+    from fedtta.benchmarks.speed import command, fleet
     from fedtta.benchmarks.tables.pages import protocol_page
     from fedtta.benchmarks.tables.protocol import read_protocol
     from fedtta.benchmarks.tables.results import read_results_of
 
     found = {name: [protocol_page(read_protocol(name), cells)] for name, cells in read_results_of(RESULTS).items()}
-    speed = read_speed(RESULTS / FILE)
+    speed = command.read_speed(RESULTS / command.FILE)
     details = [f"### {name}\n\n{as_markdown(part['details'], 4)}" for name, part in speed.items() if part["details"]]
-    found["speed"] = [speed_page(speed), "## Details", *details]
+    found["speed"] = [command.speed_page(speed), "## Details", *details]
+    found["fleet"] = [f"# Fleet\n{command.tables_of(command.read_speed(RESULTS / fleet.FILE)).replace('## ', '### ')}"]
     found["poisoning"] = [poisoning_page(read_poisoning())]
     for path in sorted(RESULTS.rglob("*.safetensors.json")):
         name = path.stem.removesuffix(".safetensors") if path.parent == RESULTS else path.parent.name

@@ -116,11 +116,17 @@ def read_speed(path: Path = RESULTS / FILE) -> dict[str, Any]:
 
 def speed_page(content: Mapping[str, Any]) -> str:
     """Return all kept parts as a Markdown page."""
-    lines = ["# Speed", "", "`python -m fedtta.benchmarks speed`; details are in `benchmarks/results/speed.json`."]
+    about = "`python -m fedtta.benchmarks speed`; details are in `benchmarks/results/speed.json`."
+    return f"# Speed\n\n{about}\n{tables_of(content)}"
+
+
+def tables_of(content: Mapping[str, Any]) -> str:
+    """Return a section for each kept part, with the table of its ratios."""
+    lines = []
     for name, part in content.items():
         lines += [
             "",
-            f"## {name}: {part['title']}",
+            f"## {name}: {part['title']}" if "title" in part else f"## {name}",
             "",
             f"{part['hardware']}, load {part['load_average']}, {part['time']}.",
         ]

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
 from fedtta.benchmarks.speed import fedavg_app
-from fedtta.benchmarks.speed.command import rendered
+from fedtta.benchmarks.speed.command import read_speed, rendered
 from fedtta.benchmarks.speed.deployment import read_events, write_app
 from fedtta.benchmarks.speed.devices import AT_ONCE, POLL, LightDevices
 from fedtta.benchmarks.speed.measurement import Measured, Ratio
@@ -375,10 +375,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         if not least <= number <= most:
             raise SettingsError(f"--{name} {number}: allowed is {least} to {most}")
     path = arguments.out / FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise SettingsError(f"{path} cannot be read ({error}); remove it, or choose another --out") from error
+    content = read_speed(path)
     title = f"{arguments.devices:,} devices, {arguments.model}, {'database' if arguments.database else 'in memory'}"
     measured = measure(arguments.devices, arguments.model, arguments.rounds, arguments.database, console)
     console.print(rendered(title, measured.ratios))

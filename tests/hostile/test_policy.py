@@ -66,7 +66,9 @@ BEYOND: dict[str, tuple[str, Request]] = {
     "a training batch of a million": ("most-memory-mb", training(batch_size=10**6)),
     "a network of 4 GB": ("most-memory-mb", training(model="timm:vit_giant_patch14_224", image_size=224)),
     "views without number": ("adapters", evaluation(AdapterRow("r", "memo", {"views": 10**9}))),
-    "views that fill the memory": ("most-memory-mb", evaluation(AdapterRow("r", "memo", {"views": 256, "steps": 256}))),
+    "views that fill the memory": (
+        "most-memory-mb", evaluation(AdapterRow("r", "memo", {"views": 256, "steps": 256}), adapt_batch_size=200),
+    ),
     "a function as a network": ("models", training(model="os:getcwd")),
     "a function by an option": ("models", training(model_options="name=os:getcwd")),
     "a file by an option": ("models", training(model="timm:resnet18", model_options="checkpoint_path=/etc/passwd")),
