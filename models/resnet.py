@@ -27,7 +27,7 @@ B, a 1x1 convolution and a norm; so does ResNeXt. Wide ResNet has a 1x1 convolut
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -241,10 +241,53 @@ def load_pretrained(network: nn.Module, path: str | None, name: str) -> None:
 # torchvision's networks ---------------------------------------------------------------------------------------------
 
 
+class TorchvisionBlock(nn.Module):
+    """Basic block or bottleneck with torchvision's names: [B, fan_in, H, W] → [B, maps, H/stride, W/stride].
+
+    relu(shortcut(x) + residual); a bottleneck has `inner` maps inside and maps = 4 inner, a basic block maps = inner.
+    """
+
+    def __init__(self, fan_in: int, inner: int, stride: int, bottleneck: bool) -> None:
+        super().__init__()
+        maps = 4 * inner if bottleneck else inner
+        downsample: nn.Module = nn.Identity()
+        if stride != 1 or fan_in != maps:  # drawn first, listed last, as torchvision does
+            downsample = nn.Sequential(nn.Conv2d(fan_in, maps, 1, stride=stride, bias=False), nn.BatchNorm2d(maps))
+        if bottleneck:
+            shapes = [(fan_in, inner, 1, 1), (inner, inner, 3, stride), (inner, maps, 1, 1)]
+        else:
+            shapes = [(fan_in, inner, 3, stride), (inner, maps, 3, 1)]
+        for number, (before, after, kernel, step) in enumerate(shapes, 1):
+            convolution = nn.Conv2d(before, after, kernel, stride=step, padding=kernel // 2, bias=False)
+            self.add_module(f"conv{number}", convolution)
+            self.add_module(f"bn{number}", nn.BatchNorm2d(after))
+        self.depth, self.downsample = len(shapes), downsample
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, non-negative."""
+        residual = x
+        for number in range(1, self.depth + 1):
+            residual = self.get_submodule(f"conv{number}")(residual)
+            residual = self.get_submodule(f"bn{number}")(residual)
+            if number < self.depth:
+                residual = F.relu(residual)
+        return F.relu(self.downsample(x) + residual)
+
+
 def torchvision_resnet(
-    in_channels: int, image_size: int, *, name: str, pretrained: str | None, small_stem: bool
+    in_channels: int,
+    image_size: int,
+    *,
+    name: str,
+    blocks: Sequence[int],
+    bottleneck: bool,
+    pretrained: str | None,
+    small_stem: bool,
 ) -> tuple[nn.Module, int]:
     """Return torchvision's network `name` without its classifier, and d.
+
+    Names, initial weights (of an equal state of the generator) and outputs are those of torchvision, of which the
+    import alone takes 170 MB: it loads PyTorch's compiler.
 
     Raises
     ------
@@ -254,26 +297,34 @@ def torchvision_resnet(
         `image_size` is below 32 (8 with the small stem), the weights' stem does not fit the options, or the file does
         not hold this network's weights.
     """
-    # Imported here: torchvision takes a second to load, and only these backbones need it.
-    from torchvision import models as networks
-
     require_image_size(f"model {name!r}", image_size, 8 if small_stem else 32)
     if pretrained is not None and (small_stem or in_channels != 3):
         raise ValueError(
             f"model {name!r}: pretrained={pretrained!r} has the ImageNet stem for 3 channels; it does "
             f"not go with in_channels={in_channels}, small_stem={small_stem}"
         )
-    network: networks.ResNet = getattr(networks, name)(weights=None)
-    features: int = network.fc.in_features  # d
-    network.fc = nn.Identity()
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["conv1"] = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+    layers["bn1"], layers["relu"] = nn.BatchNorm2d(64), nn.ReLU()
+    layers["maxpool"] = nn.Identity() if small_stem else nn.MaxPool2d(3, stride=2, padding=1)
+    maps = 64
+    for stage, count in enumerate(blocks):
+        inner, made = 64 * 2**stage, []
+        for number in range(count):
+            stride = 2 if stage and not number else 1
+            made.append(TorchvisionBlock(maps, inner, stride, bottleneck))
+            maps = 4 * inner if bottleneck else inner
+        layers[f"layer{stage + 1}"] = nn.Sequential(*made)
+    nn.Linear(maps, 1000)  # torchvision's classifier: its draw comes before those of the convolutions
+    layers["avgpool"], layers["flatten"] = nn.AdaptiveAvgPool2d(1), nn.Flatten()  # [B, d]
+    network = nn.Sequential(layers)
+    he_normal(network)
     if small_stem or in_channels != 3:
         kernel, stride, padding = (3, 1, 1) if small_stem else (7, 2, 3)
         network.conv1 = nn.Conv2d(in_channels, 64, kernel, stride=stride, padding=padding, bias=False)
-        he_normal(network.conv1)  # as torchvision initializes it
-    if small_stem:
-        network.maxpool = nn.Identity()
+        he_normal(network.conv1)
     load_pretrained(network, pretrained, name)
-    return network, features
+    return network, maps
 
 
 # What the registry knows --------------------------------------------------------------------------------------------
@@ -308,13 +359,13 @@ RESNEXT29 = ModelInfo(
 )
 RESNET18 = ModelInfo(
     "torchvision's ResNet-18 with BatchNorm, d = 512 (ATP, FedICON)",
-    partial(torchvision_resnet, name="resnet18"),
+    partial(torchvision_resnet, name="resnet18", blocks=(2, 2, 2, 2), bottleneck=False),
     {"pretrained": optional_path(), "small_stem": flag(False)},
     normalisation="batch",
 )
 RESNET50 = ModelInfo(
     "torchvision's ResNet-50 with BatchNorm, d = 2048",
-    partial(torchvision_resnet, name="resnet50"),
+    partial(torchvision_resnet, name="resnet50", blocks=(3, 4, 6, 3), bottleneck=True),
     RESNET18.own_options,
     normalisation="batch",
 )

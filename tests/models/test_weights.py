@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,36 @@ def test_it_is_torchvisions_network_with_its_weights(name: str, suffix: str, tmp
     trunk = nn.Sequential(*list(network.children())[:-1], nn.Flatten())
     normalised = torchvision.transforms.functional.normalize(x, mean, std)
     assert torch.allclose(model.features(x), trunk(normalised), atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "options"), [("resnet18", {}), ("resnet50", {}), ("resnet18", {"in_channels": 1})])
+def test_torchvisions_networks_have_its_names_initial_weights_and_gradients(name: str, options: dict[str, Any]) -> None:
+    """The same bits in training, where its ReLU works in place."""
+    channels = options.get("in_channels", 3)
+    torch.manual_seed(7)
+    network = getattr(torchvision.models, name)(weights=None)
+    network.fc = nn.Identity()
+    if channels != 3:
+        network.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
+        nn.init.kaiming_normal_(network.conv1.weight, mode="fan_out", nonlinearity="relu")
+    torch.manual_seed(7)
+    own, features = models.MODELS[name].encoder(channels, 32, pretrained=None, small_stem=False)
+    assert list(own.state_dict()) == list(network.state_dict())
+    assert all(torch.equal(value, own.state_dict()[key]) for key, value in network.state_dict().items())
+    x = torch.rand(4, channels, 40, 40, generator=torch.Generator().manual_seed(0))
+    one, other = own.train()(x), network.train()(x)
+    assert one.shape == (4, features)
+    assert torch.equal(one, other)
+    for out in (one, other):
+        out.square().sum().backward()
+    pairs = zip(own.named_parameters(), network.parameters(), strict=True)
+    assert all(torch.equal(mine.grad, its.grad) for (_, mine), its in pairs)  # type: ignore[arg-type]
+
+
+def test_its_networks_need_no_torchvision() -> None:
+    code = "import sys; from fedtta.models import build; build('resnet18', 10, 32); print('torchvision' in sys.modules)"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout == "False\n"
 
 
 @pytest.mark.parametrize("spec", OWN, ids=lambda spec: spec["name"])
