@@ -94,13 +94,23 @@ def to_bytes(value: NDArray[Any]) -> bytes:
     ValueError
         The array's type is not one of `DTYPES`, little-endian.
     """
+    return b"".join((_header_of(value), _numbers_of(value)))
+
+
+def _header_of(value: NDArray[Any]) -> bytes:
+    """Return an array's header in numpy's format; raises as `to_bytes`."""
     if value.dtype.str not in DESCRIPTORS:
         raise ValueError(f"an array of {value.dtype} cannot be sent; allowed are {', '.join(DTYPES)}, little-endian")
     header = io.BytesIO()
-    described = npy.header_data_from_array_1_0(value)
-    npy.write_array_header_1_0(header, described)
-    ordered = value.T if described["fortran_order"] else np.ascontiguousarray(value)
-    return b"".join((header.getvalue(), ordered.reshape(-1).view(np.uint8).data))
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(value))
+    return header.getvalue()
+
+
+def _numbers_of(value: NDArray[Any]) -> memoryview:
+    """Return an array's numbers in the order that its header tells; they are copied only if they are in neither."""
+    fortran = value.flags.f_contiguous and not value.flags.c_contiguous
+    ordered = value.T if fortran else np.ascontiguousarray(value)
+    return ordered.reshape(-1).view(np.uint8).data
 
 
 def from_bytes(data: bytes, begin: int = 0, end: int | None = None) -> NDArray[Any]:
@@ -152,12 +162,16 @@ def to_block(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     ValueError
         As `to_bytes`.
     """
-    parts = [to_bytes(value) for value in arrays.values()]
-    index = json.dumps([[name, len(part)] for name, part in zip(arrays, parts, strict=True)]).encode()
-    pieces = [len(index).to_bytes(8, "little"), index, bytes(-(8 + len(index)) % ALIGNED)]
-    for part in parts:
-        pieces += [part, bytes(-len(part) % ALIGNED)]
-    return b"".join(pieces)
+    headers = {name: _header_of(value) for name, value in arrays.items()}
+    sizes = {name: len(headers[name]) + value.nbytes for name, value in arrays.items()}
+    index = json.dumps(list(sizes.items())).encode()
+    block = io.BytesIO()  # one array after the other, so that there is one copy of a large network, not two
+    block.write(len(index).to_bytes(8, "little") + index + bytes(-(8 + len(index)) % ALIGNED))
+    for name, value in arrays.items():
+        block.write(headers[name])
+        block.write(_numbers_of(value))
+        block.write(bytes(-sizes[name] % ALIGNED))
+    return block.getvalue()
 
 
 def from_block(data: bytes) -> Arrays:

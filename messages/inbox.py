@@ -18,12 +18,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import httpx
-from flwr.app import Message
+from flwr.app import Array, Message
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import HEAD_BODY_DIVIDER
 from flwr.supercore.inflatable.inflatable_object import (
+    InflatableObject,
     get_object_head_values_from_object_content,
     iterate_object_tree,
 )
@@ -254,17 +255,21 @@ def unpacked(message: str, contents: dict[str, bytes], most: int) -> Message:
     Exception
         Whatever Flower raises for objects that do not fit each other.
     """
-    size = 0
-    for content in contents.values():
+    size, arrays = 0, dict[str, InflatableObject]()
+    for name, content in contents.items():
         kind, parts, _ = get_object_head_values_from_object_content(content)
         if kind != "ArrayChunk" and len(content) > STRUCTURE_BYTES:
             raise ValueError(f"an object {kind[:20]} of {len(content)} bytes; allowed are at most {STRUCTURE_BYTES}")
         if kind == "Array":  # it lists its chunks by position, and may list one as often as it likes
-            listed = json.loads(content.partition(HEAD_BODY_DIVIDER)[2])["arraychunk_ids"]
-            size += sum(len(contents[parts[number]]) for number in listed)
+            about = json.loads(content.partition(HEAD_BODY_DIVIDER)[2])
+            listed = [contents[parts[number]] for number in about["arraychunk_ids"]]
+            size += sum(map(len, listed))
             if size > most:
                 raise ValueError(f"arrays of more than {most} bytes")
-    found = inflate_object_from_contents(message, contents)
+            data = b"".join(memoryview(chunk)[chunk.index(HEAD_BODY_DIVIDER) + 1 :] for chunk in listed)
+            # Flower would copy the numbers three times
+            arrays[name] = Array(dtype=about["dtype"], shape=tuple(about["shape"]), stype=about["stype"], data=data)
+    found = inflate_object_from_contents(message, contents, objects=arrays)
     if not isinstance(found, Message):
         raise ValueError(f"the reply is a {type(found).__name__}")
     return found
