@@ -21,7 +21,7 @@ from fedtta.server.checkpoints import STRATEGY, Records
 from fedtta.settings import Settings
 from fedtta.strategies import AGGREGATIONS
 from fedtta.strategies.arrays import RUNNING_STATISTICS, Float
-from fedtta.strategies.limits import capped, clip, forward
+from fedtta.strategies.limits import LEAST, capped, clip, forward
 from fedtta.tta.statistics import STATISTICS
 
 #: Rounds whose distances count in the median distance of training, this one included.
@@ -173,10 +173,10 @@ class TrainLimits(Limits):
         self.past.add(found.distances)
         far = {i: words_of(names, found.distances[i], found.radius) for i in found.far}
         near = final = found.arrays
-        if found.center:
+        if len(sent) >= LEAST:
             # pulled back only, one flipped sign times ten of ten clients with a Dirichlet split costs 22 points
             layout = layout_of(sent[0])
-            middle = {name: found.center[name].astype(layout[name][1]) for name in names}
+            middle = {name: value.astype(layout[name][1]) for name, value in found.center.items()}
             near = [overlaid(one, middle) if i in far else one for i, one in enumerate(sent)]
             final = forward(near, names, self.sent)
             far = {i: f"{reason}, counts as the median" for i, reason in far.items()}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from fedtta.messages.arrays import Arrays, channels_last
 from fedtta.messages.flower import held_record
@@ -212,8 +214,7 @@ def run_training(
     spec = model_spec(federation.settings, info)
     model = initial_model(federation.settings, spec)
     strategies = [make_strategy(stage, federation.settings) for stage in training.recipe.stages]
-    initial = {name: value.numpy().copy() for name, value in model.global_state().items()}
-    arrays = _in_network_layout(checkpoints.records.get("arrays", initial))
+    arrays = _in_network_layout(checkpoints.records.get("arrays") or _copied(model.global_state()))
     arrays = train(federation, strategies, training, arrays, checkpoints)
     checkpoints.keep("arrays", arrays)
     save_trained(files.path("model"), model, arrays, spec)
@@ -233,6 +234,10 @@ def run_training(
         save_rates(files.path("rates", variant), learned, training.name, variant)
     took_part = checkpoints.took_part(training.name)
     evaluation_round(federation, training, arrays, means, rates, info.shifts, took_part)
+
+
+def _copied(state: Mapping[str, Tensor]) -> Arrays:
+    return {name: np.array(channels_last(value.numpy())) for name, value in state.items()}
 
 
 def _in_network_layout(arrays: Arrays) -> Arrays:

@@ -62,7 +62,7 @@ class Clipped:
     radius : float
         The largest distance that is allowed; infinite where there is no limit.
     center : dict
-        name → array in float64; empty where there is none.
+        name → array in float64; empty where no client is far from it.
     """
 
     arrays: list[Arrays]
@@ -110,23 +110,27 @@ def clip(
     few = len(clients) < LEAST
     if few and start is None:
         return Clipped(list(clients), np.zeros(len(clients)), np.inf)
-    layout = layout_of(clients[0])
-    center = {name: np.empty(layout[name][0], np.float64) for name in names}
+    given = start if few else None
+
+    def middle(name: str, where: slice, block: NDArray[Any]) -> NDArray[Any]:
+        return median(block) if given is None else np.ravel(given[name])[where]
+
     squares = np.zeros(len(clients))
     with np.errstate(over="ignore"):  # an infinite distance is beyond any radius
         for name, where, block in named_blocks(clients, names):
-            middle = np.ravel(start[name])[where] if few and start is not None else median(block)
-            center[name].reshape(-1)[where] = middle
-            off = block - middle
+            off = block - middle(name, where, block)
             squares += np.einsum("np,np->n", off, off, dtype=np.float64)
         distances = np.sqrt(squares)
         known = np.concatenate([np.asarray(past, np.float64), distances])
         radius = factor * float(np.median(known)) if len(known) >= LEAST else np.inf
-    arrays = list(clients)
-    for i, distance in enumerate(distances):
-        if distance > radius:
-            arrays[i] = overlaid(clients[i], _between(center, clients[i], radius / distance))
-    return Clipped(arrays, distances, radius, {} if few else center)
+    arrays, center = list(clients), dict[str, Float]()
+    if (distances > radius).any():  # seldom: only then is there a center of all arrays in memory
+        center = {name: np.empty(layout_of(clients[0])[name][0], np.float64) for name in names}
+        for name, where, block in named_blocks(clients, names):
+            center[name].reshape(-1)[where] = middle(name, where, block)
+    for i in np.flatnonzero(distances > radius):
+        arrays[i] = overlaid(clients[i], _between(center, clients[i], radius / distances[i]))
+    return Clipped(arrays, distances, radius, center)
 
 
 def median(rows: NDArray[Any]) -> Float:

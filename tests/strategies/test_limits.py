@@ -48,6 +48,8 @@ def test_distances_by_hand() -> None:
     found = clip(ten, ["x"], 3.0)  # median 3, distances 2, 1, 0, 1, 97: their median is 1
     assert [one["x"].tolist() for one in found.arrays] == [[1.0], [2.0], [3.0], [4.0], [6.0]]
     assert (found.radius, found.far, found.distances.tolist()) == (3.0, [4], [2, 1, 0, 1, 97])
+    assert found.center == {"x": np.array([3.0])}
+    assert clip(ten[:4], ["x"], 3.0).center == {}, "no client is far"
     assert clip(ten, ["x"], 3.0, past=[9] * 9).radius == 27.0, "the median of nine and these"
     equal = clip([{"x": np.array([v])} for v in (1.0, 1.0, 7.0)], ["x"], 3.0)
     assert [one["x"].tolist() for one in equal.arrays] == [[1.0]] * 3, "most clients sent the same"
@@ -59,7 +61,7 @@ def test_with_two_clients_the_start_is_the_center_and_earlier_rounds_the_scale()
     assert clip(two, ["x"], 3.0, start=start).far == []
     found = clip(two, ["x"], 3.0, past=[1.0, 2.0, 2.0], start=start)
     assert [one["x"].tolist() for one in found.arrays] == [[2.0], [-6.0]]
-    assert found.center == {}
+    assert found.center == start
     with pytest.raises(ValueError, match="no client"):
         clip([], ["x"], 3.0, start=start)
 
