@@ -168,6 +168,7 @@ class GridTransport:
                             queued.append((sent.one, sent.times + 1))
                         else:
                             yield answer
+                        del answer, sent, read  # a large reply must not be here while the next one comes
                     elif reminders:
                         reminders.tickets.remove(ticket)
                 if self._clock() >= end:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import httpx
 from flwr.app import Array, Message
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
 from flwr.supercore.constant import HEAD_BODY_DIVIDER
@@ -165,6 +165,7 @@ class HttpInbox:
                 # fetched from the last one on: a node pushes them in this order, so that of a reply which it is still
                 # pushing nothing is held here
                 objects = list(dict.fromkeys(one.object_id for one in iterate_object_tree(tree)))
+                self._large = self._large or _in_chunks(tree)
                 self._coming[metadata.reply_to_message_id] = _Coming(metadata.message_id, objects)
 
     def _turn(self, coming: _Coming, together: bool = False) -> Callable[[], Message] | None:
@@ -231,6 +232,12 @@ class HttpInbox:
             self._client.ConfirmMessageReceived(request)
 
 
+def _in_chunks(tree: ObjectTree) -> bool:
+    """Return whether a message has an array of more than one chunk, 5 MB."""
+    arrays = (array for content in tree.children for record in content.children for array in record.children)
+    return any(len(array.children) > 1 for array in arrays)
+
+
 def inbox_of(grid: Grid, most: Callable[[], int], over: Callable[[], bool]) -> Inbox:
     """Return the inbox of a grid; see `HttpInbox` for the arguments."""
     return HttpInbox(grid, most, over) if isinstance(grid, HttpGrid) else GridInbox(grid)
@@ -244,7 +251,7 @@ def unpacked(message: str, contents: dict[str, bytes], most: int) -> Message:
     message : str
         The id of the message's own object.
     contents : dict
-        id → bytes of an object.
+        id → bytes of an object; empty afterwards.
     most : int
         Bytes of all arrays, at most.
 
@@ -270,6 +277,7 @@ def unpacked(message: str, contents: dict[str, bytes], most: int) -> Message:
             # Flower would copy the numbers three times
             arrays[name] = Array(dtype=about["dtype"], shape=tuple(about["shape"]), stype=about["stype"], data=data)
     found = inflate_object_from_contents(message, contents, objects=arrays)
+    contents.clear()  # whoever holds what this was called with holds the reply only once
     if not isinstance(found, Message):
         raise ValueError(f"the reply is a {type(found).__name__}")
     return found

@@ -89,6 +89,7 @@ def run(
         about = {"names": info.names, "sizes": info.sizes, "roles": info.roles, "data": info.data}
         events("clients", class_counts=_counts_of(class_counts, info.names), classes=info.classes, **about)
     modules = list(model.global_state())
+    del model  # of which the rounds have their own copy
     for variant in (variant for training in trainings for variant in training.variants):
         initial_rates(settings.rates_init, modules, variant)  # refused before training, not after
     checkpoints.begin(info)
@@ -212,11 +213,13 @@ def run_training(
     """
     federation = replace(federation, settings=training.recipe.settings(federation.settings))
     spec = model_spec(federation.settings, info)
-    model = initial_model(federation.settings, spec)
     strategies = [make_strategy(stage, federation.settings) for stage in training.recipe.stages]
-    arrays = _in_network_layout(checkpoints.records.get("arrays") or _copied(model.global_state()))
+    arrays = _in_network_layout(
+        checkpoints.records.get("arrays") or _copied(initial_model(federation.settings, spec).global_state())
+    )
     arrays = train(federation, strategies, training, arrays, checkpoints)
     checkpoints.keep("arrays", arrays)
+    model = initial_model(federation.settings, spec)  # again: during the rounds there is no second network in memory
     save_trained(files.path("model"), model, arrays, spec)
     network = Broadcast(held_record(arrays))
     if collaborations:

@@ -25,8 +25,8 @@ Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 
 #: Endings of the names of arrays that have no gradient: BatchNorm's running statistics.
 RUNNING_STATISTICS = ("running_mean", "running_var")
-#: Numbers (float64) in one block: 32 MiB.
-BLOCK = 1 << 22
+#: Numbers (float64) in one block: 8 MiB.
+BLOCK = 1 << 20
 #: How far the sum of a row of W may be from one.
 TOLERANCE = 1e-6
 
