@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO
+from itertools import chain
 from typing import Any, Protocol
 
 import httpx
@@ -262,25 +265,41 @@ def unpacked(message: str, contents: dict[str, bytes], most: int) -> Message:
     Exception
         Whatever Flower raises for objects that do not fit each other.
     """
-    size, arrays = 0, dict[str, InflatableObject]()
+    size, chunks = 0, dict[str, list[str]]()
     for name, content in contents.items():
         kind, parts, _ = get_object_head_values_from_object_content(content)
         if kind != "ArrayChunk" and len(content) > STRUCTURE_BYTES:
             raise ValueError(f"an object {kind[:20]} of {len(content)} bytes; allowed are at most {STRUCTURE_BYTES}")
         if kind == "Array":  # it lists its chunks by position, and may list one as often as it likes
-            about = json.loads(content.partition(HEAD_BODY_DIVIDER)[2])
-            listed = [contents[parts[number]] for number in about["arraychunk_ids"]]
-            size += sum(map(len, listed))
+            chunks[name] = [parts[number] for number in _about(content)["arraychunk_ids"]]
+            size += sum(len(contents[chunk]) for chunk in chunks[name])
             if size > most:
                 raise ValueError(f"arrays of more than {most} bytes")
-            data = b"".join(memoryview(chunk)[chunk.index(HEAD_BODY_DIVIDER) + 1 :] for chunk in listed)
-            # Flower would copy the numbers three times
-            arrays[name] = Array(dtype=about["dtype"], shape=tuple(about["shape"]), stype=about["stype"], data=data)
-    found = inflate_object_from_contents(message, contents, objects=arrays)
+    found = inflate_object_from_contents(message, contents, objects=_joined(contents, chunks))
     contents.clear()  # whoever holds what this was called with holds the reply only once
     if not isinstance(found, Message):
         raise ValueError(f"the reply is a {type(found).__name__}")
     return found
+
+
+def _about(array: bytes) -> dict[str, Any]:
+    about: dict[str, Any] = json.loads(array.partition(HEAD_BODY_DIVIDER)[2])
+    return about
+
+
+def _joined(contents: dict[str, bytes], chunks: Mapping[str, Sequence[str]]) -> dict[str, InflatableObject]:
+    """Return arrays by id, with the numbers of their chunks, which are dropped; Flower would have them four times."""
+    left = Counter(chain.from_iterable(chunks.values()))
+    arrays: dict[str, InflatableObject] = {}
+    for name, parts in chunks.items():
+        about, data = _about(contents[name]), BytesIO()
+        for part in parts:
+            data.write(memoryview(contents[part])[contents[part].index(HEAD_BODY_DIVIDER) + 1 :])
+            left[part] -= 1
+            if not left[part]:
+                del contents[part]
+        arrays[name] = Array(about["dtype"], tuple(about["shape"]), about["stype"], data.getvalue())
+    return arrays
 
 
 def _same(message: Message) -> Message:

@@ -16,7 +16,7 @@ from rich.console import Console
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.transport import Transport
 from fedtta.server.checkpoints import FOLDER, Checkpoints
-from fedtta.server.environment import describe
+from fedtta.server.environment import describe, return_freed_memory
 from fedtta.server.events import STEPS, Events, JsonLines, Listener, RunError
 from fedtta.server.live import LiveState
 from fedtta.server.logs import EventLines
@@ -39,6 +39,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run with the settings of Flower's run config; results go to the folder `results` of the SuperLink's machine."""
+    return_freed_memory()
     settings = from_config(context.run_config)
     if settings.engine in ("ray", "vectorised"):
         raise SettingsError(f"engine = {settings.engine!r}: Flower runs these nodes; allowed are auto, flower")
