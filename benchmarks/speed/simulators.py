@@ -49,7 +49,7 @@ PFL_APP = Path(pfl_app.__file__)
 BASE: dict[str, Any] = {
     "dataset": "cifar10", "partition": "iid", "methods": "fedavg", "shifts": "original", "augment": False,
     "local_epochs": 1, "personal_epochs": 0, "weight_decay": 0.0, "checkpoint_every": 0, "workers": 1, "device": "cpu",
-    "stacked_clients": 1,
+    "stacked_clients": 1, "clip_factor": 0.0, "max_share": 0.0,  # the others have no limits on what a client does
 }  # fmt: skip
 #: Some 100 images a client to train on, and 25.
 CASES: list[dict[str, Any]] = [

@@ -113,7 +113,7 @@ def test_pfl_research_trains_as_flower_does(
     job = simulators.write_job(tmp_path / "job.npz", settings)
     flowers = simulators.flowers(settings, tmp_path, job)
     pfls = simulators.pfls(simulators.environment(simulators.ENVIRONMENT), job, tmp_path / "pfl.json", True)
-    assert simulators.difference(flowers.weights, pfls.weights) < 1e-6
+    assert simulators.difference(flowers.weights, pfls.weights) < 1e-5
     assert (len(pfls.seconds), pfls.versions["pfl"]) == (2, simulators.PFL.split("==")[1])
     assert pfls.versions["torch"] == torch.__version__
 
