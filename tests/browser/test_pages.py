@@ -93,7 +93,7 @@ def opened(request: pytest.FixtureRequest, site: Site, browser: Browser) -> Iter
     with browser.new_context(viewport=DESKTOP, color_scheme="light") as context:  # type: ignore[arg-type]
         context.add_init_script(CHECKS)
         found = Opened(context.new_page())
-        answer = found.page.goto(site.url(request.param))
+        answer = found.page.goto(site.url(request.param), timeout=WAIT)  # the first look at a run draws its report
         assert answer is not None
         yield request.param, found
 
