@@ -16,7 +16,7 @@ from rich.console import Console
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.transport import Transport
 from fedtta.server.checkpoints import FOLDER, Checkpoints
-from fedtta.server.environment import describe, return_freed_memory
+from fedtta.server.environment import describe
 from fedtta.server.events import STEPS, Events, JsonLines, Listener, RunError
 from fedtta.server.live import LiveState
 from fedtta.server.logs import EventLines
@@ -30,6 +30,7 @@ from fedtta.server.trackers import Trackers
 from fedtta.settings import Settings, SettingsError, class_names, from_config, to_toml
 from fedtta.settings.files import make_folder, write_atomically
 from fedtta.settings.logs import configure
+from fedtta.settings.memory import return_large_blocks
 
 LOG = logging.getLogger("fedtta.run")
 
@@ -39,7 +40,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run with the settings of Flower's run config; results go to the folder `results` of the SuperLink's machine."""
-    return_freed_memory()
+    return_large_blocks()  # those of a round's models would leave holes
     settings = from_config(context.run_config)
     if settings.engine in ("ray", "vectorised"):
         raise SettingsError(f"engine = {settings.engine!r}: Flower runs these nodes; allowed are auto, flower")

@@ -1,13 +1,11 @@
-"""The process of a run: its provenance (settings, commit, versions, hardware), and its memory."""
+"""Provenance of a run: settings, commit, versions, hardware."""
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from fedtta.settings.versions import versions
 
 #: Settings that name a folder of one machine and have no effect on the result.
 LOCAL = ("state-dir",)
-#: Bytes of a block that glibc returns to the system when it is freed (its parameter M_MMAP_THRESHOLD, -3).
-RETURNED, THRESHOLD = 1 << 20, -3
 PACKAGES = ("flwr", "ray", "torch", "torchvision", "numpy", "scipy")
 
 
@@ -72,13 +68,3 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def return_freed_memory() -> None:
-    """Have glibc return large blocks to the system when they are freed; other libraries do it or not as they like.
-
-    By itself glibc raises its threshold with the largest block freed, up to 32 MB, and the models of a round leave
-    holes in its heap that add up to several models.
-    """
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
-        library.mallopt(THRESHOLD, RETURNED)

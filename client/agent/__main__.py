@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from fedtta.client.agent.config import AgentConfig
-from fedtta.client.agent.memory import return_large_blocks
 from fedtta.settings import SettingsError, logs
+from fedtta.settings.memory import return_large_blocks
 
 if TYPE_CHECKING:
     from fedtta.client.agent.core import Agent

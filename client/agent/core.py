@@ -22,7 +22,6 @@ from fedtta.client.agent.lifecycle import Changed, Lifecycle
 from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
-from fedtta.client.agent.memory import return_freed_memory
 from fedtta.client.agent.observation import Observation
 from fedtta.client.agent.predictions import NoModel, Prediction, joined, parts_of
 from fedtta.client.agent.scans import Scan, Scans
@@ -35,6 +34,7 @@ from fedtta.messages.requests import AdapterRow, Base, Evaluate, Observe, Reques
 from fedtta.models.deadline import Deadline
 from fedtta.models.exported import file_digest
 from fedtta.settings import logs
+from fedtta.settings.memory import return_freed_memory
 
 LOG = logging.getLogger("fedtta.agent")
 NOTES = 100  # notes kept, the newest ones
