@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fedtta.messages.arrays import FIRST, LAST, Arrays, Layout, LazyArrays, array_bytes, contiguous, layout_of, restored
 
 #: Bytes of arrays of a round's replies that stay in memory.
-IN_MEMORY = 64 << 20
+IN_MEMORY = 32 << 20
 
 
 class StoreError(OSError):

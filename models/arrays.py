@@ -84,7 +84,9 @@ def save_arrays(
         if not isinstance(key, str) or not isinstance(value, str) or key == CHECKSUM:
             raise ValueError(f"{path}: metadata {key!r}={value!r} must be text under a name other than {CHECKSUM!r}")
     notes[CHECKSUM] = _checksum(named, notes)
-    write_atomically(path, _ordered(save(named, metadata=notes)), private=private, durable=durable)
+    content = save(named, metadata=notes)
+    del named  # copies of arrays that are not contiguous
+    write_atomically(path, *_ordered(content), private=private, durable=durable)
 
 
 def load_arrays(path: str | os.PathLike[str], *, finite: bool = True) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
@@ -118,14 +120,14 @@ def load_arrays(path: str | os.PathLike[str], *, finite: bool = True) -> tuple[d
     return arrays, notes
 
 
-def _ordered(content: bytes) -> bytes:
-    """Return a safetensors file with its metadata in name order; the library's order differs from file to file."""
+def _ordered(content: bytes) -> tuple[bytes, memoryview]:
+    """Return the header, its metadata in name order (the library's differs), and the numbers of a safetensors file."""
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)  # the arrays stay aligned
-    return b"".join((len(text).to_bytes(8, "little"), text, memoryview(content)[8 + size :]))
+    return len(text).to_bytes(8, "little") + text, memoryview(content)[8 + size :]
 
 
 def _array(path: Path, name: str, value: ArrayLike, finite: bool) -> NDArray[Any]:

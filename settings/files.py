@@ -15,9 +15,9 @@ WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 
 
 def write_atomically(
-    path: str | os.PathLike[str], content: bytes, *, private: bool = False, durable: bool = True
+    path: str | os.PathLike[str], *content: bytes | memoryview, private: bool = False, durable: bool = True
 ) -> Path:
-    """Write `content` to `path` atomically and durably, and return the path.
+    """Write the parts of `content` to `path` atomically and durably, and return the path.
 
     The content is written to a temporary file in the same folder (made if missing), flushed to the disk and renamed:
     a reader sees the complete old file or the complete new one, also after a crash.
@@ -43,7 +43,8 @@ def write_atomically(
     try:
         handle = os.open(temporary, WRITE | os.O_EXCL, 0o600 if private else 0o666)
         try:
-            _write(handle, content)
+            for part in content:
+                _write(handle, part)
             if durable:
                 os.fsync(handle)
         finally:
@@ -158,7 +159,7 @@ class Lines:
             self._good = None
 
 
-def _write(handle: int, content: bytes) -> None:
+def _write(handle: int, content: bytes | memoryview) -> None:
     left = memoryview(content)
     while left:
         left = left[os.write(handle, left) :]

@@ -128,7 +128,7 @@ def clip(
         center = {name: np.empty(layout_of(clients[0])[name][0], np.float64) for name in names}
         for name, where, block in named_blocks(clients, names):
             center[name].reshape(-1)[where] = middle(name, where, block)
-    for i in np.flatnonzero(distances > radius):
+    for i in map(int, np.flatnonzero(distances > radius)):
         arrays[i] = overlaid(clients[i], _between(center, clients[i], radius / distances[i]))
     return Clipped(arrays, distances, radius, center)
 

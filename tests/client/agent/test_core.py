@@ -291,7 +291,7 @@ def test_it_returns_freed_memory_whenever_it_could_save(agents: Any, monkeypatch
 def test_a_full_disk_is_noted_and_predictions_go_on(agents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = agents(save_every_samples=10)
 
-    def full(path: Path, content: bytes, **_: bool) -> Path:
+    def full(path: Path, *content: bytes, **_: bool) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     with monkeypatch.context() as patched:

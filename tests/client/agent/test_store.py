@@ -178,7 +178,7 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, fails: str, monkeypatch: py
     filled(tmp_path)
     store, _ = opened(tmp_path)
 
-    def full(path: Path, content: bytes, **_: bool) -> Path:
+    def full(path: Path, *content: bytes, **_: bool) -> Path:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
@@ -255,12 +255,12 @@ def test_a_process_that_ends_at_any_write_leaves_one_served_model(
     while True:
         folder, left = tmp_path / str(reached), reached
 
-        def counted(path: Path, content: bytes, **private: bool) -> Path:
+        def counted(path: Path, *content: bytes, **private: bool) -> Path:
             nonlocal left
             left -= 1
             if left < 0 and not after:
                 raise Killed
-            written = write(path, content, **private)
+            written = write(path, *content, **private)
             if left < 0:
                 raise Killed
             return written
