@@ -22,7 +22,7 @@ from fedtta.server.live import LiveState
 from fedtta.server.logs import EventLines
 from fedtta.server.observation import STANDING, observe
 from fedtta.server.progress import TerminalProgress
-from fedtta.server.report import METRICS_FILE, read_results, write_report, write_table
+from fedtta.server.report import METRICS_FILE, read_results, write_table
 from fedtta.server.report.journal import COPY
 from fedtta.server.resume import earlier_events, find_checkpoint, locked, roll_back, run_folder_of
 from fedtta.server.run import run
@@ -153,6 +153,8 @@ def _write_results(folder: Path) -> None:
     RunError
         They could not be written; the events are there.
     """
+    from fedtta.server.report.page import write_report  # matplotlib, 40 MB, comes after the rounds
+
     try:
         write_report(folder)
         write_table(read_results(folder / METRICS_FILE), folder / "table.csv")

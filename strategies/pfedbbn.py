@@ -20,7 +20,6 @@ from typing import Any, Literal
 import numpy as np
 from flwr.app import ArrayRecord
 from numpy.typing import NDArray
-from scipy.spatial.distance import pdist, squareform
 
 from fedtta.strategies.arrays import Float, require_alike
 from fedtta.strategies.collaborative import Collaborative, Replies
@@ -42,6 +41,8 @@ def bn_distance(statistics: Sequence[Mapping[str, tuple[NDArray[Any], NDArray[An
     ValueError
         There is no client or no layer, layers or shapes differ, a value is not finite, or a variance is negative.
     """
+    from scipy.spatial.distance import pdist, squareform  # 20 MB, which other strategies do without
+
     if not statistics or not statistics[0]:
         raise ValueError("there is nothing to compare: no client, or no layer")
     named = [_by_name(client) for client in statistics]

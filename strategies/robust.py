@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-from scipy.spatial.distance import pdist, squareform
 
 from fedtta.messages.arrays import layout_of
 from fedtta.strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply
@@ -153,6 +152,8 @@ def krum_scores(clients: Sequence[Arrays], malicious: int) -> Float:
     ValueError
         There are fewer than f + 3 clients, arrays do not fit each other, or a value is not finite.
     """
+    from scipy.spatial.distance import pdist, squareform  # 20 MB, which other rules do without
+
     nearest = len(clients) - malicious - 2
     if nearest < 1:
         raise ValueError(f"Krum with {malicious} malicious needs more than {malicious + 2} clients, not {len(clients)}")

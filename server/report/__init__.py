@@ -7,7 +7,6 @@
 from fedtta.server.report.collaboration import Matrix, Outcome, matrix
 from fedtta.server.report.events import WEIGHT_BINS, Evaluation
 from fedtta.server.report.journal import METRICS_FILE
-from fedtta.server.report.page import build_page, write_report
 from fedtta.server.report.results import Results, read_results
 from fedtta.server.report.scores import METRICS, Cell, Metric, Row, table
 from fedtta.server.report.tables import (
@@ -30,13 +29,11 @@ __all__ = [
     "Outcome",
     "Results",
     "Row",
-    "build_page",
     "matrix",
     "read_results",
     "render_table",
     "render_tables",
     "table",
     "write_collaboration",
-    "write_report",
     "write_table",
 ]

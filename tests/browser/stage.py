@@ -24,8 +24,8 @@ from playwright.sync_api import Browser, sync_playwright
 
 from fedtta.messages.replies import LATENCY_BOUNDS, Telemetry
 from fedtta.server.observation import Kept
-from fedtta.server.report import write_report
 from fedtta.server.report.live import LIVE_FILE, STATES, ClientState, Live
+from fedtta.server.report.page import write_report
 from fedtta.simulation import devices
 from fedtta.simulation.devices import Device
 from fedtta.watch.__main__ import main as watch

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fedtta.server.report import WEIGHT_BINS, Results, read_results, write_report
+from fedtta.server.report import WEIGHT_BINS, Results, read_results
+from fedtta.server.report.page import write_report
 
 SHIFTS = ["original", "corrupted", "natural", "out_of_client", "mixture"]
 METHODS = {

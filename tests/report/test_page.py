@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedtta.server.report import METRICS, WEIGHT_BINS, Metric, accuracy, build_page
+from fedtta.server.report import METRICS, WEIGHT_BINS, Metric, accuracy
 from fedtta.server.report.markup import breakable, duration, instant, size
-from fedtta.server.report.page import local_training_seconds, workers_of
+from fedtta.server.report.page import build_page, local_training_seconds, workers_of
 from tests.report.runs import (
     CLASSES,
     METHODS,
