@@ -23,10 +23,10 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from fedtta.server.report.markup import DARK, LIGHT
+
 WIDTH = 5.0  # inches; text stays readable when a phone shows the plot at four fifths of this size
 #: Colors of the page and of the plots in it, as CSS variables.
-LIGHT = {"--page": "#fdfdfc", "--ink": "#1d2226", "--muted": "#5d666d", "--line": "#dcdfdd"}
-DARK = {"--page": "#14171a", "--ink": "#e4e7e8", "--muted": "#9aa4ab", "--line": "#343b41"}
 INK, MUTED, GRID = LIGHT["--ink"], LIGHT["--muted"], LIGHT["--line"]
 # Paul Tol's "bright" scheme (personal.sron.nl/~pault): distinguishable by colorblind readers, on white and on black.
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999")

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedtta.server.report.drawing import DARK, LIGHT, Plot
+if TYPE_CHECKING:
+    from fedtta.server.report.drawing import Plot
+
+LIGHT = {"--page": "#fdfdfc", "--ink": "#1d2226", "--muted": "#5d666d", "--line": "#dcdfdd"}
+DARK = {"--page": "#14171a", "--ink": "#e4e7e8", "--muted": "#9aa4ab", "--line": "#343b41"}
 
 
 def document(title: str, body: str, head: str = "") -> str:

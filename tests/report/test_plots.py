@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from fedtta.server.report import WEIGHT_BINS, matrix, plots, table
-from fedtta.server.report.drawing import DARK, INK, LIGHT, Plot, compact, log_x, new_figure, standalone, styled, to_svg
+from fedtta.server.report.drawing import INK, Plot, compact, log_x, new_figure, standalone, styled, to_svg
+from fedtta.server.report.markup import DARK, LIGHT
 from fedtta.server.report.rates import block_of, module_type, variant_labels
 from tests.report.runs import (
     adapt_round,
