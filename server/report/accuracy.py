@@ -10,8 +10,9 @@ import numpy as np
 
 from fedtta.server.report import plots
 from fedtta.server.report.collaboration import MEASURES, Matrix, Outcome, mixing_rounds, number_or_none, plain_mixing
+from fedtta.server.report.drawing import plot_figure
 from fedtta.server.report.journal import METRICS_FILE
-from fedtta.server.report.markup import breakable, counted, data_table, folded, missing, plot_figure
+from fedtta.server.report.markup import breakable, counted, data_table, folded, missing
 from fedtta.server.report.results import Results
 from fedtta.server.report.scores import (
     ACCURACY,

@@ -188,6 +188,11 @@ def compact(svg: str) -> str:
     return re.sub(r"[ ]*\n[ ]*", "\n", re.sub(r">\s+<", "><", svg))
 
 
+def plot_figure(plot: Plot, caption: str) -> str:
+    """Return a figure with a plot and its caption (HTML)."""
+    return f'<figure class="plot">{plot.svg}<figcaption>{caption}</figcaption></figure>'
+
+
 def standalone(plot: Plot) -> str:
     """Return a plot as an SVG document of its own that follows the reader's light or dark theme."""
     light, dark = (";".join(f"{name}:{color}" for name, color in theme.items()) for theme in (LIGHT, DARK))

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from fedtta.server.report.drawing import Plot
+from typing import Any
 
 LIGHT = {"--page": "#fdfdfc", "--ink": "#1d2226", "--muted": "#5d666d", "--line": "#dcdfdd"}
 DARK = {"--page": "#14171a", "--ink": "#e4e7e8", "--muted": "#9aa4ab", "--line": "#343b41"}
@@ -27,11 +24,6 @@ def document(title: str, body: str, head: str = "") -> str:
 def section(name: str, content: str) -> str:
     """Return a part of a page under an id that stays the same."""
     return f'<section id="{name}">{content}</section>'
-
-
-def plot_figure(plot: Plot, caption: str) -> str:
-    """Return a figure with a plot and its caption (HTML)."""
-    return f'<figure class="plot">{plot.svg}<figcaption>{caption}</figcaption></figure>'
 
 
 def data_table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str, kind: str = "") -> str:

@@ -19,7 +19,7 @@ from fedtta.server.report.accuracy import accuracy_section, client_section, coll
 from fedtta.server.report.clients import LISTED as _INCIDENTS
 from fedtta.server.report.clients import data_section, served_table
 from fedtta.server.report.collaboration import Matrix, matrix
-from fedtta.server.report.drawing import Plot
+from fedtta.server.report.drawing import Plot, plot_figure
 from fedtta.server.report.events import AdaptRound, RatesRound, Round
 from fedtta.server.report.journal import METRICS_FILE
 from fedtta.server.report.markup import (
@@ -32,7 +32,6 @@ from fedtta.server.report.markup import (
     folded,
     instant,
     missing,
-    plot_figure,
     section,
     size,
     text,
