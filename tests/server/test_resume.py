@@ -98,7 +98,7 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     known = described()
     for module in (fedtta.server.app, fedtta.server.run):
         monkeypatch.setattr(module, "describe", lambda settings: {**known, "settings": settings.flat()})
-    monkeypatch.setattr(fedtta.server.app, "write_report", lambda folder: None)
+    monkeypatch.setattr("fedtta.server.report.page.write_report", lambda folder: None)
     monkeypatch.setattr("os.fsync", lambda file: None)
     monkeypatch.setattr(logging.getLogger("flwr"), "disabled", True)
 
