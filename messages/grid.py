@@ -23,11 +23,10 @@ from dataclasses import dataclass
 import httpx
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedtta.messages.arrays import array_bytes
 from fedtta.messages.flower import CONTENT, SECRET, block_record, from_content, held_record, secret_of
-from fedtta.messages.inbox import Incomplete, inbox_of
+from fedtta.messages.inbox import Incomplete, inbox_of, over_http
 from fedtta.messages.record import Record
 from fedtta.messages.requests import Observe
 from fedtta.messages.transport import Addressed, Answer, late, read_answer, unknown_node
@@ -121,7 +120,7 @@ class GridTransport:
         if window is not None and window < 1:
             raise ValueError(f"window = {window}: allowed is 1 or more")
         self.grid, self.window, self._clock, self._sleep = grid, window, clock, sleep
-        self.concurrent = isinstance(grid, HttpGrid)
+        self.concurrent = over_http(grid)
         self._reminds = self.concurrent
         self._largest = 0  # bytes of the arrays of a request so far
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import httpx
 from flwr.app import Array, Message
@@ -32,7 +32,9 @@ from flwr.supercore.inflatable.inflatable_object import (
     iterate_object_tree,
 )
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
-from flwr.superlink.grid.http_grid import HttpGrid
+
+if TYPE_CHECKING:
+    from flwr.superlink.grid.http_grid import HttpGrid
 
 OBJECTS = 200_000  # of a reply, at most: Flower makes one or more of every array and each 5 MB of it
 STRUCTURE_BYTES = 8 << 20  # of an object that is no part of an array, at most
@@ -243,7 +245,14 @@ def _in_chunks(tree: ObjectTree) -> bool:
 
 def inbox_of(grid: Grid, most: Callable[[], int], over: Callable[[], bool]) -> Inbox:
     """Return the inbox of a grid; see `HttpInbox` for the arguments."""
-    return HttpInbox(grid, most, over) if isinstance(grid, HttpGrid) else GridInbox(grid)
+    return HttpInbox(grid, most, over) if over_http(grid) else GridInbox(grid)
+
+
+def over_http(grid: Grid) -> TypeGuard[HttpGrid]:
+    """Return whether a grid reaches a SuperLink over HTTP."""
+    from flwr.superlink.grid.http_grid import HttpGrid  # a second of imports that no simulation needs
+
+    return isinstance(grid, HttpGrid)
 
 
 def unpacked(message: str, contents: dict[str, bytes], most: int) -> Message:

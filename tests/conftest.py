@@ -1,5 +1,5 @@
-"""What all tests share: one torch thread (bits depend on the number), Flower messages without a Flower process, and
-which test files run side by side.
+"""What all tests share: one torch thread (bits depend on the number), Flower messages without a Flower process, runs
+without pages unless a test reads them, and which test files run side by side.
 """
 
 import os
@@ -16,10 +16,16 @@ import torch
 from flwr.supercore.task_identity import TaskIdentity
 from xdist.scheduler import LoadFileScheduling
 
+from fedtta.server.report import page
+
 #: Files that start Ray or a whole deployment, each enough for two cores; they are collected first.
 PROCESSES = (
     "tests/integration/", "tests/simulation/test_transport_contract.py", "tests/simulation/test_cluster.py",
 )  # fmt: skip
+
+#: Tests whose runs in this process write a page that says nothing: to draw one takes twice as long as a small run.
+UNDRAWN = ("tests/client/", "tests/hostile/", "tests/integration/", "tests/server/", "tests/simulation/")
+BUILD_PAGE = page.build_page
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is no property
@@ -31,6 +37,13 @@ def _flower_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `Message(...)` be made outside a Flower process."""
     for name in ("task_id", "run_id", "node_id"):
         monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Choose before a module's fixtures run; a test that is marked `drawn`, and its fixtures, have pages."""
+    plain = item.nodeid.startswith(UNDRAWN) and not item.get_closest_marker("drawn")
+    page.build_page = (lambda *_: "not drawn") if plain else BUILD_PAGE
 
 
 class OneAfterAnother(LoadFileScheduling):

@@ -8,27 +8,34 @@ import numpy as np
 import pytest
 
 from fedtta.client.resources import federation_of
+from fedtta.models import load_arrays
 from fedtta.settings import Settings
 from fedtta.simulation import deployment
 from tests.faults.stage import PATIENCE, stage
-from tests.integration.test_deployment import ADAPT, size, told
-from tests.integration.test_deployment import RUNS as PHASES
+from tests.integration.test_deployment import RATES, SHARED, size, told
 from tests.server.test_run import assert_same_results, run
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(6 * PATIENCE)]
 
-#: Three rounds of training, statistics and adaptation; then, two clients' runs with a third, learned rates, test-time
-#: rounds, and FedICON's three phases.
+NODES = 3
 RUNS: dict[str, Settings] = {
     "train": Settings(
         rounds=3, fraction=0.3, image_size=20, device="cpu", local_epochs=8, personal_epochs=2, learning_rate=0.1,
         augment=False, methods="fedavg,personal,fedthe,btfl", shifts="original,corrupted", node_timeout=300.0,
         round_timeout=300.0,
     ),
-    "adapt": ADAPT,
-    **PHASES,
+    "rates": RATES,
+    # FedICON's three phases, and a training that keeps a model of the client's own
+    "personal": SHARED.replace(
+        methods="fedicon[mode=offline],fedicon,ditto", model_options="norm=batch", rounds=1, classifier_rounds=1,
+        classifier_epochs=1,
+    ),
+    # a network that travels once; its temperature is set so that W depends on what the clients send
+    "adapt": SHARED.replace(
+        methods="bbn", model="resnet20-bn", model_options="depth=8;width=4", rounds=0,
+        collaborations="pfedbbn[temperature=1]", stream_mix="iid", stream_size=40, stream_batch=20, stream_rounds=2,
+    ),
 }  # fmt: skip
-NODES = 3
 
 
 def test_every_phase_over_grpc_has_the_bits_of_one_process(tmp_path: Path) -> None:
@@ -51,6 +58,7 @@ def test_every_phase_over_grpc_has_the_bits_of_one_process(tmp_path: Path) -> No
         alone = settings.replace(state_dir=str(tmp_path / "state" / name))
         assert_same_results(made.results(name), run(tmp_path / "alone" / name, alone))
     adapted_together(made.results("adapt"), tmp_path / "alone" / "adapt")
+    kept_by_the_stages(made.results("personal"), tmp_path / "alone" / "personal")
 
 
 def adapted_together(ours: Path, alone: Path) -> None:
@@ -65,3 +73,16 @@ def adapted_together(ours: Path, alone: Path) -> None:
     assert down[0] == NODES * size(ours / "model.safetensors")
     assert 0 < down[1] < rounds[1]["bytes_up"]  # a mixture down; what is mixed and statistics up
     assert {event["context_bytes"] for event in rounds} == {0}
+
+
+def kept_by_the_stages(ours: Path, alone: Path) -> None:
+    """Arrays that a stage of FedICON or Ditto does not aggregate stay on the nodes."""
+    assert told(ours) == told(alone)
+    encoder, classifier, ditto = told(ours, "round")
+    arrays = load_arrays(ours / "model.safetensors")[0]
+    head = sum(value.nbytes for name, value in arrays.items() if name.startswith("head."))
+    whole = sum(value.nbytes for value in arrays.values())
+    assert (encoder["bytes_up"], classifier["bytes_up"]) == (NODES * (whole - head), NODES * head)
+    assert encoder["bytes_down"] == classifier["bytes_down"] == NODES * whole  # each stage's first message
+    assert ditto["bytes_up"] == ditto["bytes_down"] == NODES * whole
+    assert {event["method"] for event in told(ours, "evaluation")} == {"fedicon[mode=offline]", "fedicon", "ditto"}

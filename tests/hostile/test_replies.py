@@ -330,6 +330,7 @@ def test_a_leak_that_most_clients_report_ends_the_run_and_no_other(liars: int, e
     assert events[-1]["status"] == "completed"
 
 
+@pytest.mark.drawn
 def test_texts_of_nodes_move_no_cursor_and_are_no_markup(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = "\x1b[2J\u202e<script>alert(1)</script>[red]"
     attacks: list[Attack] = [changed(served=text), failure(text)]

@@ -1,6 +1,7 @@
 """One SuperLink and two SuperNodes over gRPC give the bits of a run in one process, and the network travels once.
 
-A message's ClientApp is a process of its own there: what it knows, it was sent or has on its node's disk.
+A message's ClientApp is a process of its own there: what it knows, it was sent or has on its node's disk. FedICON's
+phases, test-time rounds and agents are in `tests/faults/test_undisturbed.py`.
 """
 
 from __future__ import annotations
@@ -29,36 +30,22 @@ SHARED = Settings(
     clients=2, fraction=0.2, image_size=20, device="cpu", local_epochs=1, personal_epochs=0, augment=False,
     shifts="original", node_timeout=300.0, round_timeout=300.0,
 )  # fmt: skip
-#: A network that travels once, too; with a set temperature: with the median, two clients' W is the same whatever they
-#: send. It runs among the tests of faults (`make test-faults`).
-ADAPT = SHARED.replace(
-    methods="bbn", model="resnet20-bn", model_options="depth=8;width=4", rounds=0,
-    collaborations="pfedbbn[temperature=1]", stream_mix="iid", stream_size=40, stream_batch=20, stream_rounds=2,
+#: Steps so large that the learned rates change predictions.
+RATES = SHARED.replace(
+    methods="fedavg,atp,atp[mode=online]", model="shallow-cnn", rounds=1, learning_rate=0.2, rates_rounds=2,
+    rates_learning_rate=10.0,
 )  # fmt: skip
-RUNS = {
-    # steps so large that the learned rates change predictions
-    "rates": SHARED.replace(
-        methods="fedavg,atp,atp[mode=online]", model="shallow-cnn", rounds=1, learning_rate=0.2,
-        rates_rounds=2, rates_learning_rate=10.0,
-    ),
-    # FedICON's three phases, and a training that keeps a model of the client's own
-    "personal": SHARED.replace(
-        methods="fedicon[mode=offline],fedicon,ditto", model_options="norm=batch", rounds=1, classifier_rounds=1,
-        classifier_epochs=1,
-    ),
-}  # fmt: skip
-#: To each node: identify, train, rates twice, evaluate; identify, FedICON's encoder and classifier, evaluate, Ditto's
-#: round, evaluate.
-MESSAGES = 5 + 6
+MESSAGES = 5  # to each node: identify, train, rates twice, evaluate
 #: What a run's events say of the machine: times, digests over them, and ids that Flower gives nodes.
 TIMES = {"at", "digest", "node_id", "seconds", "wall_seconds", "train_seconds"}
 
 
 @dataclass
 class Runs:
-    """Where things are after both runs, on nodes and in one process."""
+    """Where things are after the run, on nodes and in one process."""
 
     root: Path
+    refused: str = ""  # the error of a run that the app refuses
     left: list[int] = field(default_factory=list)  # processes that were still there
 
     @property
@@ -69,36 +56,39 @@ class Runs:
         """The folder `state-dir` of one SuperNode."""
         return self.root / f"state of {partition}"
 
-    def deployed(self, name: str) -> Path:
-        return self.root / "deployed" / name
+    @property
+    def deployed(self) -> Path:
+        return self.root / "deployed" / "rates"
 
-    def reference(self, name: str) -> Path:
-        return self.root / "reference" / name
+    @property
+    def reference(self) -> Path:
+        return self.root / "reference"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Both runs on the same SuperLink and SuperNodes, one after another, and both in this process."""
+    """A run that is refused, and one that is not, which also runs in this process."""
     made = Runs(tmp_path_factory.mktemp("deployment"))
     made.home.mkdir()
     mark = Mark(uuid.uuid4().hex)
     nodes = [{"name": str(i), "state-dir": str(made.node(i))} for i in range(2)]
+    config = RATES.flat() | {"results": str(made.root / "deployed"), "run-name": "rates"}
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FEDTTA_DATA", raising=False)
         patch.setenv(*mark.text.decode().split("="))
         try:
             with deployment.deployment(made.home, nodes):
-                for name, settings in RUNS.items():
-                    config = settings.flat() | {"results": str(made.root / "deployed"), "run-name": name}
-                    deployment.run(made.home, config, PATIENCE)
+                with pytest.raises(superlink.FlowerError) as refused:
+                    deployment.run(made.home, config | {"rounds": -1}, PATIENCE)
+                made.refused = str(refused.value)
+                deployment.run(made.home, config, PATIENCE)
         finally:
             made.left = mark.living()
             for pid in made.left:
                 os.kill(pid, signal.SIGKILL)
         for attribute in ("_task_id", "_run_id", "_node_id"):
             patch.setattr(TaskIdentity, attribute, 1)
-        for name, settings in RUNS.items():
-            run(made.reference(name), settings.replace(state_dir=str(made.root / "state of all" / name)))
+        run(made.reference, RATES.replace(state_dir=str(made.root / "state of all")))
     return made
 
 
@@ -113,36 +103,38 @@ def size(path: Path) -> int:
     return sum(array.nbytes for array in load_arrays(path)[0].values())
 
 
-def network(runs: Runs, name: str, partition: int = 0) -> Path:
-    """Where a node keeps the network of a run: the one that has the names and values of the run's model."""
-    model = load_arrays(runs.deployed(name) / "model.safetensors")[0]
+def network(runs: Runs, partition: int = 0) -> Path:
+    """Where a node keeps the network of the run: the one that has the names and values of its model."""
+    model = load_arrays(runs.deployed / "model.safetensors")[0]
     for path in sorted((runs.node(partition) / "networks").iterdir()):
         arrays = load_arrays(path)[0]
         if all(key in model and np.array_equal(value, model[key]) for key, value in arrays.items()):
             return path
-    raise AssertionError(f"node {partition} does not hold the network of {name}")
+    raise AssertionError(f"node {partition} does not hold the network")
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_models_rates_and_tables_are_those_of_one_process(runs: Runs, name: str) -> None:
-    assert_same_results(runs.deployed(name), runs.reference(name))
-    files = {path.name for path in runs.deployed(name).iterdir()}
-    assert files == {path.name for path in runs.reference(name).iterdir()}
-    expected = {"rates": "rates.safetensors", "personal": "model-ditto.safetensors"}
-    assert expected[name] in files
+def test_models_rates_and_tables_are_those_of_one_process(runs: Runs) -> None:
+    assert_same_results(runs.deployed, runs.reference)
+    files = {path.name for path in runs.deployed.iterdir()}
+    assert files == {path.name for path in runs.reference.iterdir()}
+    assert "rates.safetensors" in files
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_all_that_happened_is_what_happens_in_one_process(runs: Runs, name: str) -> None:
-    ours = told(runs.deployed(name))
-    assert ours == told(runs.reference(name))
+def test_all_that_happened_is_what_happens_in_one_process(runs: Runs) -> None:
+    ours = told(runs.deployed)
+    assert ours == told(runs.reference)
     assert ours[-1] == {"event": "end", "status": "completed"}
     assert not [event for event in ours if event["event"] in ("failed", "refused")]
 
 
-def test_the_runs_can_tell_right_from_wrong(runs: Runs) -> None:
+def test_a_run_that_the_app_refuses_fails_with_its_reason(runs: Runs) -> None:
+    assert runs.refused.startswith("finished:failed")
+    assert "rounds = -1: allowed is 0 or more" in runs.refused
+
+
+def test_the_run_can_tell_right_from_wrong(runs: Runs) -> None:
     scores = {
-        method: [event["correct"] for event in told(runs.deployed("rates"), "evaluation") if event["method"] == method]
+        method: [event["correct"] for event in told(runs.deployed, "evaluation") if event["method"] == method]
         for method in ("fedavg", "atp")
     }
     assert scores["fedavg"] != scores["atp"]
@@ -151,9 +143,8 @@ def test_the_runs_can_tell_right_from_wrong(runs: Runs) -> None:
 def test_what_a_node_has_learned_is_what_it_learns_in_one_process(runs: Runs) -> None:
     for partition in range(2):
         ours = sorted(runs.node(partition).glob(f"*/{partition}/*@*.safetensors"))
-        theirs = sorted(runs.root.glob(f"state of all/*/*/{partition}/*@*.safetensors"))
-        # the personal head; FedICON's two rounds and Ditto's
-        assert len(ours) == 1 + 3
+        theirs = sorted(runs.root.glob(f"state of all/*/{partition}/*@*.safetensors"))
+        assert len(ours) == 1  # the personal head
         by_name = {path.name: load_arrays(path)[0] for path in theirs}
         assert sorted(by_name) == sorted(path.name for path in ours)
         for path in ours:
@@ -164,35 +155,21 @@ def test_what_a_node_has_learned_is_what_it_learns_in_one_process(runs: Runs) ->
 def test_private_state_stays_on_its_node(runs: Runs) -> None:
     for partition in range(2):
         folders = [path for path in runs.node(partition).glob("*/*") if path.is_dir()]
-        assert [path.name for path in folders] == [str(partition)] * len(RUNS)
+        assert [path.name for path in folders] == [str(partition)]
         kept = sorted(path.name for path in (runs.node(partition) / "networks").iterdir())
-        assert kept == [network(runs, "rates", partition).name]  # whose network travels once
-
-
-def test_arrays_that_a_stage_does_not_aggregate_stay_on_the_nodes(runs: Runs) -> None:
-    encoder, classifier, ditto = told(runs.deployed("personal"), "round")
-    arrays = load_arrays(runs.deployed("personal") / "model.safetensors")[0]
-    head = sum(value.nbytes for name, value in arrays.items() if name.startswith("head."))
-    whole = sum(value.nbytes for value in arrays.values())
-    assert (encoder["bytes_up"], classifier["bytes_up"]) == (2 * (whole - head), 2 * head)
-    assert encoder["bytes_down"] == classifier["bytes_down"] == 2 * whole  # each stage's first message
-    assert ditto["bytes_up"] == ditto["bytes_down"] == 2 * whole
-    scores = {event["method"]: event["correct"] for event in told(runs.deployed("personal"), "evaluation")}
-    assert set(scores) == {"fedicon[mode=offline]", "fedicon", "ditto"}
+        assert kept == [network(runs, partition).name]  # whose network travels once
 
 
 def test_after_the_network_only_rates_travel(runs: Runs) -> None:
-    first, second = told(runs.deployed("rates"), "rates_round")
-    numbers = len(load_arrays(runs.deployed("rates") / "rates.safetensors")[0])
+    first, second = told(runs.deployed, "rates_round")
+    numbers = len(load_arrays(runs.deployed / "rates.safetensors")[0])
     assert numbers > 10
-    assert first["bytes_down"] == 2 * (size(network(runs, "rates")) + 8 * numbers)
+    assert first["bytes_down"] == 2 * (size(network(runs)) + 8 * numbers)
     assert second["bytes_down"] == first["bytes_up"] == second["bytes_up"] == 2 * 8 * numbers
     assert first["context_bytes"] == second["context_bytes"] == 0
 
 
 def test_the_error_of_a_failed_run_has_the_logs_of_the_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """That Flower's reason is in it, `test_flower_cli` shows with a real run."""
-
     def refused(*_: object, **__: object) -> None:
         raise superlink.FlowerError("finished:failed: rounds = -1")
 

@@ -1,4 +1,7 @@
-"""Simulations with Ray, ours and Flower's: equal bits with 1 and 2 workers and in one process, and killed workers."""
+"""Simulations with Ray, ours and Flower's: equal bits with 1 and 2 workers and in one process, and killed workers.
+
+A divided data set is simulated on our workers, devices with data of their own on both.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from fedtta.messages.transport import Addressed
 from fedtta.settings import Settings
 from fedtta.simulation import simulate, workers
 from fedtta.simulation.workers import RayTransport, Sent, Worker
+from tests.client.folders import OWN, sites
 from tests.server.test_run import SMALL, assert_same_results, run
 
 pytestmark = pytest.mark.slow
@@ -30,6 +34,7 @@ RAY = SMALL.replace(
     # workers take a while to start, on a busy machine longer
     node_timeout=300.0, round_timeout=300.0,
 )  # fmt: skip
+DEVICES = OWN.replace(rounds=2, workers=1, stacked_clients=1)
 CallNext = Callable[[Message, Context], Message]
 
 
@@ -45,13 +50,6 @@ def trained_round(request: Request) -> int | None:
     return request.round if isinstance(request, Train) else None
 
 
-def killed(message: Message, context: Context, call_next: CallNext) -> Message:
-    """A mod of Flower's."""
-    request = request_of(message)
-    die(int(context.node_config["partition-id"]), trained_round(request), json.loads(request.settings)["results"])
-    return call_next(message, context)
-
-
 class Killed(Worker):
     """A worker that is killed once."""
 
@@ -61,16 +59,6 @@ class Killed(Worker):
         return super().perform(kind, values, partition, *rest)
 
 
-def wrapped(mod: Callable[[Message, Context, CallNext], Message]) -> ClientApp:
-    """The ClientApp's own handlers behind a mod."""
-    app = ClientApp(mods=[mod])
-    app.query("identify")(answer)
-    app.train()(answer)
-    app.train("statistics")(answer)
-    app.evaluate()(answer)
-    return app
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run in one process."""
@@ -78,8 +66,17 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("reference") / "none", RAY)
 
 
+@pytest.fixture(scope="module")
+def devices(tmp_path_factory: pytest.TempPathFactory) -> tuple[Settings, Path]:
+    """A run of three devices, one of them without labels, and its results in one process."""
+    folder = tmp_path_factory.mktemp("devices")
+    sites(folder)
+    settings = DEVICES.replace(devices=str(folder / "*.toml"))
+    return settings, simulate(settings.replace(engine="vectorised"), folder / "alone")
+
+
 def survives_a_kill(folder: Path, settings: Settings, reference: Path, *apps: ClientApp) -> None:
-    """A worker that is killed once changes nothing but the time; splits are redrawn in every round, the same ones."""
+    """A worker that is killed once changes nothing but the time."""
     seen: list[dict] = []
     disturbed = simulate(settings.replace(results=str(folder)), folder / "r", [seen.append], *apps)
     assert (folder / "killed").exists()
@@ -90,8 +87,21 @@ def survives_a_kill(folder: Path, settings: Settings, reference: Path, *apps: Cl
 # Flower's simulation; it starts and stops Ray itself, so this comes before the tests that share one
 
 
-def test_same_bits_after_a_worker_of_flowers_was_killed_mid_round(tmp_path: Path, reference: Path) -> None:
-    survives_a_kill(tmp_path, RAY.replace(engine="flower", workers=1), reference, wrapped(killed))
+def killed(message: Message, context: Context, call_next: CallNext) -> Message:
+    """A mod of Flower's."""
+    request = request_of(message)
+    die(int(context.node_config["partition-id"]), trained_round(request), json.loads(request.settings)["results"])
+    return call_next(message, context)
+
+
+def test_same_bits_after_a_worker_of_flowers_was_killed_mid_round(
+    tmp_path: Path, devices: tuple[Settings, Path]
+) -> None:
+    settings, alone = devices
+    app = ClientApp(mods=[killed])
+    for handles in (app.query("identify"), app.train(), app.train("statistics"), app.evaluate()):
+        handles(answer)
+    survives_a_kill(tmp_path, settings.replace(engine="flower"), alone, app)
 
 
 # Ours
@@ -110,9 +120,16 @@ def test_same_bits_with_one_worker_and_in_one_process(tmp_path: Path, reference:
 
 
 @pytest.mark.usefixtures("ray")
+def test_same_bits_with_devices_of_their_own_data(tmp_path: Path, devices: tuple[Settings, Path]) -> None:
+    settings, alone = devices
+    assert_same_results(simulate(settings.replace(engine="ray"), tmp_path / "r"), alone)
+
+
+@pytest.mark.usefixtures("ray")
 def test_same_bits_after_one_of_two_workers_was_killed_mid_round(
     tmp_path: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Splits are redrawn in every round, the same ones."""
     monkeypatch.setattr(workers, "Worker", Killed)
     survives_a_kill(tmp_path, RAY.replace(workers=2), reference)
 

@@ -24,6 +24,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("leak") / "r", LEAKY)
 
 
+@pytest.mark.drawn
 def test_a_published_run_says_how_many_test_samples_had_been_trained_on(published: Path) -> None:
     """By an independent count: five rounds and the statistics round, all of the client's own."""
     made = federation_of(LEAKY)

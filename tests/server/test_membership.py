@@ -175,6 +175,7 @@ def test_who_joins_in_test_time_rounds_starts_from_the_network(tmp_path: Path) -
 # -- leaving
 
 
+@pytest.mark.drawn
 def test_who_leaves_is_named_once_and_comes_back_under_its_name(tmp_path: Path) -> None:
     def then(event: Event, doors: Doors) -> None:
         if event["event"] == "round" and event["round"] == 1:
@@ -345,6 +346,7 @@ def without_labels(clients: dict[int, Client]) -> None:
 
 
 @pytest.mark.parametrize("methods", ["fedavg,btfl", "fedbn", "fedavg,atp"])
+@pytest.mark.drawn
 def test_a_client_without_labels_gets_the_model_and_is_never_asked_for_what_needs_them(
     methods: str, tmp_path: Path
 ) -> None:
@@ -360,6 +362,7 @@ def test_a_client_without_labels_gets_the_model_and_is_never_asked_for_what_need
     assert "no labels" in (tmp_path / "r" / "report.html").read_text()
 
 
+@pytest.mark.drawn
 def test_a_client_without_labels_takes_part_in_test_time_rounds(tmp_path: Path) -> None:
     run(tmp_path, COLLABORATIVE, change=without_labels, targets=[1])
     assert not events(tmp_path, "failed", "refused", "late")

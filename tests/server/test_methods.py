@@ -273,6 +273,7 @@ def test_a_run_of_all_methods_fills_the_whole_table(tmp_path: Path) -> None:
     assert notes_of(folder) == ["memo, fedthe_plus, ttt: measured on the first 2 samples of each stream and client"]
 
 
+@pytest.mark.drawn
 def test_a_run_notes_what_all_leaves_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     three = {name: METHODS[name] for name in ("fedavg", "tent", "personal")}
     monkeypatch.setattr(table_of_methods, "METHODS", three)

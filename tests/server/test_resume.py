@@ -94,11 +94,10 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what takes longer than these runs: waiting for the disk, pages, looking at all installed packages."""
+    """Leave out what takes longer than these runs: waiting for the disk, looking at all installed packages."""
     known = described()
     for module in (fedtta.server.app, fedtta.server.run):
         monkeypatch.setattr(module, "describe", lambda settings: {**known, "settings": settings.flat()})
-    monkeypatch.setattr("fedtta.server.report.page.write_report", lambda folder: None)
     monkeypatch.setattr("os.fsync", lambda file: None)
     monkeypatch.setattr(logging.getLogger("flwr"), "disabled", True)
 

@@ -128,6 +128,7 @@ def test_private_state_in_a_folder_gives_the_same_bits(finished: Path, tmp_path:
     assert set(started) == set(settings.flat()) - {"state-dir"}
 
 
+@pytest.mark.drawn
 def test_a_client_that_raises_mid_round_is_reported_and_the_round_goes_on(tmp_path: Path) -> None:
     def watch(partition: int, request: Request) -> None:
         if partition == 1 and isinstance(request, Train) and request.round == 2:
@@ -142,6 +143,7 @@ def test_a_client_that_raises_mid_round_is_reported_and_the_round_goes_on(tmp_pa
     assert "sensor unplugged" in (folder / "report.html").read_text()
 
 
+@pytest.mark.drawn
 def test_means_that_do_not_speak_for_all_clients_say_so(tmp_path: Path) -> None:
     def watch(partition: int, request: Request) -> None:
         if partition == 1 and isinstance(request, Summarize | Evaluate):

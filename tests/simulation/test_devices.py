@@ -84,10 +84,10 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, path / "deployed"
 
 
-@pytest.mark.parametrize("name", ["vectorised", "ray", "flower"])
-def test_every_engine_has_the_bits_of_the_boxes(boxes: tuple[Path, Path], tmp_path: Path, name: str) -> None:
+def test_a_simulation_has_the_bits_of_the_boxes(boxes: tuple[Path, Path], tmp_path: Path) -> None:
+    """In one process; `tests/integration/test_simulation.py` has the other engines."""
     path, deployed = boxes
-    settings = RUN.replace(devices=str(path / "*.toml"), engine=name, results=str(tmp_path), clients=1)
+    settings = RUN.replace(devices=str(path / "*.toml"), engine="vectorised", results=str(tmp_path), clients=1)
     results = simulate(settings)
     assert_same(results, deployed)
     lines = map(json.loads, (results / METRICS_FILE).read_text(encoding="utf-8").splitlines())
@@ -161,6 +161,7 @@ def test_devices_that_do_not_exist_or_whose_data_do_not_fit_are_refused_before_t
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.drawn
 def test_devices_train_and_then_adapt_to_streams_of_their_own_test_images(
     boxes: tuple[Path, Path], tmp_path: Path
 ) -> None:
