@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +166,23 @@ def test_ray_starts_with_the_chosen_gpus_alone(monkeypatch: pytest.MonkeyPatch) 
         with workers._ray(2, gpus):
             assert os.environ[MASK] == "2,3"  # this process goes on as before
     assert seen == [("3", 2, 1), ("2,3", 2, 0)]
+
+
+def test_each_worker_starts_in_the_bundle_of_its_share(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(2)
+    started, kept = list[dict[str, Any]](), list[Any]()
+    worker = SimpleNamespace(remote=lambda *about: None)
+    kind = SimpleNamespace(options=lambda **options: [started.append(options), worker][1])
+    monkeypatch.setattr(workers, "ray", SimpleNamespace(remote=lambda made: kind, kill=lambda one: None))
+    monkeypatch.setattr(workers, "running", lambda: None)
+    monkeypatch.setattr(workers, "_ray", lambda count, gpus: nullcontext(kept.append((count, gpus))))
+    monkeypatch.setattr(workers, "reserved", lambda shares, name: nullcontext(kept.append(shares)))
+    monkeypatch.setattr(workers, "RayTransport", lambda *about: None)
+    with workers.ray_transport(Settings(workers=3)):
+        pass
+    assert kept == [(3, ["0", "1"]), [1.0, 0.5, 0.5]]
+    places = [(one["num_gpus"], one["scheduling_strategy"].placement_group_bundle_index) for one in started]
+    assert places == [(1.0, 0), (0.5, 1), (0.5, 2)]
 
 
 def test_flowers_simulation_gets_the_chosen_gpus_or_is_not_started(
