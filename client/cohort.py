@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedtta.client.algorithms import FedAvg, find_algorithm
+from fedtta.client.algorithms import find_algorithm
 from fedtta.client.algorithms.training import (
     Objective,
     TrainingSet,
@@ -47,8 +47,8 @@ class Batch:
 
 
 def fits(device: Device, request: Train) -> bool:
-    """Tell whether a training can be vectorized: FedAvg's, on a network that can be stacked."""
-    return isinstance(find_algorithm(request.task.algorithm), FedAvg) and is_stackable(device.model)
+    """Tell whether a training can be vectorized: that of a stackable algorithm, on a network that can be stacked."""
+    return find_algorithm(request.task.algorithm).stackable and is_stackable(device.model)
 
 
 def train(devices: Sequence[Device], requests: Sequence[Train]) -> list[Trained | Exception]:

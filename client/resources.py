@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -168,11 +169,19 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise SettingsError(
-            f"device = {name!r}: this process sees {torch.cuda.device_count()} GPUs; allowed are auto, cpu"
-            + "".join(f", cuda:{i}" for i in range(torch.cuda.device_count()))
-        )
+        raise SettingsError(missing_gpu(name, torch.cuda.device_count()))
     return device
+
+
+def missing_gpu(name: str, count: int) -> str:
+    """Return what is wrong with the setting `device` where a process sees `count` GPUs, and what hides the others."""
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (
+        f"device = {name!r}: this process sees {count} GPUs"
+        + ("" if mask is None else f" (CUDA_VISIBLE_DEVICES = {mask!r})")
+        + "; allowed are auto, cpu"
+        + "".join(f", cuda:{i}" for i in range(count))
+    )
 
 
 @lru_cache(maxsize=2)

@@ -417,12 +417,16 @@ class Settings:
     stream_rounds: int = setting(0, "test-time rounds (0: to the end of the streams)", low=0, group="collaboration")
 
     # Where it runs
-    device: str = setting("auto", "auto, cpu, cuda or cuda:<index>", group=("execution", "node"))
+    device: str = setting(
+        "auto",
+        "auto (GPUs if there are any), cpu, cuda or cuda:<index>, which counts in CUDA_VISIBLE_DEVICES if that is set",
+        group=("execution", "node"),
+    )
     autocast: bool = setting(False, "bfloat16 autocast in local training", group="training")
     engine: str = setting(
         "auto",
         "what simulates clients: ray (workers that share arrays), flower (Flower's own simulation), vectorised (one "
-        "process that trains many networks at once), auto (ray; vectorised for small networks on a GPU)",
+        "process that trains many networks at once), auto (ray; vectorised where all training can be stacked on a GPU)",
         choices=("auto", "ray", "flower", "vectorised"),
         group="execution",
     )
@@ -436,7 +440,13 @@ class Settings:
     stacked_clients: int = setting(
         0, "vectorised: the most clients that train at once (0: 50 on a GPU, 1 on a CPU)", low=0, group="execution"
     )
-    num_gpus: float = setting(0.0, "share of a GPU for each simulated client", low=0, group="execution")
+    num_gpus: float = setting(
+        0.0,
+        "ray, flower: each worker's share of a GPU (0: workers are spread evenly over the GPUs of this machine; on a "
+        "cluster: none)",
+        low=0,
+        group="execution",
+    )
     eval_batch_size: int = setting(256, "batch of statistics and test streams", low=1, group=("evaluation", "adapter"))
     state_dir: str = setting(
         "",

@@ -26,6 +26,7 @@ import fedtta
 from fedtta.client.state import DirectoryState
 from fedtta.messages.arrays import Arrays
 from fedtta.settings import Settings, SettingsError
+from fedtta.simulation.gpus import amount, asked, check_room, check_share
 
 ANSWER = 10.0  # seconds for the cluster's port to accept a connection
 PLACED = 60.0  # seconds for resources that other jobs use to become free
@@ -90,52 +91,37 @@ def gpu_share(settings: Settings) -> tuple[str, float]:
     if (device == "cuda" and not gpus) or (device == "cpu" and gpus):
         allowed = "more than 0" if device == "cuda" else "0"
         raise SettingsError(f"num-gpus = {gpus}: allowed on a cluster with device = {device!r} is {allowed}")
-    if gpus > 1 and gpus != int(gpus):
-        raise SettingsError(f"num-gpus = {gpus}: allowed is at most 1, or a whole number")
+    check_share(gpus)
     return ("cuda" if gpus else "cpu"), gpus
 
 
-def room(nodes: Sequence[Mapping[str, Any]], gpus: float) -> int:
-    """Return how many workers of one CPU and `gpus` GPUs fit on nodes, as `ray.nodes` describes them."""
-    total = 0
-    for node in nodes:
-        resources = node["Resources"] if node["Alive"] else {}
-        fit = int(resources.get("CPU", 0))
-        if gpus:
-            there = int(resources.get("GPU", 0))
-            fit = min(fit, there * int(1 / gpus + 1e-9) if gpus <= 1 else int(there // gpus))
-        total += fit
-    return total
-
-
 @contextmanager
-def reserved(workers: int, gpus: float, name: str) -> Iterator[PlacementGroup]:
-    """Reserve the resources of all workers, spread over the nodes, and give them back at the end.
+def reserved(shares: Sequence[float], name: str) -> Iterator[PlacementGroup]:
+    """Reserve a bundle of resources for each worker, spread over the nodes, and give them back at the end.
+
+    Parameters
+    ----------
+    shares : sequence of float
+        Each worker's share of a GPU.
+    name : str
+        Of the placement group.
 
     Raises
     ------
     SettingsError
-        The cluster has too few, or other jobs use them and do not end.
+        Ray has too few, or other jobs use them and do not end.
     """
-    asked = f"workers = {workers}, num-gpus = {gpus:g}: asked are {_amount(workers, workers * gpus)}"
-    nodes, has = ray.nodes(), ray.cluster_resources()
-    if (fit := room(nodes, gpus)) < workers:
-        there = f"{_amount(has.get('CPU', 0), has.get('GPU', 0))} on {sum(node['Alive'] for node in nodes)} nodes"
-        raise SettingsError(f"{asked}; the cluster has {there}: room for {fit} workers")
-    bundle = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
-    group = placement_group([bundle] * workers, strategy="SPREAD", name=name)
+    check_room(ray.nodes(), shares)
+    bundles = [{"CPU": 1.0, "GPU": share} if share else {"CPU": 1.0} for share in shares]
+    group = placement_group(bundles, strategy="SPREAD", name=name)
     try:
         if not group.wait(PLACED):
             free = ray.available_resources()
-            there = _amount(free.get("CPU", 0), free.get("GPU", 0))
-            raise SettingsError(f"{asked}; other jobs left {there} for {PLACED:g} s")
+            there = amount(free.get("CPU", 0), free.get("GPU", 0))
+            raise SettingsError(f"{asked(shares)}; other jobs left {there} for {PLACED:g} s")
         yield group
     finally:
         remove_placement_group(group)
-
-
-def _amount(cpus: float, gpus: float) -> str:
-    return f"{cpus:g} CPUs and {gpus:g} GPUs"
 
 
 class Keeper:

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 from flwr.clientapp import ClientApp
 
+from fedtta.client.algorithms import find_algorithm
 from fedtta.client.app import app as default_client_app
 from fedtta.client.node import Node
 from fedtta.client.own import scan, settings_alone
-from fedtta.client.resources import federation_of, network_spec, resolve_device
+from fedtta.client.resources import federation_of, network_spec
 from fedtta.client.sites import device_files, simulated_nodes
 from fedtta.data import resolve
 from fedtta.data.sources import OwnData
@@ -28,6 +29,7 @@ from fedtta.server.events import Listener
 from fedtta.server.methods import plan
 from fedtta.server.trackers import tracker_names
 from fedtta.settings import Settings, SettingsError, from_config, from_toml
+from fedtta.simulation.gpus import chosen_gpus
 from fedtta.simulation.vectorized import VectorizedTransport, at_once
 
 #: Bytes of a network up to which a GPU trains many at once faster: one alone leaves most of the GPU idle.
@@ -88,9 +90,10 @@ def simulate(
 
 
 def engine(settings: Settings, our_app: bool = True) -> str:
-    """Return the engine of a run; `auto` is "vectorised" on a GPU for small networks without dropout, else "ray".
+    """Return the engine of a run.
 
-    Apps other than ours run in Flower's simulation.
+    `auto` is "vectorised" on a GPU if all training rounds of all methods can be stacked and the network is small, else
+    "ray". Apps other than ours run in Flower's simulation.
     """
     if settings.ray_address not in ("", "local") and (settings.engine not in ("auto", "ray") or not our_app):
         raise SettingsError(
@@ -102,12 +105,19 @@ def engine(settings: Settings, our_app: bool = True) -> str:
         return "flower"
     if cluster_address(settings):
         return "ray"
-    if resolve_device(settings.device).type == "cpu" or settings.devices:
+    if not chosen_gpus(settings.device) or settings.devices or not _stacks(settings):
         return "ray"
     images = federation_of(settings).images
     network = build(seed=0, **network_spec(images, settings))
     size = sum(value.nbytes for value in network.global_state().values())
     return "vectorised" if size <= SMALL and is_stackable(network) else "ray"
+
+
+def _stacks(settings: Settings) -> bool:
+    """Return whether a run trains, and every round of it can train many clients at once."""
+    stages = [stage for training in plan(settings) for stage in training.recipe.stages]
+    algorithms = [find_algorithm(stage.algorithm) for stage in stages if getattr(settings, stage.rounds)]
+    return at_once(settings) > 1 and bool(algorithms) and all(one.stackable for one in algorithms)
 
 
 def cluster_address(settings: Settings) -> str:

@@ -12,7 +12,8 @@ from flwr.simulation import run_simulation
 from fedtta.server.app import make_app
 from fedtta.server.events import Listener
 from fedtta.settings import Settings
-from fedtta.simulation.workers import share_gpu
+from fedtta.simulation.gpus import allocate, environment_with, mask
+from fedtta.simulation.workers import running
 
 #: Messages in progress for each worker: enough that none of them waits for the server.
 WINDOW = 8
@@ -28,26 +29,28 @@ def run_on_flower(
     class_counts: list[list[int]],
     client_app: ClientApp,
 ) -> None:
-    """Run server and clients in Flower's simulation; see `fedtta.simulation.engine.simulate`."""
-    settings, gpus = share_gpu(settings)
-    app = make_app(settings, folder, listeners, class_counts, WINDOW * settings.workers)
-    start(app, client_app, settings, gpus)
+    """Run server and clients in Flower's simulation; see `fedtta.simulation.engine.simulate`.
 
-
-def start(server_app: ServerApp, client_app: ClientApp, settings: Settings, gpus: float = 0.0) -> None:
-    """Run two apps in Flower's simulation.
-
-    Parameters
-    ----------
-    gpus : float
-        Share of a GPU for each worker.
+    Raises
+    ------
+    SettingsError
+        As `allocate`; a Ray that this process has already started, which Flower uses as it is, is asked.
     """
+    allocation = allocate(settings, running())
+    settings = allocation.settings
+    app = make_app(settings, folder, listeners, class_counts, WINDOW * settings.workers)
+    with environment_with(mask(allocation.gpus)):
+        start(app, client_app, settings, len(allocation.gpus))
+
+
+def start(server_app: ServerApp, client_app: ClientApp, settings: Settings, gpus: int = 0) -> None:
+    """Run two apps in Flower's simulation; all workers have the share `num-gpus` of one of `gpus` GPUs."""
     run_simulation(
         server_app=server_app,
         client_app=client_app,
         num_supernodes=settings.clients,
         backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": gpus, **REVIVE},
-            "init_args": {"num_cpus": settings.workers, "log_to_driver": False},
+            "client_resources": {"num_cpus": 1, "num_gpus": settings.num_gpus, **REVIVE},
+            "init_args": {"num_cpus": settings.workers, "num_gpus": gpus, "log_to_driver": False},
         },
     )

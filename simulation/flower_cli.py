@@ -15,12 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from fedtta.server.report import METRICS_FILE, read_results, render_tables
 from fedtta.settings import Settings, SettingsError, from_config, keys_in
+from fedtta.simulation.engine import with_devices
+from fedtta.simulation.gpus import allocate, environment_with, mask
 from fedtta.simulation.superlink import FlowerError, run_config, superlink
 from fedtta.simulation.superlink import run as run_app
+
+#: Settings that decide what the simulated nodes compute on.
+RESOURCES = ("device", "num-gpus", "workers")
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,15 @@ class Submission:
         Simulated nodes, and how many of them run at the same time.
     timeout : float
         Seconds after which the run is stopped.
+    gpus : list of str
+        The GPUs that these nodes share (`fedtta.simulation.gpus.visible_gpus`).
     """
 
     config: dict[str, Any]
     clients: int
     cpus: int
     timeout: float
+    gpus: list[str]
 
     @property
     def folder(self) -> Path:
@@ -48,23 +57,30 @@ class Submission:
         return Path(self.config["results"]) / self.config["run-name"]
 
     def federation(self) -> str:
-        """Return the text for `--federation-config`; Ray logs to its own files."""
-        gpus = self.config.get("num-gpus", 0.0)
+        """Return the text for `--federation-config`; Ray logs to its own files.
+
+        Flower carries the share in 32 bits; rounded up, one node fewer would fit.
+        """
+        share = self.config.get("num-gpus", 0.0)
+        if float(np.float32(share)) > share:
+            share = float(np.nextafter(np.float32(share), np.float32(0)))
         return (
-            f"num-supernodes={self.clients} client-resources-num-cpus=1 client-resources-num-gpus={gpus} "
-            f"init-args-num-cpus={self.cpus} init-args-log-to-driver=false init-args-logging-level='ERROR'"
+            f"num-supernodes={self.clients} client-resources-num-cpus=1 client-resources-num-gpus={share} "
+            f"init-args-num-cpus={self.cpus} init-args-num-gpus={len(self.gpus)} "
+            "init-args-log-to-driver=false init-args-logging-level='ERROR'"
         )
 
 
 def parse(words: Sequence[str] | None = None) -> Submission:
     """Parse the command line.
 
-    Keys and types are checked here; the app checks the values.
+    Keys and types are checked here, and what the nodes compute on; the app checks the other values.
 
     Raises
     ------
     SettingsError
-        A setting is unknown, has the wrong type or is not of the form key=value; or as `engine.with_devices`.
+        A setting is unknown, has the wrong type or is not of the form key=value; or as `engine.with_devices` and
+        `gpus.allocate`.
     """
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m fedtta.simulation.flower_cli", description=__doc__)
@@ -84,11 +100,12 @@ def parse(words: Sequence[str] | None = None) -> Submission:
     config |= {key: str(Path(config[key]).expanduser().resolve()) for key in keys_in("paths") if config.get(key)}
     config |= {"clients": arguments.clients, "workers": arguments.cpus}
     if config.get("devices"):
-        from fedtta.simulation.engine import with_devices  # imports torch
-
         found = with_devices(from_config(config))
         config |= {"clients": found.clients, "devices": found.devices}
-    return Submission(config, config["clients"], arguments.cpus, arguments.timeout)
+    allocation = allocate(from_config({key: config[key] for key in RESOURCES if key in config}))
+    if allocation.gpus:
+        config |= {key: allocation.settings.flat()[key] for key in RESOURCES}
+    return Submission(config, config["clients"], arguments.cpus, arguments.timeout, allocation.gpus)
 
 
 def run(submission: Submission) -> None:
@@ -101,7 +118,7 @@ def run(submission: Submission) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="fedtta-flower-", ignore_cleanup_errors=True) as folder:
         home = Path(folder).resolve()
-        with superlink(home):
+        with environment_with(mask(submission.gpus)), superlink(home):
             federation = ("--federation-config", submission.federation())
             run_app(home, submission.config, submission.timeout, show=True, options=federation)
 

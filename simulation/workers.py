@@ -24,7 +24,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fedtta.client.node import Node, perform
-from fedtta.client.resources import RunData, data_of, give, resolve_device
+from fedtta.client.resources import RunData, data_of, give
 from fedtta.client.sites import simulated_nodes
 from fedtta.messages.arrays import Arrays, Contiguous, packed, unpacked
 from fedtta.messages.record import Record
@@ -32,6 +32,7 @@ from fedtta.messages.requests import REQUESTS, Adapt, RefineRates, Request
 from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
 from fedtta.settings import Settings, class_names
 from fedtta.simulation.cluster import KeptState, connected, gpu_share, keeper, reserved
+from fedtta.simulation.gpus import allocate, environment_with, mask
 
 LOG = logging.getLogger(__name__)
 AHEAD = 2  # requests that a worker has: the current one, and the next
@@ -321,27 +322,30 @@ def ray_transport(
     Raises
     ------
     SettingsError
-        The cluster does not answer, or cannot give what is asked.
+        The cluster does not answer, or Ray cannot give what is asked.
     """
     name, nodes = f"fedtta-{run}", [replace(node, durable=not temporary) for node in simulated_nodes(settings)]
-    options: dict[str, Any] = {"num_cpus": 1, "max_restarts": -1}
     elsewhere, images = None, None
     with ExitStack() as stack:
         if address:
             stack.enter_context(connected(address))
-            device, options["num_gpus"] = gpu_share(settings)
-            group = stack.enter_context(reserved(settings.workers, options["num_gpus"], name))
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+            device, share = gpu_share(settings)
+            shares = [share] * settings.workers
+            group = stack.enter_context(reserved(shares, name))
             folder = str(Path(settings.state_dir).expanduser().absolute())
             stack.enter_context(keeper(folder, temporary, f"{name}-keeper"))
             elsewhere, images = _elsewhere(settings, device, f"{name}-keeper"), partial(data_of, settings)
         else:
-            settings, options["num_gpus"] = share_gpu(settings)
-            stack.enter_context(_ray(settings.workers))
+            allocation = allocate(settings, running())
+            settings, shares = allocation.settings, allocation.shares
+            stack.enter_context(_ray(settings.workers, allocation.gpus))
+            group = stack.enter_context(reserved(shares, name))
         kind: Any = ray.remote(Worker)
         workers = []
-        for i in range(settings.workers):
-            workers.append(kind.options(name=f"{name}-worker-{i}", **options).remote(nodes, elsewhere))
+        for i, share in enumerate(shares):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+            options = {"name": f"{name}-worker-{i}", "num_cpus": 1, "num_gpus": share, "max_restarts": -1}
+            workers.append(kind.options(**options, scheduling_strategy=place).remote(nodes, elsewhere))
             stack.callback(ray.kill, workers[-1])
         yield settings, RayTransport([node.name for node in nodes], workers, images)
 
@@ -354,40 +358,28 @@ def _elsewhere(settings: Settings, device: str, keeper: str) -> Elsewhere:
     return Elsewhere(there, "" if settings.devices else data_of(settings).digest(), keeper)
 
 
-def share_gpu(settings: Settings) -> tuple[Settings, float]:
-    """Return the settings for the workers, and each worker's share of the GPU (0 on a CPU)."""
-    device = resolve_device(settings.device)
-    if device.type == "cpu":
-        return settings, 0.0
-    if device.index is not None:
-        # Ray shows each worker its GPU as the only one
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(device.index)
-        settings = settings.replace(device="cuda")
-    return settings, settings.num_gpus or 1 / settings.workers
+def running() -> Any:
+    """Return the nodes of the Ray that this process has already started, as `ray.nodes` does; None if there is none."""
+    return ray.nodes() if ray.is_initialized() else None
 
 
 @contextmanager
-def _ray(workers: int) -> Iterator[None]:
-    """Start Ray on this machine and stop it at the end; its processes find our modules where this one does.
+def _ray(workers: int, gpus: Sequence[str] = ()) -> Iterator[None]:
+    """Start Ray on this machine with these GPUs and stop it at the end; it finds our modules where this process does.
 
     A Ray that this process has already started is used as it is, and stays.
     """
     if ray.is_initialized():
         yield
         return
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path, before]))
+    path = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), environment_with({"PYTHONPATH": path, **mask(gpus)}):
             warnings.simplefilter("ignore", FutureWarning)  # about defaults of later versions of Ray
             ray.init(
-                address="local", num_cpus=workers, include_dashboard=False, log_to_driver=False,
+                address="local", num_cpus=workers, num_gpus=len(gpus), include_dashboard=False, log_to_driver=False,
                 logging_level=logging.ERROR,
             )  # fmt: skip
         yield
     finally:
         ray.shutdown()
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before

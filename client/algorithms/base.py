@@ -73,9 +73,12 @@ class LocalAlgorithm(ABC):
     heads : frozenset of str
         Heads beside the global one that training makes, by the names that adapters need them under: "personal_head"
         (trained on the frozen encoder before `train`), "residual_head", "rotation_head".
+    stackable : bool
+        Whether `train` is what `fedtta.client.cohort` does for many clients at once.
     """
 
     heads: ClassVar[frozenset[str]] = frozenset()
+    stackable: ClassVar[bool] = False
 
     @property
     def uses_personal_head(self) -> bool:

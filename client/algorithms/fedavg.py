@@ -30,6 +30,7 @@ class FedAvg(LocalAlgorithm):
     """
 
     heads: ClassVar[frozenset[str]] = frozenset({"personal_head"})
+    stackable: ClassVar[bool] = True
 
     def __init__(self, finetune: bool = True) -> None:
         self.finetune = finetune

@@ -22,6 +22,7 @@ class TTT(FedAvg):
     """Train encoder, head and rotation head together."""
 
     heads: ClassVar[frozenset[str]] = frozenset({"personal_head", "rotation_head"})
+    stackable: ClassVar[bool] = False  # the cohort knows nothing of the rotation loss
 
     def train(self, local: LocalContext) -> float:
         """See `LocalAlgorithm.train`; the loss returned is the main task's."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedtta.client import cohort
+from fedtta.client.algorithms import ALGORITHMS, FedAvg
 from fedtta.client.algorithms.training import epoch
 from fedtta.client.cohort import cohort_epoch, padded
 from fedtta.client.state import MemoryState
@@ -190,10 +191,16 @@ def test_layers_that_draw_and_other_rules_do_not_fit() -> None:
     assert fits(member, TASK)
     assert fits(member, Task("t", "personalized", "cross_entropy"))
     assert not fits(member, Task("t", "ditto", "cross_entropy"))
+    assert not fits(member, Task("t", "ttt", "cross_entropy"))
     noisy = build("cct-4/3x2", CLASSES, in_channels=3, image_size=16, seed=0)
     assert is_stochastic(noisy)
     assert not fits(clients(noisy, world())[0], TASK)
     assert not is_stochastic(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2)))
+
+
+def test_stackable_is_said_of_what_trains_as_fedavg_does() -> None:
+    said = {name: algorithm.stackable for name, algorithm in ALGORITHMS.items()}
+    assert said == {name: type(algorithm).train is FedAvg.train for name, algorithm in ALGORITHMS.items()}
 
 
 def test_batches_side_by_side_are_each_clients_own() -> None:

@@ -17,7 +17,7 @@ from typing import IO
 import pytest
 
 from fedtta.settings import Settings, SettingsError
-from fedtta.simulation import flower_cli, superlink
+from fedtta.simulation import flower_cli, gpus, superlink
 from fedtta.simulation.flower_cli import main, parse
 from fedtta.simulation.superlink import PROJECT, FlowerError, free_ports, program, stop, wait_until_healthy
 
@@ -109,11 +109,12 @@ def test_everything_the_rooms_need_can_enter_a_bundle() -> None:
 
 def test_settings_on_the_command_line_become_flowers_two_configurations(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: ["0", "1"])
     words = ["rounds=3", "methods=fedavg,fedthe[beta=1;objective=em]", "download=yes", "num-gpus=0.5"]
     submission = parse(["--clients", "7", "--cpus", "3", "--set", *words, "--set", "run-name=a", "init=b.safetensors"])
     assert submission.config == {
         "rounds": 3, "methods": "fedavg,fedthe[beta=1;objective=em]", "download": True, "num-gpus": 0.5,
-        "run-name": "a", "clients": 7, "workers": 3,
+        "device": "cuda", "run-name": "a", "clients": 7, "workers": 3,
         "results": str(tmp_path / "results"), "init": str(tmp_path / "b.safetensors"),
     }  # fmt: skip
     assert submission.folder == tmp_path / "results" / "a"
@@ -122,6 +123,7 @@ def test_settings_on_the_command_line_become_flowers_two_configurations(monkeypa
     assert options["init-args-num-cpus"] == "3"
     assert options["client-resources-num-cpus"] == "1"
     assert options["client-resources-num-gpus"] == "0.5"
+    assert options["init-args-num-gpus"] == "2"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import ray as library
+import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
@@ -110,7 +111,7 @@ def test_same_bits_after_a_worker_of_flowers_was_killed_mid_round(
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
     """A Ray that is there before the runs, which use it as it is: to start one takes longer than a run."""
-    with workers._ray(2):
+    with workers._ray(2, ["2", "GPU-1b"]):  # logical GPUs: Ray does not look for them
         yield
 
 
@@ -132,6 +133,28 @@ def test_same_bits_after_one_of_two_workers_was_killed_mid_round(
     """Splits are redrawn in every round, the same ones."""
     monkeypatch.setattr(workers, "Worker", Killed)
     survives_a_kill(tmp_path, RAY.replace(workers=2), reference)
+
+
+@pytest.mark.usefixtures("ray")
+def test_each_of_two_workers_sees_a_gpu_of_the_mask_as_its_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seeing:
+        def __init__(self, *about: Any) -> None:
+            pass
+
+        def open(self) -> bool:
+            return True
+
+        def seen(self) -> str | None:
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.setattr(workers, "Worker", Seeing)
+    monkeypatch.setattr(workers, "simulated_nodes", lambda settings: [])  # so that workers import nothing of ours
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with workers.ray_transport(RAY.replace(workers=2, device="auto")) as (settings, _):
+        names = [f"fedtta-run-worker-{i}" for i in range(2)]
+        seen = [library.get(library.get_actor(name).seen.remote()) for name in names]  # type: ignore[attr-defined]
+    assert (sorted(seen), settings.device) == (["2", "GPU-1b"], "cuda")
 
 
 def doomed(kind: str, values: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from fedtta.client.state import DirectoryState
 from fedtta.settings import Settings, SettingsError
 from fedtta.simulation import cluster as cluster_module
 from fedtta.simulation import simulate, workers
-from fedtta.simulation.cluster import Keeper, KeptState, connected, gpu_share, room
+from fedtta.simulation.cluster import Keeper, KeptState, connected, gpu_share
 from fedtta.simulation.engine import cluster_address, engine
 from fedtta.simulation.workers import RayTransport, Worker
 from tests.server.test_run import assert_same_results, run
@@ -77,19 +77,6 @@ def test_gpus_of_a_cluster_are_used_if_and_only_if_a_share_is_asked_for() -> Non
     for wrong in ({"device": "cuda"}, {"device": "cuda:1"}, {"device": "cpu", "num_gpus": 1.0}, {"num_gpus": 1.5}):
         with pytest.raises(SettingsError, match="allowed"):
             gpu_share(Settings(**wrong))
-
-
-def test_room_is_counted_node_by_node() -> None:
-    nodes = [
-        {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}},
-        {"Alive": True, "Resources": {"CPU": 2.0, "GPU": 1.0}},
-        {"Alive": True, "Resources": {"CPU": 4.0}},
-        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
-        {"Alive": True, "Resources": {}},
-    ]
-    # by hand: CPUs; halves; two of 0.4 in a GPU; one of 0.6; two GPUs for one worker
-    assert [room(nodes, gpus) for gpus in (0, 0.5, 0.4, 0.6, 2)] == [14, 4 + 2, 4 + 2, 2 + 1, 1]
-    assert room(nodes, 0.1) == 8 + 2  # as many as CPUs
 
 
 def test_kept_state_is_in_the_files_of_a_run_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +228,7 @@ def test_more_workers_than_fit_are_refused_with_the_numbers(
 ) -> None:
     monkeypatch.setenv("FEDTTA_DATA", str(images))
     settings = SETTINGS.replace(ray_address=cluster.address, workers=64, num_gpus=0.25, device="auto")
-    with pytest.raises(SettingsError, match=r"asked are 64 CPUs and 16 GPUs; the cluster has .* room for 0 workers"):
+    with pytest.raises(SettingsError, match=r"asked are 64 CPUs and 16 GPUs; Ray has .* at most 0 workers"):
         simulate(settings, tmp_path / "r")
     assert not (tmp_path / "r").exists()
     assert not ray.is_initialized()

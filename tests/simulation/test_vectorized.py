@@ -172,11 +172,19 @@ def test_requests_that_begin_after_the_timeout_are_late(monkeypatch: pytest.Monk
 def test_which_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.engine(SMALL) == "ray"
     assert engine.engine(ONE) == "vectorised"
-    monkeypatch.setattr(engine, "resolve_device", lambda name: type("Device", (), {"type": "cuda"}))
-    assert engine.engine(SMALL) == "vectorised"
-    assert engine.engine(SMALL.replace(engine="ray")) == "ray"
-    assert engine.engine(SMALL.replace(model="cct-4/3x2")) == "ray"  # it has dropout
-    assert engine.engine(SMALL.replace(model="resnet18", image_size=32)) == "ray"  # it is large
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert engine.engine(SMALL) == "ray"
+    gpu = SMALL.replace(device="auto")
+    assert engine.engine(gpu) == "vectorised"
+    assert engine.engine(gpu.replace(methods="fedper,fedprox,btfl")) == "vectorised"
+    for serial in ("ditto", "fedavg,ditto", "fedicon", "ttt"):
+        assert engine.engine(gpu.replace(methods=serial)) == "ray", serial
+    assert engine.engine(gpu.replace(rounds=0)) == "ray"  # it trains nothing
+    assert engine.engine(gpu.replace(stacked_clients=1)) == "ray"
+    assert engine.engine(gpu.replace(engine="ray")) == "ray"
+    assert engine.engine(gpu.replace(model="cct-4/3x2")) == "ray"  # it has dropout
+    assert engine.engine(gpu.replace(model="resnet18", image_size=32)) == "ray"  # it is large
     assert engine.engine(SMALL, our_app=False) == "flower"
     with pytest.raises(SettingsError, match="engine = 'fast': allowed are auto, ray, flower, vectorised"):
         SMALL.replace(engine="fast")

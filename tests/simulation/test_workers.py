@@ -241,7 +241,9 @@ def test_state_that_the_run_removes_need_not_outlive_a_power_cut(
             return self
 
     monkeypatch.setattr(workers, "ray", Kind())
-    monkeypatch.setattr(workers, "_ray", lambda count: nullcontext())
+    monkeypatch.setattr(workers, "_ray", lambda count, gpus: nullcontext())
+    monkeypatch.setattr(workers, "running", lambda: None)
+    monkeypatch.setattr(workers, "reserved", lambda shares, name: nullcontext(SimpleNamespace()))
     with ray_transport(Settings(clients=3, device="cpu"), temporary=temporary):
         handed = [one for one in made if isinstance(one, list)]
     assert [[node.durable for node in nodes] for nodes in handed] == [[not temporary] * 3] * Settings().workers
