@@ -6,15 +6,15 @@
 
 `Pretended` wraps a CPU tensor below autograd and the transforms of `torch.func`: every ATen operation on it arrives at
 `PretendedGPU.run`, also within vmap and in backward passes. Refused is what CUDA refuses: operands on two devices,
-`.numpy()`, a CPU generator for numbers drawn on the device. Counted is what makes the host wait: `.item()` and `bool()`,
-shapes that depend on values (`nonzero`, boolean indices), blocking copies and those of pageable memory. A non-blocking
-copy to the host holds no values until something has waited, as it may on a GPU.
+`.numpy()`, a CPU generator for numbers drawn on the device. Counted is what makes the host wait: `.item()` and
+`bool()`, shapes that depend on values (`nonzero`, boolean indices), blocking copies and those of pageable memory. A
+non-blocking copy to the host holds no values until something has waited, as it may on a GPU.
 
-To C++ a `Pretended` is on the CPU, because autograd has no thread for a device that is not there. What Python asks of it
-(`.device`, `.is_cuda`, `.to`) is answered above, by a mode that every thread enters that begins while the GPU is there.
+To C++ a `Pretended` is on the CPU, because autograd has no thread for a device that is not there. What Python asks of
+it (`.device`, `.is_cuda`, `.to`) is answered above, by a mode; threads that begin while the GPU is there enter it, too.
 
-Limits: kernels, their numerics and their memory are the CPU's; gradients do not flow back through copies between devices;
-a pinned buffer that is overwritten while its copy is under way is not noticed; streams do not run beside each other.
+Limits: kernels, their numerics and their memory are the CPU's; gradients do not flow back through copies between
+devices; a pinned buffer that is overwritten while its copy is under way is not noticed; streams run one after another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +34,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.gpu import streams
+from tests.gpu.streams import Streams
+
 ROOT = Path(__file__).resolve().parents[2]
+OURS = (__file__, streams.__file__)
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten: Any = torch.ops.aten
 
@@ -117,6 +121,7 @@ class PretendedGPU:
     device : torch.device
     waits : Counter
         "<file>:<line>" of the checkout → how often the host would have waited for the device there.
+    streams : Streams
     """
 
     current: ClassVar[PretendedGPU | None] = None
@@ -124,6 +129,7 @@ class PretendedGPU:
 
     def __init__(self) -> None:
         self.waits: Counter[str] = Counter()
+        self.streams = Streams(self._note_wait)
         self._thread = threading.local()  # home: where the function that is being called makes its tensors
         self._pinned: dict[int, Any] = {}  # address → storage
         self._late: list[tuple[Tensor, Tensor]] = []  # (where, values) of copies that have not arrived
@@ -195,7 +201,19 @@ class PretendedGPU:
             return self._copied(*args, **kwargs)
         self._check(func, args, kwargs, tensors, on_device)
         self._count(func, args)
-        return self._compute(func, args, kwargs, there, on_device)
+        result = self._compute(func, args, kwargs, there, on_device)
+        written = [args[i] for i, one in enumerate(func._schema.arguments[: len(args)]) if one.is_write]
+        self._order(there, written, tree_leaves(result))
+        return result
+
+    def _order(self, reads: Iterable[Any], writes: Iterable[Any], results: Iterable[Any] = ()) -> None:
+        """Note an operation in the current stream; refuse one that nothing orders."""
+        read, written, made = (
+            {value.host.untyped_storage().data_ptr() for value in values if isinstance(value, Pretended)}
+            for values in (reads, writes, results)
+        )
+        if wrong := self.streams.note(read, written, made - read - written):
+            self._refuse(wrong)
 
     def _belongs(self, tensors: list[Tensor], there: list[Pretended], asked: torch.device | None) -> bool:
         """Tell whether the result of an operation is on the device.
@@ -265,10 +283,14 @@ class PretendedGPU:
     def _wait(self, times: int = 1) -> None:
         """Note that the host waits; everything under way has arrived then."""
         if times:
-            self.waits[site()] += times
-            late, self._late = self._late, []
-            for into, values in late:
-                into.copy_(values)
+            self.streams.host_waits(self.streams.current)
+            self.waits[site()] += times - 1
+
+    def _note_wait(self) -> None:
+        self.waits[site()] += 1
+        late, self._late = self._late, []
+        for into, values in late:
+            into.copy_(values)
 
     # Copies
 
@@ -278,9 +300,12 @@ class PretendedGPU:
         how.pop("device", None)
         copy, was_there = aten._to_copy(_host(value), **how), isinstance(value, Pretended)
         if to_device:
+            moved = Pretended(copy)
+            self._order([value], [], [moved])
             if not was_there:
                 self._send(value, non_blocking)
-            return Pretended(copy)
+            return moved
+        self._order([value], [])
         if pin or (non_blocking and was_there):  # what torch copies to without blocking is pinned
             self._remember_pinned(copy)
         if was_there:
@@ -291,6 +316,7 @@ class PretendedGPU:
         """Copy values into a tensor (`aten::copy_`)."""
         into, to_device, from_device = _host(target), isinstance(target, Pretended), isinstance(source, Pretended)
         into.copy_(_host(source))
+        self._order([source], [target])
         if to_device and not from_device:
             self._send(source, non_blocking)
         if from_device and not to_device:
@@ -324,10 +350,6 @@ class PretendedGPU:
         return value
 
     # Being there
-
-    def synchronize(self, _: object = None) -> None:
-        """Wait, as `torch.cuda.synchronize` does."""
-        self._wait()
 
     def __enter__(self) -> PretendedGPU:
         """Let torch find the GPU, in this thread and in those that begin while it is there."""
@@ -385,7 +407,7 @@ class PretendedGPU:
             "set_rng_state": lambda new, device=None: None,
             "manual_seed": lambda seed: None,
             "manual_seed_all": lambda seed: None,
-            "synchronize": self.synchronize,
+            **self.streams.module(),
         }
 
 
@@ -426,7 +448,7 @@ def site() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(f"{ROOT}/") and path != __file__ and "/.venv/" not in path:
+        if path.startswith(f"{ROOT}/") and path not in OURS and "/.venv/" not in path:
             return f"{path[len(str(ROOT)) + 1 :].removeprefix('fedtta/')}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
