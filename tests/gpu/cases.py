@@ -73,10 +73,12 @@ def adapted(case: contract.Case, device: torch.device) -> Results:
 # Local training
 
 
-def local_context(device: torch.device, model: TwoHead, own: dict[str, Tensor], **changes: Any) -> LocalContext:
-    """A local algorithm's round on 9 images in batches of 4, augmented."""
+def local_context(
+    device: torch.device, model: TwoHead, own: dict[str, Tensor], count: int = 9, **changes: Any
+) -> LocalContext:
+    """A local algorithm's round on some images in batches of 4, augmented."""
     chosen = {"batch_size": 4, "local_epochs": 2, "classifier_epochs": 1, "augment": True, **changes}
-    data = tiny.image_set(9)
+    data = tiny.image_set(count)
     data = replace(
         data, pixels=data.pixels.to(device), labels=data.labels.to(device), counts=data.counts.to(device)
     )  # fmt: skip
@@ -110,7 +112,8 @@ def client(device: torch.device, partition: int = 0, model: TwoHead | None = Non
 def rounds(device: torch.device) -> Results:
     """Training, statistics and the evaluation of one client: every part of what a run asks of it."""
     one, task = client(device), tiny.Task("t", objective="balanced_softmax")
-    arrays, metrics = one.train(1, task, tiny.global_arrays(tiny.network(norm=True, seed=1)), proximal_mu=0.1)
+    start = tiny.global_arrays(tiny.network(norm=True, seed=1))
+    arrays, metrics = one.train(1, task, start, proximal_mu=0.1, client_metrics=["global-loss"])
     means, summary = one.statistics(2, task, arrays, ON_REQUEST)
     rows = [AdapterRow(name, name) for name in ("none", "personal", "fedthe", "btfl", "knn_per", "em", "bbse")]
     rows += [AdapterRow("tuned", "tent", {"lr": 0.05}, "personalised"), AdapterRow("bn", "bn_adapt")]
@@ -119,6 +122,17 @@ def rounds(device: torch.device) -> Results:
     numbers = {name: value for name, value in found.items() if not (isinstance(value, str) or "seconds" in name)}
     kept = {**prefixed("array", arrays), **prefixed("mean", means), **prefixed("leak", leak)}
     return {**kept, **prefixed("metric", metrics), **prefixed("summary", summary), **numbers}
+
+
+def kept(device: torch.device) -> Results:
+    """Two rounds of a local algorithm whose tensors stay on the client, and the network that it tests."""
+    one, task, arrays = client(device), tiny.Task("t", "ditto"), tiny.global_arrays(tiny.network(norm=True, seed=1))
+    for number in (1, 2):
+        arrays, metrics = one.train(number, task, arrays)
+    row = AdapterRow("own", "none", {}, "personalised")
+    _, results = one.evaluate(2, task, arrays, None, [row], ["original"])
+    found = {**prefixed("array", arrays), **prefixed("metric", metrics), "correct": results[0]["correct"]}
+    return {**found, **prefixed("state", one.state.load("t", 2))}
 
 
 def batchnorm() -> TwoHead:
@@ -212,7 +226,7 @@ def stored(device: torch.device) -> Results:
     """A model that goes through the files of a run and of an agent, and an exported one."""
     x = torch.tensor(tiny.images(3).pixels) / 255
     with tempfile.TemporaryDirectory() as name:
-        folder, one = Path(name), served(device, "fedthe")
+        folder, one = Path(name), served(device, "knn_per")
         save_model(folder / "model.safetensors", one.network, one.spec, personal=True)
         model, _ = load_model(folder / "model.safetensors")
         one.save(folder)
@@ -234,6 +248,7 @@ CASES: dict[str, Work] = {
     **{f"training {name}": partial(trained, name) for name in ALGORITHMS},
     "training adam": partial(trained, "fedavg", optimizer="adam", learning_rate=1e-3, weight_decay=0.01),
     "client rounds": rounds,
+    "client keeping": kept,
     **{f"collaborative {name}": partial(collaborated, name) for name in ("tent", "bbn")},
     "refined rates": refined,
     "vectorised training": vectorised,

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -45,9 +44,15 @@ def device_mutants(module: str, source: str) -> dict[str, list[Mutant]]:
                 start = starts[node.lineno - 1] + node.col_offset
                 end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
                 before = source.encode()[start:end].decode()
-                bug = Mutant(module, node.lineno, "device", before, ast.unparse(after), start, end)
+                bug = Mutant(module, node.lineno, "device", before, text(after), start, end)
                 found.setdefault(f"{module}:{name}", []).append(bug)
     return found
+
+
+def text(tree: ast.expr) -> str:
+    """Return an expression's source, as it can stand in any place."""
+    atom = isinstance(tree, ast.Call | ast.Name | ast.Attribute | ast.Subscript)
+    return ast.unparse(tree) if atom else f"({ast.unparse(tree)})"
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -92,9 +97,12 @@ def broken(name: str, bug: Mutant) -> Iterator[None]:
     assert len(same) == 1
     forget = getattr(found, "cache_clear", lambda: None)
     forget()
-    with mock.patch.object(changed, "__code__", same[0]):
+    before, changed.__code__ = changed.__code__, same[0]
+    try:
         yield
-    forget()
+    finally:
+        changed.__code__ = before
+        forget()
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.gpu import streams
 from tests.gpu.streams import Streams
@@ -144,7 +143,7 @@ class PretendedGPU:
         if kwargs.get("device") is not None:
             home = torch.device(kwargs["device"]).type
             kwargs = {**kwargs, "device": CUDA if home == "cuda" else kwargs["device"]}  # C++ would ask for the index
-        elif any(on_device(value) for value in tree_leaves((args, kwargs))):
+        elif any(on_device(value) for value in leaves((args, kwargs))):
             home = "cuda"
         return self._at(home, func, *args, **kwargs)
 
@@ -190,7 +189,7 @@ class PretendedGPU:
         packet = func.overloadpacket
         if packet in (aten.is_pinned, aten._pin_memory):
             return self._pin(packet, args[0])
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
         there = [value for value in tensors if isinstance(value, Pretended)]
         on_device = self._belongs(tensors, there, kwargs.get("device"))
         if not (there or on_device or kwargs.get("pin_memory")):
@@ -203,7 +202,7 @@ class PretendedGPU:
         self._count(func, args)
         result = self._compute(func, args, kwargs, there, on_device)
         written = [args[i] for i, one in enumerate(func._schema.arguments[: len(args)]) if one.is_write]
-        self._order(there, written, tree_leaves(result))
+        self._order(there, written, leaves(result))
         return result
 
     def _order(self, reads: Iterable[Any], writes: Iterable[Any], results: Iterable[Any] = ()) -> None:
@@ -228,7 +227,7 @@ class PretendedGPU:
     def _compute(self, func: Any, args: Any, kwargs: Any, there: list[Pretended], on_device: bool) -> Any:
         """Run an operation on the host's values; a result that is an argument stays that argument."""
         known = {id(value.host): value for value in there}
-        plain_args, plain = tree_map(_host, (args, kwargs))
+        plain_args, plain = mapped(_host, args), mapped(_host, kwargs)
         pin = plain.pop("pin_memory", None)
         if plain.get("device") is not None:
             plain["device"] = CPU
@@ -244,13 +243,13 @@ class PretendedGPU:
                 return value
             return known[id(value)] if id(value) in known else Pretended(value)
 
-        return tree_map(wrapped, result) if on_device else result
+        return mapped(wrapped, result) if on_device else result
 
     def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_device: bool) -> None:
         """Refuse what CUDA refuses."""
         host = [value for value in tensors if not isinstance(value, Pretended)]
         if on_device:
-            for value in tree_leaves((args, kwargs)):
+            for value in leaves((args, kwargs)):
                 if isinstance(value, torch.Generator) and value.device.type == "cpu":
                     self._refuse(f"{func}: expected a 'cuda' device type for generator but found 'cpu'")
         if len(host) in (0, len(tensors)):
@@ -437,6 +436,26 @@ def on_device(value: object) -> bool:
     while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
     return isinstance(value, Pretended)
+
+
+def leaves(values: Any) -> Iterator[Any]:
+    """Yield what is in nested tuples, lists and dicts."""
+    if isinstance(values, tuple | list):
+        for value in values:
+            yield from leaves(value)
+    elif isinstance(values, dict):
+        yield from leaves(list(values.values()))
+    else:
+        yield values
+
+
+def mapped(function: Callable[[Any], Any], values: Any) -> Any:
+    """Return nested tuples, lists and dicts with `function` of what is in them."""
+    if isinstance(values, tuple | list):
+        return type(values)([mapped(function, value) for value in values])
+    if isinstance(values, dict):
+        return {name: mapped(function, value) for name, value in values.items()}
+    return function(values)
 
 
 def _host(value: Any) -> Any:
