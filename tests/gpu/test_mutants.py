@@ -19,9 +19,9 @@ from tests.mutants import Mutant
 PLACES = {
     "fedtta.client.adaptation:score": "collaborative tent",
     "fedtta.client.device:Device.end": "client rounds",
-    "fedtta.client.serving:Served.load": "files",
+    "fedtta.client.serving:Served.given": "agent none",
     "fedtta.client.statistics:summarise": "client rounds",
-    "fedtta.client.network:own_tensors": "client keeping",
+    "fedtta.client.network:_arrays": "client keeping",
     "fedtta.client.algorithms.training:labelled": "client rounds",
     "fedtta.client.algorithms.training:mean_loss": "client rounds",
     "fedtta.client.cohort:Cohort._descend": "vectorised training",
