@@ -191,16 +191,16 @@ class PretendedGPU:
             return self._pin(packet, args[0])
         tensors = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
         there = [value for value in tensors if isinstance(value, Pretended)]
-        on_device = self._belongs(tensors, there, kwargs.get("device"))
-        if not (there or on_device or kwargs.get("pin_memory")):
+        on_gpu = self._belongs(tensors, there, kwargs.get("device"))
+        if not (there or on_gpu or kwargs.get("pin_memory")):
             return func(*args, **kwargs)
         if packet is aten._to_copy:
-            return self._moved(args[0], on_device, **kwargs)
+            return self._moved(args[0], on_gpu, **kwargs)
         if packet is aten.copy_:
             return self._copied(*args, **kwargs)
-        self._check(func, args, kwargs, tensors, on_device)
+        self._check(func, args, kwargs, tensors, on_gpu)
         self._count(func, args)
-        result = self._compute(func, args, kwargs, there, on_device)
+        result = self._compute(func, args, kwargs, there, on_gpu)
         written = [args[i] for i, one in enumerate(func._schema.arguments[: len(args)]) if one.is_write]
         self._order(there, written, leaves(result))
         return result
@@ -224,7 +224,7 @@ class PretendedGPU:
             return asked.type == "cuda"
         return bool(there) or (home == "cuda" and not tensors)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any, there: list[Pretended], on_device: bool) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: Any, there: list[Pretended], on_gpu: bool) -> Any:
         """Run an operation on the host's values; a result that is an argument stays that argument."""
         known = {id(value.host): value for value in there}
         plain_args, plain = mapped(_host, args), mapped(_host, kwargs)
@@ -235,7 +235,7 @@ class PretendedGPU:
         for value in there:
             if value.shape != value.host.shape:
                 raise NotImplementedError(f"{func} changes the shape of a tensor in place")
-        if pin and not on_device:
+        if pin and not on_gpu:
             self._remember_pinned(result)
 
         def wrapped(value: Any) -> Any:
@@ -243,12 +243,12 @@ class PretendedGPU:
                 return value
             return known[id(value)] if id(value) in known else Pretended(value)
 
-        return mapped(wrapped, result) if on_device else result
+        return mapped(wrapped, result) if on_gpu else result
 
-    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_device: bool) -> None:
+    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_gpu: bool) -> None:
         """Refuse what CUDA refuses."""
         host = [value for value in tensors if not isinstance(value, Pretended)]
-        if on_device:
+        if on_gpu:
             for value in leaves((args, kwargs)):
                 if isinstance(value, torch.Generator) and value.device.type == "cpu":
                     self._refuse(f"{func}: expected a 'cuda' device type for generator but found 'cpu'")
