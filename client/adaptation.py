@@ -7,7 +7,6 @@ and keeps the rest. Rates are refined on the labelled validation split (Bao et a
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +20,7 @@ from torch import Tensor
 from fedtta.data import CorruptionStream, Federation, OwnStream, Rows, corruption_streams
 from fedtta.messages.arrays import Arrays
 from fedtta.models import TwoHead
+from fedtta.models.accelerator import clock
 from fedtta.settings import Scalar, Settings, from_config
 from fedtta.tta.atp import Adapt, refine_with_loss
 from fedtta.tta.collaborator import Collaborator, Share
@@ -82,9 +82,9 @@ def adapt(
         adapter.load_state_dict({name: torch.from_numpy(value).to(x.device) for name, value in state.items()})
     if received is not None:
         adapter.load_shared({name: torch.tensor(value, device=x.device) for name, value in received.items()})
-    began = time.perf_counter()
+    began = clock(x.device)
     probabilities = adapter.predict(x)
-    seconds = time.perf_counter() - began
+    seconds = clock(x.device) - began
     normalization = {
         f"{layer}.{part}": value.detach().cpu().numpy().copy()
         for layer, moments in adapter.domain().items()

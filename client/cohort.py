@@ -7,7 +7,6 @@ padding of its batches is masked. Only FedAvg's local training, with or without 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from fedtta.client.network import own_tensors
 from fedtta.messages.replies import Trained
 from fedtta.messages.requests import Train
 from fedtta.models import PERSONAL_PREFIX
+from fedtta.models.accelerator import clock
 from fedtta.models.optim import StackedOptimizer
 from fedtta.models.vectorized import VectorizedNetwork, is_stackable
 
@@ -189,7 +189,8 @@ class Cohort:
         self, purpose: str, what: str, epochs: int, names: Sequence[str], loss: Loss, smallest: int = 1
     ) -> None:
         """Train the values `names` of all members for some epochs; `purpose` names their generators."""
-        start, settings, turns = time.perf_counter(), self.first.settings, [self.turns[one] for one in self.members]
+        device, settings, turns = self.first.device, self.first.settings, [self.turns[one] for one in self.members]
+        start = clock(device)
         clients = [self.devices[index].number for index in self.members]
         draw = [generator(settings.seed, purpose, turns[0].request.round, client) for client in clients]
         trained = {name: self.values[name] for name in names}
@@ -208,9 +209,9 @@ class Cohort:
                 total[:count] += losses.detach() * sizes
                 seen[:count] += sizes
             self._note(what, (total / seen.clamp(min=1)).tolist())
-        samples = sum(len(turn.data) for turn in turns)
+        samples, seconds = sum(len(turn.data) for turn in turns), clock(device) - start
         for turn in turns:
-            turn.seconds += (time.perf_counter() - start) * len(turn.data) / max(samples, 1)
+            turn.seconds += seconds * len(turn.data) / max(samples, 1)
 
     def _note(self, what: str, losses: Sequence[float]) -> None:
         """Record the losses of an epoch, and the members that diverged in it."""

@@ -6,7 +6,6 @@ Each kind of request is one method of `Device`; `fedtta.client.node.perform` mak
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,6 +63,7 @@ from fedtta.messages.requests import (
     TrainingTask,
 )
 from fedtta.models import TwoHead
+from fedtta.models.accelerator import clock
 from fedtta.settings import Settings
 from fedtta.tta import Statistics
 from fedtta.tta.atp import zero_rates
@@ -214,15 +214,15 @@ class Device:
             Training diverged.
         """
         turn, algorithm = self.begin(request), find_algorithm(request.task.algorithm)
-        start = time.perf_counter()
+        start = clock(self.device)
         if algorithm.uses_personal_head:
             self._train_head(turn.data, "personal", request.round)
-        turn.seconds += time.perf_counter() - start
+        turn.seconds += clock(self.device) - start
         self.measure(turn)
         context = self._context(turn.data, request.task, turn.private, "local", request.round, request.proximal_mu)
-        start = time.perf_counter()
+        start = clock(self.device)
         turn.loss = algorithm.train(context)
-        turn.seconds += time.perf_counter() - start
+        turn.seconds += clock(self.device) - start
         return self.end(turn, context.own)
 
     def begin(self, request: Train) -> Turn:
@@ -284,7 +284,7 @@ class Device:
         Statistics are float64: `descriptor` [d], `dle` [d], `entropy_local`, `entropy_global` [1] (ALGORITHMS, section
         0), and statistics of labels that are `wanted`. Raises as `train`.
         """
-        start = time.perf_counter()
+        start = clock(self.device)
         self._require_source()
         before = self._receive(request.arrays, request.task, request.round - 1)
         federation = self.federation.in_round(request.round)
@@ -299,7 +299,7 @@ class Device:
         held_out = labelled(federation, federation.splits[self.partition].validation, self.device)
         local |= requested_statistics(Samples(self.model, data.counts, *held_out, self.settings), request.wanted)
         counts = validate(self.model, federation, self.partition, size, self.device, personal)
-        seconds = time.perf_counter() - start
+        seconds = clock(self.device) - start
         about: dict[str, Any] = {"num_examples": len(data), "seconds": seconds, **counts}
         return Summarized(statistics=local, **about)
 
@@ -316,7 +316,7 @@ class Device:
         self._require_source()
         rates = rates_of(request.rates)
         load_network(self.model, self._network(request.network, request.arrays))
-        start = time.perf_counter()
+        start = clock(self.device)
         federation = self.federation.in_round(request.round)
         x, y = labelled(federation, federation.splits[self.partition].validation, self.device)
         draw = generator(self.settings.seed, "rates", request.round, self.number)
@@ -326,7 +326,7 @@ class Device:
             num_examples=refined.total,
             loss=refined.loss,
             correct=refined.correct,
-            seconds=time.perf_counter() - start,
+            seconds=clock(self.device) - start,
         )
 
     def adapt(self, request: Adapt) -> Adapted:

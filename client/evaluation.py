@@ -5,7 +5,6 @@ An evaluation metric beside accuracy is a function in `METRICS`; the report says
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from fedtta.data import Federation, Rows, Stream
 from fedtta.messages.replies import WEIGHT_BINS, EvaluationResult
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import TwoHead
+from fedtta.models.accelerator import clock
 from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
@@ -87,7 +87,8 @@ def evaluate_row(
     adapter = make_adapter(row, model, settings, statistics, rates, neighbours)
     adapter.reset()
     size = _batch_size(adapter, settings, total)
-    start = time.perf_counter()
+    device = next(model.parameters()).device
+    start = clock(device)
     correct, predicted = 0, []
     for begin in range(0, total, size):
         stop = min(begin + size, total)
@@ -96,7 +97,7 @@ def evaluate_row(
         correct += int(right.sum())
         if METRICS:
             predicted.append(probabilities.cpu())
-    seconds = time.perf_counter() - start
+    seconds = clock(device) - start
     labels = samples.y[:total].cpu()
     return EvaluationResult(
         label=row.label,

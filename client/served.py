@@ -9,6 +9,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,6 +111,13 @@ class ServedModel(ABC):
     @abstractmethod
     def save_network(self, folder: Path) -> None:
         """Write the network's file, and what is kept beside it; ValueError if it is not what its spec says."""
+
+    def ahead(self, received: bool = False) -> AbstractContextManager[None]:
+        """Return a context whose work on a GPU goes before a training's; see `fedtta.models.accelerator.ahead`.
+
+        A network that does not run in torch has no such work.
+        """
+        return nullcontext()
 
     def build(self) -> Adapter:
         """Return a new adapter.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedtta.data import Federation
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import PERSONAL_PREFIX, TwoHead, load_arrays, load_model, save_model
+from fedtta.models.accelerator import ahead
 from fedtta.settings import Settings
 from fedtta.tta import Statistics
 from fedtta.tta.knn_per import Datastore, KNNPer
@@ -39,7 +41,16 @@ class Served(ServedModel):
 
     def given(self, value: NDArray[Any]) -> Tensor:
         """Return an array as a tensor where the network lives."""
-        return torch.from_numpy(value).to(next(self.network.parameters()).device)
+        return torch.from_numpy(value).to(self.device)
+
+    def ahead(self, received: bool = False) -> AbstractContextManager[None]:
+        """Return a context whose work on a GPU goes before a training's; see `fedtta.models.accelerator.ahead`."""
+        return ahead(self.device, received)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the network lives."""
+        return next(self.network.parameters()).device
 
     def network_arrays(self) -> Arrays:
         """Return the network's floating-point values by name."""

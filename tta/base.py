@@ -181,8 +181,13 @@ class Adapter(ABC):
 
         return {name: torch.cat([torch.as_tensor(part) for part in parts]) for name, parts in self._records.items()}
 
-    def take_report(self) -> dict[str, Any]:
-        """Return `report()` and start a new one; what was learned stays. For endless streams."""
+    def take_report(self, *names: str) -> dict[str, Any]:
+        """Return `report()`, or some of its columns, and start a new one; what was learned stays.
+
+        For endless streams.
+        """
+        if names:
+            self._records = {name: parts for name, parts in self._records.items() if name in names}
         report = self.report()
         self._records = {}
         return report

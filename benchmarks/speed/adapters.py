@@ -28,6 +28,7 @@ from fedtta.client.statistics import ON_REQUEST, join_statistics
 from fedtta.data import Federation, Images
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import MODELS, build
+from fedtta.models.accelerator import clock
 from fedtta.settings import Settings, SettingsError, assignments
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.atp import zero_rates
@@ -176,10 +177,10 @@ def count_passes(client: Client, name: str, x: Tensor, batch: int) -> tuple[floa
 def timed(adapter: Adapter, x: Tensor, batch: int) -> tuple[float, float]:
     """Return the seconds that a stream takes from `reset` on, on the clock and of the processor."""
     adapter.reset()
-    clock, processor = time.perf_counter(), time.process_time()
+    start, processor = clock(x.device), time.process_time()
     for part in x.split(batch):
         adapter.predict(part)
-    return time.perf_counter() - clock, time.process_time() - processor
+    return clock(x.device) - start, time.process_time() - processor
 
 
 #: Adapters with dozens of passes per sample; not measured in batches of 512.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics as averages
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from fedtta.benchmarks.clients import client_of
 from fedtta.benchmarks.speed.measurement import Measured, Ratio
 from fedtta.client.algorithms.training import validate
 from fedtta.client.resources import resolve_device
+from fedtta.models.accelerator import clock
 from fedtta.server.events import RunError
 from fedtta.settings import Settings
 
@@ -142,9 +142,9 @@ def validation_seconds(settings: Settings) -> float:
     seconds = []
     for partition in range(min(settings.clients, 10)):
         client = client_of(settings, partition)
-        start = time.perf_counter()
+        start = clock(client.device)
         validate(client.model.eval(), client.federation, partition, settings.eval_batch_size, client.device, False)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock(client.device) - start)
     return averages.median(seconds)
 
 

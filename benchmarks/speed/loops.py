@@ -18,6 +18,7 @@ from torch import Generator, Tensor, nn
 from fedtta.benchmarks.speed import naive
 from fedtta.benchmarks.speed.measurement import Measured, Ratio
 from fedtta.models import TwoHead, build
+from fedtta.models.accelerator import clock
 from fedtta.tta.augmix import AugMix
 from fedtta.tta.btfl import BTFL, discretise
 from fedtta.tta.fedthe import FedTHE
@@ -229,8 +230,6 @@ def check(name: str, model: TwoHead, images: Tensor, weights: Tensor) -> None:
 
 def timed(work: Callable[[], Tensor], device: torch.device) -> float:
     """Return the seconds that a call takes, on a GPU until it has ended there."""
-    start = time.perf_counter()
+    start = clock(device)
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock(device) - start

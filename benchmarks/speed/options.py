@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics as averages
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from torch.optim.sgd import sgd
 from fedtta.benchmarks.speed.measurement import Measured, Ratio
 from fedtta.client.algorithms.training import autocast
 from fedtta.models import build
+from fedtta.models.accelerator import clock
 
 NETWORKS = ("cnn", "resnet20-gn", "resnet20-bn")
 BATCH, CLASSES = 32, 10
@@ -137,9 +137,7 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
 
 def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
     """Return the milliseconds of a step, on a GPU until all have ended there."""
-    start = time.perf_counter()
+    start = clock(device)
     for _ in range(steps):
         step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / steps * 1000
+    return (clock(device) - start) / steps * 1000

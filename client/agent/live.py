@@ -52,13 +52,15 @@ class Live:
 
     def __init__(self, served: ServedModel, limits: Limits | None, note: Callable[[str], None]) -> None:
         self.served, self._note = served, note
-        self.adapter = served.build()
+        with served.ahead(received=True):
+            self.adapter = served.build()
+            start = self.adapter.state_dict()
         self.digest = served.digest()
         self.version = f"{served.origin}/{self.digest[:8]}"
         self.samples = self.saved = self.tried = 0
         self.changed = True
         self.guard = None if limits is None else Guard(limits, served.baseline, self.adapter.per == "batch")
-        self._good = LastGood(self.adapter.state_dict(), limits.window if limits else 1)
+        self._good = LastGood(start, limits.window if limits else 1)
         self._before: NDArray[Any] | None = None  # the last image, which the next one may repeat
         self._noted = dict(self.guard.events) if self.guard else {}
         self._mixes = MIXES in info(served.row.adapter).needs
@@ -79,7 +81,7 @@ class Live:
             The unadapted network's output is not finite, or there is no guard and the adapter failed. The adapter is
             unchanged then.
         """
-        with untracked():
+        with untracked(), self.served.ahead():
             return self._predict(pixels)
 
     def _predict(self, pixels: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32] | None, bool]:
@@ -112,28 +114,33 @@ class Live:
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
         """Undo all predictions of a block that raises."""
-        adapter, good, guard = self.adapter.state_dict(), copy.copy(self._good), copy.copy(self.guard)
+        with self.served.ahead():
+            adapter = self.adapter.state_dict()
+        good, guard = copy.copy(self._good), copy.copy(self.guard)
         if guard is not None:
             guard.events = dict(guard.events)
         samples, before, recent = self.samples, self._before, copy.copy(self.recent)
         try:
             yield
         except BaseException:
-            self.adapter.load_state_dict(adapter)
+            with self.served.ahead():
+                self.adapter.load_state_dict(adapter)
             self.adapter.take_report()
             self._good, self.guard, self.samples, self._before, self.recent = good, guard, samples, before, recent
             raise
 
     def reset(self) -> None:
         """Reset the adapter to its state before the stream."""
-        self.adapter.reset()
+        with self.served.ahead():
+            self.adapter.reset()
+            self._start_over()
         self.samples = self.saved = self.tried = 0
         self.changed = True
-        self._start_over()
 
     def state(self) -> Arrays:
         """Return copies of the state to be saved."""
-        arrays = {f"{ADAPTER}{name}": to_host(value) for name, value in self.adapter.state_dict().items()}
+        with self.served.ahead():
+            arrays = {f"{ADAPTER}{name}": to_host(value) for name, value in self.adapter.state_dict().items()}
         if self.guard is not None:
             arrays |= {f"{GUARD}{name}": value for name, value in self.guard.state().items()}
         return arrays
@@ -141,11 +148,12 @@ class Live:
     def load(self, arrays: Arrays, samples: int) -> None:
         """Restore a `state()`; ValueError if it does not fit, and nothing has changed then."""
         learned = {name: value for name, value in arrays.items() if name.startswith(ADAPTER)}
-        state = {name.removeprefix(ADAPTER): self.served.given(value) for name, value in learned.items()}
-        self.adapter.load_state_dict(state)
+        with self.served.ahead():
+            state = {name.removeprefix(ADAPTER): self.served.given(value) for name, value in learned.items()}
+            self.adapter.load_state_dict(state)
+            self._start_over()
         self.samples = self.saved = self.tried = samples
         self.changed = False
-        self._start_over()
         guarded = {name.removeprefix(GUARD): value for name, value in arrays.items() if name.startswith(GUARD)}
         if self.guard is not None and guarded:
             self.guard.load(guarded)
@@ -192,7 +200,7 @@ class Live:
         """Adapt to a batch; return the probabilities [B, K], and e [B] if the adapter mixes the heads."""
         adapter: Any = self.adapter
         rows = _array(adapter.predict(x) if heads is None else adapter.interpolate(*heads))
-        weight = adapter.take_report().get("weight")
+        weight = adapter.take_report("weight").get("weight")
         fits = self._mixes and weight is not None and tuple(weight.shape) == (len(x),)
         return rows, _array(weight) if fits else None
 
