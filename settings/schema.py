@@ -418,6 +418,11 @@ class Settings:
 
     # Where it runs
     device: str = setting("auto", "auto, cpu, cuda or cuda:<index>", group=("execution", "node"))
+    deterministic: bool = setting(
+        False,
+        "same bits in every run on a GPU, with slower algorithms and without TF32; on a CPU it is always so",
+        group="execution",
+    )
     autocast: bool = setting(False, "bfloat16 autocast in local training", group="training")
     engine: str = setting(
         "auto",
