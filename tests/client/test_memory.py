@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedtta.client import cohort
+from fedtta.client.device import Device
 from fedtta.models import build, memory
 from fedtta.models.memory import budget, in_parts, take_share
 from fedtta.tta import memo
@@ -205,3 +206,19 @@ def test_a_client_that_no_stack_holds_fails_them_all() -> None:
     model = network()
     with Allocator(10_000), pytest.raises(torch.OutOfMemoryError):
         together(clients(model, world(SIZES)), 1, TASK, [global_arrays(model)] * 4)
+
+
+def test_memory_that_runs_out_while_clients_begin_fails_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, begun = Device.begin, list[int]()
+
+    def begin(self: Device, request: Any) -> Any:
+        begun.append(self.partition)
+        if len(begun) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, request)
+
+    monkeypatch.setattr(Device, "begin", begin)
+    model = network()
+    found = together(clients(model, world(SIZES), local_epochs=1), 1, TASK, [global_arrays(model)] * 4)
+    assert not any(isinstance(one, Exception) for one in found)
+    assert begun == [0, 1, 2, 3, 0, 1, 2, 3]
