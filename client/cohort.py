@@ -2,6 +2,7 @@
 
 Results match those of one client after another up to rounding: each client draws from its own generator, and the
 padding of its batches is masked. Only FedAvg's local training, with or without FedProx's term, can be vectorized.
+Clients for which the memory does not suffice come after the others, in a stack of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch.func import vmap
 
 from fedtta.client.algorithms import find_algorithm
 from fedtta.client.algorithms.training import (
+    FLOAT32,
     Objective,
     TrainingSet,
+    augmented_at_once,
     autocast,
     epoch,
     find_objective,
@@ -28,10 +31,14 @@ from fedtta.client.device import Device, Turn
 from fedtta.client.network import own_tensors
 from fedtta.messages.replies import Trained
 from fedtta.messages.requests import Train
-from fedtta.models import PERSONAL_PREFIX
+from fedtta.models import PERSONAL_PREFIX, TwoHead
 from fedtta.models.accelerator import clock
+from fedtta.models.memory import budget, in_parts, saved_bytes
 from fedtta.models.optim import StackedOptimizer
 from fedtta.models.vectorized import VectorizedNetwork, is_stackable
+
+MEMORY_SHARE = 0.75  # of what this process plans with; the rest is for workspaces of convolutions
+COPIES = 6  # of a client's weights: values, received, gradients, optimizer's state and temporaries
 
 #: (batch, leaves, class counts) → (mean loss of each client [k], what is added to it for the gradient [k]).
 Loss = Callable[["Batch", dict[str, Tensor], Tensor], tuple[Tensor, Tensor | float]]
@@ -61,6 +68,47 @@ def train(devices: Sequence[Device], requests: Sequence[Train]) -> list[Trained 
     requests : sequence of Train
         Of one round; they differ in their arrays only.
     """
+    replies = in_parts(
+        len(devices), clients_at_once(devices, requests), lambda part: _train(devices[part], requests[part])
+    )
+    return [reply for part in replies for reply in part]
+
+
+def clients_at_once(devices: Sequence[Device], requests: Sequence[Train]) -> int:
+    """Return how many clients' stacks are in memory at once: as many as `client_bytes` allows, at least one."""
+    first, request = devices[0], requests[0]
+    samples = max(len(one.federation.in_round(request.round).splits[one.partition].train) for one in devices)
+    return max(1, int(MEMORY_SHARE * budget(first.device) / client_bytes(first, request, samples)))
+
+
+def client_bytes(device: Device, request: Train, samples: int) -> int:
+    """Estimate the memory that a client with so many training samples takes in a stack.
+
+    Images as bytes, those augmented at once and those before them, a batch with what its forward pass saves for the
+    backward pass, doubled for the gradients on the way back, and copies of the weights.
+    """
+    shape, batch_size = device.federation.images.shape, device.settings.batch_size
+    weights = [value.detach() for value in device.model.state_dict().values() if value.is_floating_point()]
+    image = math.prod(shape)
+    augmented = 2 * min(samples, augmented_at_once(shape, batch_size)) * FLOAT32 * image
+    batch = 2 * min(samples, batch_size) * (_saved_of_sample(device.model, shape) + FLOAT32 * image)
+    return samples * image + augmented + batch + COPIES * sum(value.nbytes for value in weights)
+
+
+def _saved_of_sample(model: TwoHead, shape: Sequence[int]) -> int:
+    """Return how many bytes a sample (C, H, W) saves in a stack's forward pass, in training mode."""
+    values = {name: value.detach()[None].requires_grad_() for name, value in model.named_parameters()}
+    buffers = {name: value[None] for name, value in model.named_buffers() if value.is_floating_point()}
+    mask = next(iter(values.values())).detach().new_ones(1, 2)  # two samples, for BatchNorm
+    x, network, training = mask.new_zeros(1, 2, *shape), VectorizedNetwork(model), model.training
+    model.train()
+    saved = saved_bytes(lambda: network(values, buffers, x, mask), list(values.values()))
+    model.train(training)
+    return saved // 2
+
+
+def _train(devices: Sequence[Device], requests: Sequence[Train]) -> list[Trained | Exception]:
+    """Do what `train` does, with all of them in one stack."""
     cohort = Cohort.begin(devices, requests)
     if cohort.members:
         same = requests[0].aggregated is None and all(one.arrays is requests[0].arrays for one in requests)
@@ -105,6 +153,8 @@ class Cohort:
             try:
                 smallest_batch(device.model, device.settings)
                 turns[index] = device.begin(request)
+            except torch.OutOfMemoryError:  # of all of them
+                raise
             except Exception as error:  # of this client alone; the others go on
                 failed[index] = error
                 continue

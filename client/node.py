@@ -12,13 +12,18 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedtta.client.device import Device
 from fedtta.client.names import SOFTWARE, check_name
 from fedtta.client.own import ignored, own_of_run, settings_alone
 from fedtta.client.privacy import share_keys, unmask
-from fedtta.client.resources import federation_of, natural_of, network_spec, resolve_device, shared_network
+from fedtta.client.resources import (
+    federation_of,
+    natural_of,
+    network_spec,
+    resolve_device,
+    set_up_torch,
+    shared_network,
+)
 from fedtta.client.state import LOG, DirectoryState, NetworkStore, PrivateState, ResumableState, private_folder
 from fedtta.client.updates import outgoing
 from fedtta.data import Federation, Role, client_number
@@ -130,8 +135,6 @@ def perform(request: Request, node: Node, admit: Callable[[Request, Device], Non
 def make_device(request: Request, node: Node) -> Device:
     """Return the device that a request is for; data and network are shared by all clients of this process.
 
-    One torch thread: equal bits with 1 and 2 workers need it, since Ray sets the number from a client's CPUs.
-
     Raises
     ------
     SettingsError
@@ -139,8 +142,9 @@ def make_device(request: Request, node: Node) -> Device:
     ValueError
         Data that cannot be read, or a role that they do not allow.
     """
-    torch.set_num_threads(1)
     settings = settings_of(request, node)
+    device = resolve_device(settings.device)
+    set_up_torch(device, settings.deterministic, settings.num_gpus or 1.0)
     folder = Path(settings.state_dir).expanduser() if settings.state_dir and node.memory is None else None
     state = DirectoryState(folder, request.run, node.name, node.note, node.durable) if folder else node.state
     # on disk unless the node lives as long as the run: Flower would ship its context with every message
@@ -162,7 +166,7 @@ def make_device(request: Request, node: Node) -> Device:
         ResumableState(state, request.checkpoint_rounds),
         ResumableState(memory, request.checkpoint_rounds),
         settings,
-        resolve_device(settings.device),
+        device,
         own.data.role if own else _role(federation, partition, node.role),
         NetworkStore(private_folder(settings) / "networks"),
         natural,

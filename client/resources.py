@@ -1,4 +1,4 @@
-"""What the clients of one process share: images and splits, the network, the processor."""
+"""What the clients of one process share: images and splits, the network, the processor and how it computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from fedtta.data import DATASETS, Federation, Images, load, load_natural
 from fedtta.messages.arrays import digest
 from fedtta.models import Preprocessing, TwoHead, build, normalization, without_weights
 from fedtta.models.libraries import IMAGENET
+from fedtta.models.memory import take_share
 from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config
 
 
@@ -182,6 +183,67 @@ def missing_gpu(name: str, count: int) -> str:
         + "; allowed are auto, cpu"
         + "".join(f", cuda:{i}" for i in range(count))
     )
+
+
+def set_up_torch(device: torch.device, deterministic: bool = False, share: float = 1.0) -> None:
+    """Set how this process computes, before it does.
+
+    One torch thread: equal bits with 1 and 2 workers need it, since Ray sets the number from a client's CPUs.
+
+    Parameters
+    ----------
+    device : torch.device
+    deterministic : bool
+        On a GPU: the same bits in every run. An operation that has no deterministic algorithm there raises a
+        RuntimeError that names it. Without it, torch's switches are as they were before.
+    share : float
+        This process's share of the GPU, above 0.
+    """
+    torch.set_num_threads(1)
+    if device.type == "cpu":
+        return
+    # Read once, at the first matrix product; an agent has predicted by the time a run asks for equal bits.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    take_share(share)
+    _set_switches(deterministic)
+
+
+class Switches(NamedTuple):
+    """What decides the bits of a GPU in torch, by names that all its versions since 2.7 read and write."""
+
+    debug_mode: int  # 2: deterministic algorithms; `use_deterministic_algorithms` would import torch's compiler
+    cudnn_deterministic: bool
+    cudnn_benchmark: bool
+    cudnn_tf32: bool
+    matmul_tf32: bool
+
+    @classmethod
+    def now(cls) -> Switches:
+        """Return how they are set."""
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        mode = torch.get_deterministic_debug_mode()
+        return cls(mode, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
+
+    def set(self) -> None:
+        """Set them."""
+        torch.set_deterministic_debug_mode(self.debug_mode)
+        torch.backends.cudnn.deterministic = self.cudnn_deterministic
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self.matmul_tf32
+
+
+DETERMINISTIC = Switches(2, cudnn_deterministic=True, cudnn_benchmark=False, cudnn_tf32=False, matmul_tf32=False)
+_before: list[Switches] = []  # what is set again once equal bits are no longer asked for
+
+
+def _set_switches(deterministic: bool) -> None:
+    """Set the switches for equal bits, or as they were before that."""
+    if deterministic and not _before:
+        _before.append(Switches.now())
+        DETERMINISTIC.set()
+    elif not deterministic and _before:
+        _before.pop().set()
 
 
 @lru_cache(maxsize=2)

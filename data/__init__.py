@@ -9,7 +9,7 @@ generator: equal settings give equal bits on every machine and in any order of c
 torch, not on Flower.
 """
 
-from .augment import crop_flip
+from .augment import Augmentation, CropFlip
 from .corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, corrupt
 from .datasets import DATASETS, Dataset, load, load_natural
 from .domains import Domain, Role
@@ -31,8 +31,10 @@ __all__ = [
     "SCHEMES",
     "SHIFTS",
     "UNCORRUPTED",
+    "Augmentation",
     "Batch",
     "CorruptionStream",
+    "CropFlip",
     "Dataset",
     "Domain",
     "Federation",
@@ -50,7 +52,6 @@ __all__ = [
     "client_number",
     "corrupt",
     "corruption_streams",
-    "crop_flip",
     "load",
     "load_natural",
     "partition",

@@ -1,47 +1,82 @@
-"""Training augmentation: random crop and horizontal flip of a whole batch."""
+"""Training augmentation of a whole batch: what one is, and random crop and horizontal flip."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 
-def crop_flip(x: Tensor, generator: torch.Generator, padding: int = 4, flip: bool = True) -> Tensor:
+class Augmentation(Protocol):
+    """Random views of images, in two steps: what is drawn at once is applied part by part, with the same bits."""
+
+    def draw(self, generator: torch.Generator, n: int) -> Tensor:
+        """Return the random numbers of n views, [n, ...] on the CPU; the generator is on the CPU."""
+
+    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+        """Return the view of each image of x [B, C, H, W] in [0, 1] that `draws` [B, ...] describes."""
+
+
+@dataclass(frozen=True)
+class CropFlip:
     """Shift each image by up to `padding` pixels (filled with zeros) and flip it with probability 1/2.
 
-    The draws come from a CPU generator and their number is always the same, so the crops are equal on every device and
-    with or without flips.
+    The number of draws is always the same, so the crops are equal on every device and with or without flips.
 
     Parameters
     ----------
-    x : Tensor [B, C, H, W]
-        Images in [0, 1], on any device.
-    generator : torch.Generator
-        On the CPU.
     padding : int
         Zeros (black) added on each side before cropping back to [H, W].
     flip : bool
         Flip horizontally; False for images that change their meaning (digits).
 
-    Returns
-    -------
-    Tensor [B, C, H, W]
-        A new tensor; `x` is unchanged.
-
     Raises
     ------
     ValueError
-        `x` is not [B, C, H, W], `padding` is negative, or the generator is not on the CPU.
+        `padding` is negative.
     """
-    if x.ndim != 4 or padding < 0:
-        raise ValueError(f"x must be [B, C, H, W], got {tuple(x.shape)}, and padding={padding} at least 0")
-    if generator.device.type != "cpu":
-        raise ValueError(f"the generator must be on the CPU, not on {generator.device}")
-    count, _, height, width = x.shape
-    offsets = torch.randint(2 * padding + 1, (2, count), generator=generator).to(x.device)
-    flipped = (torch.rand(count, generator=generator) < 0.5).to(x.device)
-    # All crops as a view [B, C, 2p+1, 2p+1, H, W]; one per sample is copied.
-    windows = functional.pad(x, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-    out = windows[torch.arange(count, device=x.device), :, offsets[0], offsets[1]]
-    return torch.where(flipped[:, None, None, None], out.flip(3), out) if flip else out
+
+    padding: int = 4
+    flip: bool = True
+
+    def __post_init__(self) -> None:
+        if self.padding < 0:
+            raise ValueError(f"padding={self.padding} must be at least 0")
+
+    def __call__(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw and apply: return a new tensor like x [B, C, H, W], on any device; raises as the two steps do."""
+        return self.apply(x, self.draw(generator, len(x)))
+
+    def draw(self, generator: torch.Generator, n: int) -> Tensor:
+        """Return the row and the column of each crop, and whether it is flipped (0 or 1), int64 [n, 3].
+
+        Raises
+        ------
+        ValueError
+            The generator is not on the CPU.
+        """
+        if generator.device.type != "cpu":
+            raise ValueError(f"the generator must be on the CPU, not on {generator.device}")
+        offsets = torch.randint(2 * self.padding + 1, (2, n), generator=generator)
+        flipped = torch.rand(n, generator=generator) < 0.5
+        return torch.stack([*offsets, flipped.long()], 1)
+
+    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+        """See `Augmentation`.
+
+        Raises
+        ------
+        ValueError
+            `x` is not [B, C, H, W].
+        """
+        if x.ndim != 4:
+            raise ValueError(f"x must be [B, C, H, W], got {tuple(x.shape)}")
+        row, column, flipped = draws.to(x.device).unbind(1)
+        height, width = x.shape[2:]
+        # All crops as a view [B, C, 2p+1, 2p+1, H, W]; one per sample is copied.
+        windows = functional.pad(x, (self.padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+        out = windows[torch.arange(len(x), device=x.device), :, row, column]
+        return torch.where(flipped.bool()[:, None, None, None], out.flip(3), out) if self.flip else out

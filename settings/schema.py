@@ -422,6 +422,11 @@ class Settings:
         "auto (GPUs if there are any), cpu, cuda or cuda:<index>, which counts in CUDA_VISIBLE_DEVICES if that is set",
         group=("execution", "node"),
     )
+    deterministic: bool = setting(
+        False,
+        "same bits in every run on a GPU, with slower algorithms and without TF32; on a CPU it is always so",
+        group="execution",
+    )
     autocast: bool = setting(False, "bfloat16 autocast in local training", group="training")
     engine: str = setting(
         "auto",

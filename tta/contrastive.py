@@ -192,10 +192,17 @@ class ContrastiveViews:
         ValueError
             `x` holds no such images.
         """
+        return self.apply(x, self.draw(generator, len(x)))
+
+    def draw(self, generator: Generator, n: int) -> Tensor:
+        """Return the random numbers of n views: uniform [n, DRAWS], float64, CPU."""
+        return torch.rand(n, DRAWS, generator=generator, dtype=torch.float64)
+
+    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+        """Return the view of each image that its row of `draws` [n, DRAWS] describes; see `__call__`."""
         if x.ndim != 4 or x.shape[1] not in (1, 3) or not x.is_floating_point():
             kind = f"{tuple(x.shape)} {x.dtype}"
             raise ValueError(f"ContrastiveViews needs floating-point images [n, 1 or 3, H, W], got {kind}")
-        draws = torch.rand(len(x), DRAWS, generator=generator, dtype=torch.float64)
         if len(x) == 0:
             return x.clone()
         box, mirror, jitter, colours, order, gray = draws.split([2 * TRIES + 2, 1, 1, len(JITTER), len(JITTER), 1], 1)

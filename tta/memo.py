@@ -25,6 +25,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from fedtta.models.memory import budget, in_parts, saved_bytes
 from fedtta.tta.augmix import AugMix
 from fedtta.tta.base import Adapter
 from fedtta.tta.checks import check_choice, check_least, check_number
@@ -35,7 +36,7 @@ from fedtta.tta.views import Augment, augmented, seeded
 MODES = ("auto", "loop", "vmap")
 CPU_CHUNK = 8  # samples of a vmap on a CPU
 LARGEST_CHUNK = 256  # samples of a vmap on a GPU, if memory allows
-MEMORY_SHARE = 0.25  # of what a GPU has free: other workers may use it too
+MEMORY_SHARE = 0.25  # of what this process plans with
 
 #: How logits [V, K] are read off a network, given x [V, ...] and a scalar e; only "global" takes any network.
 READOUTS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
@@ -80,7 +81,8 @@ class Tuning:
     mode : str
         "loop", "vmap", or "auto": vmap on a GPU, a loop on a CPU.
     chunk : int or None
-        Samples tuned together; None: 1 in a loop, as many as a quarter of the free memory holds in a vmap.
+        Samples tuned together; None: 1 in a loop, in a vmap as many as a quarter of this process's share of the GPU's
+        memory holds. Fewer where the memory does not suffice.
     """
 
     views: int
@@ -196,18 +198,10 @@ def sample_bytes(readout: Readout, x: Tensor, weight: Tensor, tuning: Tuning) ->
     What one image's forward pass saves for the backward pass (weights aside), times the views, doubled for
     the gradients on the way back, and weights, gradients and updated weights once each for the sample.
     """
-    saved = 0
     params = {name: value.detach().clone().requires_grad_() for name, value in readout.named_parameters()}
-    weights = {value.data_ptr(): value.nbytes for value in params.values()}
-
-    def count(tensor: Tensor) -> Tensor:
-        nonlocal saved
-        saved += 0 if tensor.data_ptr() in weights else tensor.nbytes
-        return tensor
-
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        functional_call(readout, params, (x[:1], weight[0]))
-    return 2 * tuning.views * (saved + tuning.steps * x[:1].nbytes) + 3 * sum(weights.values())
+    weights = list(params.values())
+    saved = saved_bytes(lambda: functional_call(readout, params, (x[:1], weight[0])), weights)
+    return 2 * tuning.views * (saved + tuning.steps * x[:1].nbytes) + 3 * sum(value.nbytes for value in weights)
 
 
 def tune_and_predict(
@@ -242,14 +236,15 @@ def tune_and_predict(
         return readout(x, weight.new_ones(())), x.new_zeros(0, tuning.steps)
     vectorised = x.is_cuda if tuning.mode == "auto" else tuning.mode == "vmap"
     solve = by_vmap if vectorised else by_loop
-    parts = []
     with torch.inference_mode(False), torch.no_grad():  # the solvers switch gradients on where they need them
         x, weight = x.clone(), weight.clone()  # tensors of a caller's inference mode have no gradients
+
+        def solved(part: slice) -> tuple[Tensor, Tensor]:
+            views = tuning.views_of(x[part], position + part.start)
+            return solve(readout, views, x[part], weight[part], tuning.lr)
+
         chunk = tuning.chunk or (_vmap_chunk(readout, x, weight, tuning) if vectorised else 1)
-        for start in range(0, len(x), chunk):
-            part = slice(start, start + chunk)
-            views = tuning.views_of(x[part], position + start)
-            parts.append(solve(readout, views, x[part], weight[part], tuning.lr))
+        parts = in_parts(len(x), chunk, solved)
     logits, losses = (torch.cat(part) for part in zip(*parts, strict=True))
     finite = torch.isfinite(logits).all(1)  # [B]
     if not bool(finite.all()):
@@ -262,9 +257,8 @@ def _vmap_chunk(readout: Readout, x: Tensor, weight: Tensor, tuning: Tuning) -> 
     """Return how many samples a vmap takes at once on this device."""
     if not x.is_cuda:
         return CPU_CHUNK
-    free = torch.cuda.mem_get_info(x.device)[0]
-    free += torch.cuda.memory_reserved(x.device) - torch.cuda.memory_allocated(x.device)  # ours, idle
-    return max(1, min(LARGEST_CHUNK, int(MEMORY_SHARE * free / sample_bytes(readout, x, weight, tuning))))
+    memory = MEMORY_SHARE * budget(x.device)
+    return max(1, min(LARGEST_CHUNK, int(memory / sample_bytes(readout, x, weight, tuning))))
 
 
 class MEMO(Adapter):

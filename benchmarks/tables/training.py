@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from fedtta.client.algorithms.training import TrainingSet, autocast, epoch, generator, has_batchnorm
 from fedtta.client.resources import network_spec, resolve_device
-from fedtta.data import DATASETS, Federation, Images, crop_flip, load
+from fedtta.data import DATASETS, CropFlip, Federation, Images, load
 from fedtta.models import TwoHead, build
 from fedtta.settings import Settings, SettingsError, assignments
 
@@ -200,7 +200,7 @@ def _train(
 def training_set(settings: Settings, images: Images, index: NDArray[np.int64], device: torch.device) -> TrainingSet:
     """Return the images at `index` with the training augmentation of the data set."""
     labels = torch.from_numpy(images.labels[index])
-    augment = partial(crop_flip, flip=DATASETS[settings.dataset].flip) if settings.augment else None
+    augment = CropFlip(flip=DATASETS[settings.dataset].flip) if settings.augment else None
     counts = torch.bincount(labels, minlength=images.num_classes).to(device)
     return TrainingSet(index, torch.from_numpy(images.pixels[index]).to(device), labels.to(device), counts, augment)
 

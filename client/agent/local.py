@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from fedtta.client.agent.backend import Offer
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
@@ -16,7 +14,7 @@ from fedtta.client.agent.scans import Scan
 from fedtta.client.device import Device
 from fedtta.client.names import parse_class_map
 from fedtta.client.node import Node, make_device, perform, settings_of
-from fedtta.client.resources import resolve_device
+from fedtta.client.resources import resolve_device, set_up_torch
 from fedtta.client.served import ServedModel
 from fedtta.client.serving import Served, from_file
 from fedtta.client.state import MemoryState
@@ -39,9 +37,9 @@ class Local:
     """
 
     def __init__(self, config: AgentConfig, row: AdapterRow, note: Callable[[str], None]) -> None:
-        torch.set_num_threads(1)  # equal bits; and training leaves a core to predictions
         self.config, self.row = config, row
         self.device = resolve_device(config.device)
+        set_up_torch(self.device)  # one thread: training leaves a core to predictions
         self.node = own_node(config, note)
 
     def load(self, folder: Path) -> Served:

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,19 +15,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedtta.data import DATASETS, Federation, LazyRows, Rows, crop_flip
+from fedtta.data import DATASETS, Augmentation, CropFlip, Federation, LazyRows, Rows
 from fedtta.models import TwoHead
 from fedtta.models.arrays import all_finite
 from fedtta.models.optim import Optimizer
 from fedtta.settings import Settings
 from fedtta.tta.contrastive import ContrastiveViews
 
-Augment = Callable[[Tensor, torch.Generator], Tensor]
 #: (logits [B, K], labels [B], class counts [K] of the client's training split) → mean loss.
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: (x [B, C, H, W] in [0, 1], labels [B]) → mean loss of the batch, detached; one whole training step.
 Step = Callable[[Tensor, Tensor], Tensor]
-AUGMENTED_AT_ONCE = 64  # batches augmented in one call: enough to hide its fixed cost, little memory
+DRAWN_AT_ONCE = 64  # batches whose augmentation is drawn in one call; what a seed gives depends on it
+AUGMENTED_BYTES = 32 * 2**20  # of the images augmented in one call: enough to hide its fixed cost
+FLOAT32 = 4  # bytes
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
@@ -79,8 +79,7 @@ class TrainingSet:
     labels : Tensor int64 [n]
     counts : Tensor int64 [K]
         Samples of each class; they never leave the device.
-    augment : callable or None
-        `(x [B, C, H, W] in [0, 1], generator) → x`.
+    augment : Augmentation or None
     least_batch : int
         A last batch with fewer samples is left out: its few samples would weigh as much as a whole batch.
     """
@@ -89,7 +88,7 @@ class TrainingSet:
     pixels: Rows
     labels: Tensor
     counts: Tensor
-    augment: Augment | None = None
+    augment: Augmentation | None = None
     least_batch: int = 1
 
     def __len__(self) -> int:
@@ -128,13 +127,13 @@ def contrastive_views(settings: Settings) -> ContrastiveViews:
     return ContrastiveViews.for_data(flip=known.flip, crop=known.crop)
 
 
-def _augmentation(settings: Settings) -> Augment | None:
+def _augmentation(settings: Settings) -> Augmentation | None:
     """Return the augmentation of training images; None without any."""
     if not settings.augment:
         return None
     if settings.views == "contrastive":
         return contrastive_views(settings)
-    return partial(crop_flip, flip=DATASETS[settings.dataset].flip)
+    return CropFlip(flip=DATASETS[settings.dataset].flip)
 
 
 def epoch(
@@ -143,19 +142,30 @@ def epoch(
     """Yield one shuffled, augmented epoch as (x [B, C, H, W] in [0, 1], labels [B]).
 
     A last short batch is kept unless it has fewer than `smallest` samples (2 for networks with BatchNorm, whose batch
-    statistics need two values).
+    statistics need two values). Images that are read from files are read batch by batch, and drawn so; for others how
+    many are augmented at once is bounded by bytes and decides no bit.
     """
     order = torch.randperm(len(data), generator=generator).to(data.labels.device)
-    at_once = AUGMENTED_AT_ONCE if isinstance(data.pixels, Tensor) else 1
+    drawn, size = batch_size, batch_size
+    if isinstance(data.pixels, Tensor):
+        drawn, size = batch_size * DRAWN_AT_ONCE, augmented_at_once(data.pixels.shape[1:], batch_size)
     smallest = max(smallest, data.least_batch)
-    for chosen in order.split(batch_size * at_once):
-        x = data.pixels[chosen].float() / 255
-        if data.augment is not None:
-            x = data.augment(x, generator)
-        x = x.contiguous(memory_format=torch.channels_last)
-        for batch, labels in zip(x.split(batch_size), data.labels[chosen].split(batch_size), strict=True):
-            if len(labels) >= smallest:
-                yield batch, labels
+    for block in order.split(drawn):
+        draws = data.augment.draw(generator, len(block)) if data.augment is not None else block
+        for chosen, numbers in zip(block.split(size), draws.split(size), strict=True):
+            x = data.pixels[chosen].float() / 255
+            if data.augment is not None:
+                x = data.augment.apply(x, numbers)
+            x = x.contiguous(memory_format=torch.channels_last)
+            for batch, labels in zip(x.split(batch_size), data.labels[chosen].split(batch_size), strict=True):
+                if len(labels) >= smallest:
+                    yield batch, labels
+
+
+def augmented_at_once(shape: Sequence[int], batch_size: int) -> int:
+    """Return how many images of a shape (C, H, W) are augmented in one call: whole batches, at least one."""
+    image = FLOAT32 * math.prod(shape)
+    return batch_size * min(DRAWN_AT_ONCE, max(1, AUGMENTED_BYTES // (image * batch_size)))
 
 
 def optimizer(parameters: Sequence[Tensor], settings: Settings) -> Optimizer:

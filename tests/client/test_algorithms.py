@@ -35,9 +35,19 @@ def options(**changes: Any) -> Settings:
     return settings(**{**values, **changes})
 
 
+class Doubled:
+    """An augmentation that draws nothing and returns float64."""
+
+    def draw(self, generator: torch.Generator, n: int) -> Tensor:
+        return torch.empty(n, 0)
+
+    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+        return x.double()
+
+
 def data64(count: int = COUNT) -> TrainingSet:
     plain = image_set(count)
-    return TrainingSet(plain.index, plain.pixels, plain.labels, plain.counts, lambda x, _: x.double())
+    return TrainingSet(plain.index, plain.pixels, plain.labels, plain.counts, Doubled())
 
 
 def network64(norm: bool, seed: int = 0) -> TwoHead:

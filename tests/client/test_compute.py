@@ -1,11 +1,21 @@
-"""Which processor a device computes on."""
+"""Which processor a device computes on, and how."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from fedtta.client import node, resources
+from fedtta.client.agent import local
+from fedtta.client.agent.config import AgentConfig
 from fedtta.client.algorithms.training import autocast
-from fedtta.client.resources import resolve_device
-from fedtta.settings import SettingsError
+from fedtta.client.resources import DETERMINISTIC, Switches, resolve_device, set_up_torch
+from fedtta.messages.requests import AdapterRow
+from fedtta.models import memory
+from fedtta.settings import Settings, SettingsError
+from tests.client.tiny import made
 
 
 @pytest.fixture
@@ -54,3 +64,87 @@ def test_autocast_computes_in_bfloat16_only_when_asked() -> None:
     for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32)):
         with autocast(torch.device("cpu"), enabled):
             assert (x @ x).dtype == dtype
+
+
+# Equal bits ---------------------------------------------------------------------------------------------------------
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def _switches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore what `set_up_torch` sets."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is as before afterwards
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(memory, "PLAN", memory.Plan())
+    before = Switches.now()
+    yield
+    resources._before.clear()
+    before.set()
+
+
+@pytest.mark.usefixtures("_switches")
+def test_on_a_cpu_one_thread_is_all_that_is_set() -> None:
+    torch.set_num_threads(2)
+    before = Switches.now()
+    set_up_torch(torch.device("cpu"), deterministic=True, share=0.25)
+    assert torch.get_num_threads() == 1
+    assert Switches.now() == before
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert memory.PLAN.share == 1.0
+
+
+@pytest.mark.usefixtures("_switches")
+def test_on_a_gpu_equal_bits_are_switched_on_and_off_by_request() -> None:
+    torch.backends.cudnn.benchmark = True  # as a program around this one might do
+    torch.backends.cuda.matmul.allow_tf32 = True
+    before = Switches.now()
+    torch.set_num_threads(2)
+    for deterministic in (False, True, True, False, False, True):
+        set_up_torch(GPU, deterministic)
+        assert torch.get_num_threads() == 1
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # also for a later run in this process
+        assert torch.are_deterministic_algorithms_enabled() is deterministic
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.backends.cudnn.deterministic is deterministic
+        assert (torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32) == (not deterministic,) * 2
+        assert torch.backends.cudnn.allow_tf32 is not deterministic  # torch's default
+        assert Switches.now() == (DETERMINISTIC if deterministic else before)
+
+
+@pytest.mark.usefixtures("_switches")
+def test_what_torch_does_without_it() -> None:
+    """As docs/design/determinism.md says: convolutions in TF32, matrix products not."""
+    assert Switches.now()._asdict() == {
+        "debug_mode": 0, "cudnn_deterministic": False, "cudnn_benchmark": False,
+        "cudnn_tf32": True, "matmul_tf32": False,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("_switches")
+def test_a_workspace_that_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    set_up_torch(GPU, deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_whatever_runs_a_client_sets_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All transports make a device for a request; an agent predicts before it has one."""
+    seen: list[tuple] = []
+    for module in (node, local):
+        monkeypatch.setattr(module, "resolve_device", lambda _: GPU)
+        monkeypatch.setattr(module, "set_up_torch", lambda *given: seen.append(given))
+    small = Settings(fraction=0.1, image_size=16, clients=3, device="cpu")
+    made(small.replace(deterministic=True, num_gpus=0.25), 0)
+    made(small, 0)
+    local.Local(AgentConfig(name="0", state_dir=str(tmp_path)), AdapterRow("none", "none"), print)
+    assert seen == [(GPU, True, 0.25), (GPU, False, 1.0), (GPU,)]
+
+
+def test_it_is_set_in_one_place() -> None:
+    root, names = Path(resources.__file__).parent.parent, set()
+    words = ("set_num_threads", "set_deterministic_debug_mode", "use_deterministic", "allow_tf32", "CUBLAS_WORKSPACE")
+    for package in ("client", "data", "messages", "models", "server", "settings", "simulation", "strategies", "tta"):
+        for path in (root / package).rglob("*.py"):
+            names |= {path.name for word in words if word in path.read_text()}
+    assert names == {"resources.py"}

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedtta.client.algorithms.training import AUGMENTED_AT_ONCE, TrainingSet, epoch, labelled
+from fedtta.client.algorithms.training import DRAWN_AT_ONCE, TrainingSet, epoch, labelled
 from fedtta.client.device import Device
 from fedtta.client.names import parse_class_map
 from fedtta.client.node import Node, make_device, perform
 from fedtta.client.own import _of_run, scan, settings_alone
 from fedtta.client.state import DirectoryState, MemoryState
-from fedtta.data import Images, LazyRows
+from fedtta.data import CropFlip, Images, LazyRows
 from fedtta.messages.arrays import digest
 from fedtta.messages.replies import Adapted, Evaluated, Identity, Summarized, Trained
 from fedtta.messages.requests import (
@@ -298,14 +298,15 @@ def test_an_epoch_of_images_in_memory_is_augmented_many_batches_at_once(tmp_path
     device = Box(tmp_path, COUNTS, OWN.replace(batch_size=2)).device()
     sizes: list[int] = []
 
-    def note(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-        sizes.append(len(x))
-        return x
+    class Noting(CropFlip):
+        def apply(self, x: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(x))
+            return x
 
-    for one, expected in ((device, 2), (in_memory(device), 2 * AUGMENTED_AT_ONCE)):
+    for one, expected in ((device, 2), (in_memory(device), 2 * DRAWN_AT_ONCE)):
         data = TrainingSet.of_client(one.federation, 0, one.settings, torch.device("cpu"))
         sizes.clear()
-        list(epoch(replace(data, augment=note), 2, torch.Generator().manual_seed(0)))
+        list(epoch(replace(data, augment=Noting()), 2, torch.Generator().manual_seed(0)))
         assert max(sizes) == min(expected, len(data))
     x, _ = labelled(device.federation, np.arange(5), torch.device("cpu"))
     assert isinstance(x, LazyRows)

@@ -27,8 +27,9 @@ from fedtta.client.algorithms.training import (
     train_network,
     train_personal_head,
 )
-from fedtta.data import crop_flip
+from fedtta.data import CropFlip
 from fedtta.models import TwoHead
+from fedtta.tta.contrastive import ContrastiveViews
 from tests.client.tiny import CLASSES, changed, image_set, network, settings, snapshot, training_set
 
 
@@ -60,11 +61,35 @@ def test_an_epoch_visits_every_sample_once_with_its_label(count: int, batch_size
     )
 
 
-def test_batches_do_not_depend_on_how_many_are_augmented_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = training_set(50)
-    together = [x.flatten().tolist() for x, _ in epoch(data, 4, draw())]
-    monkeypatch.setattr(training, "AUGMENTED_AT_ONCE", 3)
-    assert [x.flatten().tolist() for x, _ in epoch(data, 4, draw())] == together
+@pytest.mark.parametrize("kind", [CropFlip, ContrastiveViews])
+def test_the_bytes_augmented_at_once_are_bounded_and_decide_no_bit(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the batches nor what is drawn after them."""
+    plain, seen = image_set(150), list[int]()
+
+    class Noting(kind):
+        def apply(self, x: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+            seen.append(x.nbytes)
+            return super().apply(x, draws)
+
+    data = training.TrainingSet(plain.index, plain.pixels, plain.labels, plain.counts, Noting())
+    image = 4 * 3 * 16 * 16
+    results = []
+    for most in (2**30, 2 * 2 * image + 1, 1):  # all that are drawn at once, two batches, one batch
+        monkeypatch.setattr(training, "AUGMENTED_BYTES", most)
+        g, batches = draw(), list[torch.Tensor]()
+        for x, _ in epoch(data, 2, g):
+            batches += [x, torch.rand(1, generator=g)]  # as a step that draws, too
+        results.append(batches)
+        assert max(seen) == {2**30: 64 * 2 * image, 1: 2 * image}.get(most, 2 * 2 * image)
+        seen.clear()
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_large_images_are_augmented_in_no_more_memory_than_small_ones() -> None:
+    sizes = {edge: 4 * 3 * edge**2 * training.augmented_at_once((3, edge, edge), 32) for edge in (32, 64, 224, 1024)}
+    assert sizes == {32: 64 * 32 * 12288, 64: 21 * 32 * 49152, 224: 32 * 602112, 1024: 32 * 12582912}
+    assert max(sizes[edge] for edge in (32, 64, 224)) <= training.AUGMENTED_BYTES  # one batch of 1024 x 1024 is more
 
 
 def test_epochs_are_shuffled_by_the_generator_alone() -> None:
@@ -86,12 +111,13 @@ def test_a_short_last_batch_is_kept_unless_too_small(count: int, smallest: int, 
 def test_augmentation_sees_images_in_the_unit_range_and_draws_from_the_generator() -> None:
     seen = []
 
-    def note(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-        seen.append((float(x.min()), float(x.max()), x.dtype))
-        return crop_flip(x, g, flip=False)
+    class Noting(CropFlip):
+        def apply(self, x: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+            seen.append((float(x.min()), float(x.max()), x.dtype))
+            return super().apply(x, draws)
 
     plain = training_set(256, (3, 8, 8))
-    data = training.TrainingSet(plain.index, plain.pixels, plain.labels, plain.counts, note)
+    data = training.TrainingSet(plain.index, plain.pixels, plain.labels, plain.counts, Noting(flip=False))
     batches = [torch.cat([x for x, _ in epoch(data, 16, draw(seed))]) for seed in (1, 1, 2)]
     assert seen[0] == (0.0, 1.0, torch.float32)
     assert torch.equal(batches[0], batches[1])
@@ -348,7 +374,7 @@ def test_equal_generators_give_equal_bits_whatever_the_global_seed() -> None:
     for seed in (1, 2):
         torch.manual_seed(seed)
         model, data = network(norm=True), image_set(40)
-        data = training.TrainingSet(data.index, data.pixels, data.labels, data.counts, crop_flip)
+        data = training.TrainingSet(data.index, data.pixels, data.labels, data.counts, CropFlip())
         train_personal_head(model, data, settings(), draw(1))
         train_network(model, data, cross_entropy, settings(), draw(2))
         trained.append(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from fedtta.data import crop_flip
+from fedtta.data import CropFlip
 
 
 def seeded(seed=0):
@@ -17,7 +17,7 @@ def seeded(seed=0):
 def test_each_sample_is_a_crop_of_its_padded_self(flip):
     x = torch.rand(64, 3, 9, 7, generator=seeded(5))
     before = x.clone()
-    out = crop_flip(x, seeded(), padding=2, flip=flip)
+    out = CropFlip(padding=2, flip=flip)(x, seeded())
     padded = functional.pad(x, (2, 2, 2, 2))
     found = set()
     for sample in range(64):
@@ -35,28 +35,28 @@ def test_each_sample_is_a_crop_of_its_padded_self(flip):
 
 def test_nothing_to_do_is_the_identity():
     x = torch.rand(4, 1, 8, 8)
-    assert torch.equal(crop_flip(x, seeded(), padding=0, flip=False), x)
+    assert torch.equal(CropFlip(padding=0, flip=False)(x, seeded()), x)
 
 
 def test_flip_leaves_the_other_draws_alone():
     x = torch.rand(16, 3, 8, 8)
-    plain, mirrored = crop_flip(x, seeded(1), flip=False), crop_flip(x, seeded(1), flip=True)
+    plain, mirrored = (CropFlip(flip=flip)(x, seeded(1)) for flip in (False, True))
     same = (plain == mirrored).flatten(1).all(1)
     assert torch.equal(mirrored[~same], plain[~same].flip(3))
     assert 0 < int(same.sum()) < 16
     one, other = seeded(2), seeded(2)
-    crop_flip(x, one, flip=False)
-    crop_flip(x, other, flip=True)
+    CropFlip(flip=False)(x, one)
+    CropFlip(flip=True)(x, other)
     assert torch.equal(torch.rand(3, generator=one), torch.rand(3, generator=other))
 
 
 def test_an_empty_batch_and_other_dtypes():
-    assert crop_flip(torch.empty(0, 3, 8, 8), seeded()).shape == (0, 3, 8, 8)
-    assert crop_flip(torch.rand(2, 3, 8, 8, dtype=torch.float64), seeded()).dtype == torch.float64
+    assert CropFlip()(torch.empty(0, 3, 8, 8), seeded()).shape == (0, 3, 8, 8)
+    assert CropFlip()(torch.rand(2, 3, 8, 8, dtype=torch.float64), seeded()).dtype == torch.float64
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match="B, C, H, W"):
-        crop_flip(torch.rand(3, 8, 8), seeded())
+        CropFlip()(torch.rand(3, 8, 8), seeded())
     with pytest.raises(ValueError, match="padding=-1"):
-        crop_flip(torch.rand(1, 3, 8, 8), seeded(), padding=-1)
+        CropFlip(padding=-1)
