@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedtta.benchmarks import poisoning, privacy
 from fedtta.benchmarks.speed import command as speed
-from fedtta.benchmarks.speed import fleet
+from fedtta.benchmarks.speed import fleet, gpu
 from fedtta.benchmarks.tables import engine, index, methods, pages
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
@@ -23,6 +23,7 @@ COMMANDS = {
     "run": (engine, "run the cells of a protocol over several seeds, keep the results, print the tables"),
     "page": (pages, "write pages and plots of all kept results"),
     "speed": (speed, "measure ratios of times and memory side by side"),
+    "gpu": (gpu, "what only a GPU can show, where there is one"),
     "fleet": (fleet, "many light devices: our server beside Flower's own FedAvg"),
     "poisoning": (poisoning, "measure what poisoners among ten clients cost the others"),
     "privacy": (privacy, "what messages tell of a client's class mix, and what hiding it costs"),
