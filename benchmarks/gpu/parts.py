@@ -1,15 +1,9 @@
-"""The parts of `gpu`, each a few named cases, and the process that measures one.
-
-A case gets the seconds that it may take and yields ratios; one that fails leaves the others. What a part has no time
-for is named. On a pretended GPU each case runs in its smallest form, or raises `NotPretended`.
-"""
+"""The parts of `gpu`: of each the cases by name, the most telling first."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
-import math
 import os
 import re
 import statistics as averages
@@ -17,25 +11,22 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from functools import cache, partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from fedtta.benchmarks.provenance import provenance
+from fedtta.benchmarks.gpu.process import Case, GpuPart, NotPretended, Run, pretend_here
 from fedtta.benchmarks.speed import adapters, agent, federation, loops, options, served
 from fedtta.benchmarks.speed.measurement import Ratio
 from fedtta.benchmarks.spy import accuracy
 from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
 from fedtta.client.algorithms.training import autocast
-from fedtta.client.resources import federation_of
 from fedtta.server.events import Event, RunError
 from fedtta.settings import Settings
 from fedtta.simulation.deployment import sockets_folder
@@ -44,101 +35,6 @@ from fedtta.tta.registry import ADAPTERS
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SMALL = ("shallow-cnn",)  # the network of a pretended GPU
-#: A case: the seconds that it may take → ratios, and mappings of further numbers.
-Case = Callable[[float], Iterable[Ratio | Mapping[str, Any]]]
-
-
-class NotPretended(Exception):
-    """What was to be measured exists on a real GPU only."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What the cases of a part share.
-
-    Parameters
-    ----------
-    device : torch.device
-    pretended : bool
-        Whether a CPU pretends to be the device; cases are as small as they can be then.
-    data : dict
-        Settings of the data set: CIFAR-10 where it is at hand, else the embedded digits.
-    """
-
-    device: torch.device
-    pretended: bool
-    data: Mapping[str, Any]
-
-    def only_on_a_gpu(self) -> None:
-        """Raise NotPretended on a pretended GPU."""
-        if self.pretended:
-            raise NotPretended
-
-
-@dataclass(frozen=True)
-class GpuPart:
-    """A part: its title, its seconds, and what returns its cases by name, the most telling first."""
-
-    title: str
-    seconds: int
-    cases: Callable[[Run], Mapping[str, Case]]
-
-
-def measure(sender: Connection, part: GpuPart, seconds: float, pretended: bool) -> None:
-    """Measure the cases of a part in this process, and send what comes of it, a pair (kind, value) each."""
-    os.setpgid(0, 0)  # so that all that it starts can be ended with it
-    end = time.monotonic() + 0.9 * seconds  # the rest is for a case that takes longer than it should
-    with pretended_gpu() if pretended else nullcontext():
-        run = Run(torch.device("cuda"), pretended, data_at_hand(pretended))
-        about = {**provenance(), "data": run.data["dataset"]}
-        sender.send(("start", {**about, "gpu": torch.cuda.get_device_name()}))
-        cases = part.cases(run)
-        sender.send(("cases", list(cases)))
-        for i, (name, case) in enumerate(cases.items()):
-            if (left := end - time.monotonic()) <= 0:
-                break
-            sender.send(("case", name))
-            _measure_case(sender, name, case, left / (len(cases) - i))
-        sender.send(("end", {"processor_seconds": round(time.process_time(), 1)}))
-
-
-def _measure_case(sender: Connection, name: str, case: Case, seconds: float) -> None:
-    try:
-        for found in case(seconds):
-            if not isinstance(found, Ratio):
-                sender.send(("details", dict(found)))
-            elif all(map(math.isfinite, (found.ratio, found.ours, found.other))):
-                sender.send(("ratio", asdict(found)))
-            else:
-                raise RunError(f"{found.what}: ratio {found.ratio}, ours {found.ours}, other {found.other}")
-    except NotPretended:
-        sender.send(("not pretended", None))
-    except Exception as error:  # of this case alone
-        first = (str(error).strip() or "no message").partition("\n")[0]
-        sender.send(("error", f"{type(error).__name__}: {first}"))
-        sender.send(("details", {f"traceback of {name}": traceback.format_exc()[-4000:]}))
-
-
-def pretended_gpu() -> AbstractContextManager[Any]:
-    """Return the pretended GPU of the tests, which is not part of an installed copy."""
-    made: AbstractContextManager[Any] = importlib.import_module("tests.gpu.pretended").PretendedGPU()
-    return made
-
-
-def pretend_here() -> None:
-    """Let this process, a worker of Ray's, pretend until it ends."""
-    pretended_gpu().__enter__()
-
-
-def data_at_hand(pretended: bool) -> dict[str, Any]:
-    """Return the settings of CIFAR-10 if it can be read, else of the embedded digits; always these if pretended."""
-    if not pretended:
-        with contextlib.suppress(ValueError, OSError):  # the result says which data set it was
-            federation_of(Settings(dataset="cifar10", fraction=0.01, clients=2))
-            return {"dataset": "cifar10"}
-    return {"dataset": "digits"}
-
-
 # -- tests
 
 OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
@@ -147,18 +43,26 @@ PYTEST = ("-m", "pytest", "-vv", "-p", "no:cacheprovider", "-p", "no:randomly", 
 
 
 def tests(run: Run) -> dict[str, Case]:
-    """Run `tests/gpu` on the device; on a pretended one only its first file, for CI runs all of them."""
+    """Run `tests/gpu` on the device; for a pretended one they are only collected, since the test suite has them."""
     paths = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
-    return {"tests/gpu": lambda seconds: tested(paths[:1] if run.pretended else paths, run.pretended, seconds)}
+    return {"tests/gpu": lambda seconds: tested(paths, run.pretended, seconds)}
 
 
 def tested(paths: list[str], pretended: bool, seconds: float) -> Iterator[Ratio | Mapping[str, Any]]:
-    """Yield how many tests passed; RunError if one did not, if there are none, or if time was over before the end."""
+    """Yield how many tests passed, and which did not.
+
+    Raises
+    ------
+    RunError
+        There are none, one failed, or time was over before the end.
+    NotPretended
+        After they have been collected.
+    """
     if not paths:
         raise RunError("tests/gpu holds no tests")
     env = {**os.environ, "FEDTTA_TEST_DEVICE": "pretended" if pretended else "cuda"}
     with tempfile.TemporaryFile("w+") as output:
-        command = [sys.executable, *PYTEST, *paths]
+        command = [sys.executable, *PYTEST, *(["--collect-only"] if pretended else []), *paths]
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
@@ -178,6 +82,8 @@ def tested(paths: list[str], pretended: bool, seconds: float) -> Iterator[Ratio 
         yield {"output": "\n".join(lines[-200:])[-12000:]}
         why = "were not through in time" if status is None else f"ended with status {status}, {bad} failed"
         raise RunError(f"{len(found)} tests: pytest {why}")
+    if pretended:
+        raise NotPretended
 
 
 # -- equal results
@@ -274,14 +180,15 @@ def precision(tf32: bool) -> Iterator[None]:
 # -- speed at test time
 
 BATCHES = (32, 1, 512)
+BARE_SECONDS = 1.0
 
 
 def images(run: Run) -> dict[str, Case]:
     """Measure images a second of every adapter in batches; the first batch of a stream warms up."""
-    bare = cache(lambda batch, seconds: rate(run, "none", batch, seconds))
+    bare = cache(lambda batch: rate(run, "none", batch, BARE_SECONDS))
 
     def case(name: str, batch: int, seconds: float) -> Iterator[Ratio]:
-        other = bare(batch, min(seconds, 1.0) / 2)
+        other = bare(batch)
         ours = other if name == "none" else rate(run, name, batch, seconds)
         yield Ratio(f"{name}, batch {batch}", ours / other, "images/s", ours, other, "none")
 
@@ -389,7 +296,7 @@ def pretended_ray(workers: int) -> Iterator[None]:
     modules = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ray.init(
         address="local", num_cpus=workers, num_gpus=1, include_dashboard=False, log_to_driver=False,
-        runtime_env={"env_vars": modules, "worker_process_setup_hook": f"{__name__}.pretend_here"},
+        runtime_env={"env_vars": modules, "worker_process_setup_hook": f"{pretend_here.__module__}.pretend_here"},
     )  # fmt: skip
     try:
         yield
@@ -520,6 +427,6 @@ PARTS: dict[str, GpuPart] = {
     "agent": GpuPart("Seconds of requests to the agent over the bare forward pass", 90, requests),
     "engines": GpuPart("Clients a second in one process, and under Ray with fractions of the GPU", 150, engines),
     "memory": GpuPart("Peak memory of the GPU in a simulation over that with 10 clients", 90, memory),
-    "cell": GpuPart("FedTHE's Table 1: CNN, Dirichlet(0.1), all images", 350, cell),
-    "steps": GpuPart("Speed of a training step over the plain one, batch 32", 180, steps),
+    "cell": GpuPart("FedTHE's Table 1: CNN, Dirichlet(0.1), all images", 330, cell),
+    "steps": GpuPart("Speed of a training step over the plain one, batch 32", 160, steps),
 }

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from fedtta.benchmarks.gpu import parts, process
+from fedtta.benchmarks.gpu.parts import PARTS
+from fedtta.benchmarks.gpu.process import GpuPart
 from fedtta.benchmarks.provenance import RESULTS, write_json
-from fedtta.benchmarks.speed import gpu_parts
-from fedtta.benchmarks.speed.gpu_parts import PARTS, GpuPart
 from fedtta.benchmarks.speed.measurement import Ratio, markdown
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
@@ -35,6 +36,7 @@ from fedtta.settings.files import write_atomically
 FILE, PRETENDED_FILE = "gpu.json", "gpu-pretended.json"
 PRETENDED = Path("results/gpu-pretended")
 PATIENCE = 600  # seconds of a pretended part, on however busy a machine
+STARTING = 180  # seconds until the first part's modules are imported
 GRACE = 10.0  # seconds in which a part that is interrupted may stop what it has started
 NOTHING = "No GPU has been measured yet: `make gpu`, on a machine with one, writes what stands here."
 
@@ -100,11 +102,11 @@ class Measuring:
     pretended: bool
     content: dict[str, Any]
     _ahead: list[str] = field(default_factory=list)  # cases that have not begun
-    _case: str = ""  # that is being measured
+    _case: str = "start"  # that is being measured
     _ended: bool = False
 
     def run(self) -> str:
-        """Measure; return "whole", "partly" (for lack of time) or "failed".
+        """Measure; return "whole", "partly" (cases were left out for lack of time) or "failed".
 
         Raises
         ------
@@ -118,19 +120,18 @@ class Measuring:
         }  # fmt: skip
         start = time.monotonic()
         context = multiprocessing.get_context("forkserver")  # modules are imported once; nothing of CUDA is inherited
-        context.set_forkserver_preload([gpu_parts.__name__])
+        context.set_forkserver_preload([parts.__name__])
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=gpu_parts.measure, args=(sender, self.part, allowed, self.pretended))
-        process.start()
+        child = context.Process(target=process.measure, args=(sender, self.part, allowed, self.pretended))
+        child.start()
         sender.close()
         try:
-            self._receive(receiver, start + allowed)
+            late = self._receive(receiver, allowed)
         finally:
-            stop(process)
-        if self._case and not self._ended:
-            late = time.monotonic() - start >= allowed
-            why = f"the {allowed} s of the part were over" if late else f"its process ended: {process.exitcode}"
-            self._own["errors"][self._case] = why
+            stop(child, GRACE if self._ended else 0.0)
+        if not self._ended:
+            over = f"the {allowed} s of the part were over"
+            self._own["errors"][self._case] = over if late else f"its process ended with status {child.exitcode}"
         self._own["left_out"] = self._ahead
         self._own["seconds"] = round(time.monotonic() - start, 1)
         failed, partly = bool(self._own["errors"]), bool(self._ahead)
@@ -138,22 +139,25 @@ class Measuring:
         self._write()
         return str(self._own["status"])
 
-    def _receive(self, receiver: Connection, end: float) -> None:
-        """Take what the process sends until it ends or time is over."""
-        self._case = "start"
+    def _receive(self, receiver: Connection, allowed: float) -> bool:
+        """Take what the process sends until it ends, False, or its time after the start is over, True."""
+        end = time.monotonic() + STARTING
         with suppress(EOFError):
             while receiver.poll(max(0.0, end - time.monotonic())):
                 kind, value = receiver.recv()
-                if kind == "end":
-                    self._own |= value
-                    self._case, self._ended = "", True
-                    return
+                if kind == "start":
+                    end = time.monotonic() + allowed
                 self._take(kind, value)
+            return True
+        return False
 
     def _take(self, kind: str, value: Any) -> None:
         if kind == "start":
             self._check(value.pop("gpu"))
             self._own |= value
+        elif kind == "end":
+            self._own |= value
+            self._ended = True
         elif kind == "cases":
             self._ahead = list(value)
         elif kind == "case":
@@ -178,22 +182,22 @@ class Measuring:
 
     def _write(self) -> None:
         self.content["parts"][self.name] = self._own
-        parts = {name: self.content["parts"][name] for name in PARTS if name in self.content["parts"]}
+        ordered = {name: self.content["parts"][name] for name in PARTS if name in self.content["parts"]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, {**self.content, "parts": parts})
-        write_atomically(self.path.with_suffix(".md"), gpu_page({**self.content, "parts": parts}).encode())
+        write_json(self.path, {**self.content, "parts": ordered})
+        write_atomically(self.path.with_suffix(".md"), gpu_page({**self.content, "parts": ordered}).encode())
 
 
-def stop(process: BaseProcess) -> None:
-    """End a part's process and all that it has started: interrupt it, wait a little, kill its group."""
+def stop(child: BaseProcess, patience: float) -> None:
+    """Wait for the end of a part's process; interrupt it then, and kill all that it has started and left."""
     with suppress(ProcessLookupError):
-        process.join(0.5)
-        if process.is_alive() and process.pid:
-            os.kill(process.pid, signal.SIGINT)
-            process.join(GRACE)
-        if process.pid:
-            os.killpg(process.pid, signal.SIGKILL)
-    process.join()
+        child.join(patience)
+        if child.is_alive() and child.pid:
+            os.kill(child.pid, signal.SIGINT)
+            child.join(GRACE)
+        if child.pid:
+            os.killpg(child.pid, signal.SIGKILL)
+    child.join()
 
 
 def read_gpu(path: Path = RESULTS / FILE, pretended: bool = False) -> dict[str, Any]:
@@ -220,15 +224,15 @@ def read_gpu(path: Path = RESULTS / FILE, pretended: bool = False) -> dict[str, 
 
 def gpu_page(content: Mapping[str, Any]) -> str:
     """Return all parts as a Markdown page, those that have not been measured by name."""
-    parts = content["parts"]
-    if not parts:
+    kept = content["parts"]
+    if not kept:
         return f"# GPU\n\n{NOTHING}\n"
     lines = ["# GPU", ""]
     if content["pretended"]:
         lines += ["**Pretended: a CPU computed this to try the code; its numbers say nothing about a GPU.**", ""]
     lines += [f"{content['gpu']}. `make gpu` measures it; details are in the JSON file beside this page."]
     for name, part in PARTS.items():
-        lines += ["", f"## {name}: {part.title}", "", *(_section(parts[name]) if name in parts else ["Not measured."])]
+        lines += ["", f"## {name}: {part.title}", "", *(_section(kept[name]) if name in kept else ["Not measured."])]
     return "\n".join(lines) + "\n"
 
 
