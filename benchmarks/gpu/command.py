@@ -101,6 +101,7 @@ class Measuring:
     part: GpuPart
     pretended: bool
     content: dict[str, Any]
+    _own: dict[str, Any] = field(default_factory=dict)  # what the file has of this part
     _ahead: list[str] = field(default_factory=list)  # cases that have not begun
     _case: str = "start"  # that is being measured
     _ended: bool = False
@@ -114,7 +115,7 @@ class Measuring:
             Parts that are kept were measured on another GPU.
         """
         allowed = PATIENCE if self.pretended else self.part.seconds
-        self._own: dict[str, Any] = {
+        self._own = {
             "title": self.part.title, "status": "unfinished", "allowed_seconds": allowed, "ratios": [],
             "errors": {}, "not_pretended": [], "left_out": [], "details": {},
         }  # fmt: skip

@@ -35,6 +35,7 @@ from fedtta.tta.registry import ADAPTERS
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 SMALL = ("shallow-cnn",)  # the network of a pretended GPU
+
 # -- tests
 
 OUTCOME = re.compile(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
@@ -71,7 +72,7 @@ def tested(paths: list[str], pretended: bool, seconds: float) -> Iterator[Ratio 
         process.wait()
         output.seek(0)
         lines = output.read().splitlines()
-    found = dict(match.groups() for line in lines if (match := OUTCOME.match(line)))
+    found = {match[1]: match[2] for line in lines if (match := OUTCOME.match(line))}
     passed, bad = [sum(one in kinds for one in found.values()) for kinds in (("PASSED", "XFAIL"), ("FAILED", "ERROR"))]
     yield {"outcomes": {kind: list(found.values()).count(kind) for kind in sorted(set(found.values()))}}
     yield {"not passed": [name for name, one in found.items() if one not in ("PASSED", "XFAIL")]}
@@ -224,7 +225,7 @@ def views(run: Run) -> dict[str, Case]:
     samples = 1 if run.pretended else 32
 
     def case(name: str, seconds: float) -> Iterator[Ratio]:
-        start, found = time.perf_counter(), []
+        start, found = time.perf_counter(), list[Ratio]()
         while not found or (time.perf_counter() - start) * (1 + 1 / len(found)) < (0 if run.pretended else seconds):
             found.append(loops.tuned(name, samples, 1, run.device))
         yield sorted(found, key=lambda one: one.ratio)[len(found) // 2]
@@ -323,7 +324,7 @@ def steps(run: Run) -> dict[str, Case]:
         faster()
         if all(torch.equal(*pair) for pair in zip(before, faster.values, strict=True)):
             raise RunError("a step changes no weight")
-        turns = []
+        turns: list[tuple[float, float]] = []
         while not turns or (not run.pretended and time.perf_counter() - begin < seconds and len(turns) < TURNS):
             count = 1 if run.pretended else STEPS_A_TURN
             turns.append((options.timed(plain, count, run.device), options.timed(faster, count, run.device)))
@@ -345,8 +346,8 @@ HELD: dict[str, dict[str, Any]] = {
 
 
 def memory(run: Run) -> dict[str, Case]:
-    """Measure the GPU's peak memory in simulations in one process."""
-    first: list[float] = []
+    """Measure the GPU's peak memory in simulations in one process, beside that of the first."""
+    found: dict[str, float] = {}
 
     def case(title: str, _: float) -> Iterator[Ratio | Mapping[str, Any]]:
         fraction = {"fraction": 0.02 if "image_size" in HELD[title] else 0.2}
@@ -356,8 +357,9 @@ def memory(run: Run) -> dict[str, Case]:
         federation.simulated({"rounds": 2, "engine": "vectorised", "device": "cuda", **changes}, run.pretended)
         run.only_on_a_gpu()
         peak, reserved = torch.cuda.max_memory_allocated() / MIB, torch.cuda.max_memory_reserved() / MIB
-        first.append(peak)
-        yield Ratio(title, peak / first[0], "MiB", peak, first[0], next(iter(HELD)))
+        found[title] = peak
+        than, other = next(iter(found.items()))
+        yield Ratio(title, peak / other, "MiB", peak, other, than)
         yield {title: {"allocated_mib": peak, "reserved_mib": reserved}}
 
     return {title: partial(case, title) for title in (["10 clients"] if run.pretended else HELD)}
