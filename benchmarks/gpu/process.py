@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
+import json
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,7 +24,6 @@ import torch
 from fedtta.benchmarks.provenance import provenance
 from fedtta.benchmarks.speed.measurement import Ratio
 from fedtta.client.resources import federation_of
-from fedtta.server.events import RunError
 from fedtta.settings import Settings
 
 #: A case: the seconds that it may take → ratios, and mappings of further numbers.
@@ -43,13 +43,19 @@ class Run:
     device : torch.device
     pretended : bool
         Whether a CPU pretends to be the device; cases are as small as they can be then.
-    data : dict
-        Settings of the data set: CIFAR-10 where it is at hand, else the embedded digits.
     """
 
     device: torch.device
     pretended: bool
-    data: Mapping[str, Any]
+
+    @cached_property
+    def data(self) -> Mapping[str, Any]:
+        """Settings of the data set: CIFAR-10 if it can be read, else the embedded digits; always these if pretended."""
+        if not self.pretended:
+            with contextlib.suppress(ValueError, OSError):  # the result says which data set it was
+                federation_of(Settings(dataset="cifar10", fraction=0.01, clients=2))
+                return {"dataset": "cifar10"}
+        return {"dataset": "digits"}
 
     def only_on_a_gpu(self) -> None:
         """Raise NotPretended on a pretended GPU."""
@@ -71,9 +77,8 @@ def measure(sender: Connection, part: GpuPart, seconds: float, pretended: bool) 
     os.setpgid(0, 0)  # so that all that it starts can be ended with it
     end = time.monotonic() + 0.9 * seconds  # the rest is for a case that takes longer than it should
     with pretended_gpu() if pretended else nullcontext():
-        run = Run(torch.device("cuda"), pretended, data_at_hand(pretended))
-        about = {**provenance(), "data": run.data["dataset"]}
-        sender.send(("start", {**about, "gpu": torch.cuda.get_device_name()}))
+        run = Run(torch.device("cuda"), pretended)
+        sender.send(("start", {**provenance(), "gpu": torch.cuda.get_device_name()}))
         cases = part.cases(run)
         sender.send(("cases", list(cases)))
         for i, (name, case) in enumerate(cases.items()):
@@ -81,18 +86,16 @@ def measure(sender: Connection, part: GpuPart, seconds: float, pretended: bool) 
                 break
             sender.send(("case", name))
             _measure_case(sender, name, case, left / (len(cases) - i))
-        sender.send(("end", {"processor_seconds": round(time.process_time(), 1)}))
+        used = {key: value["dataset"] for key, value in vars(run).items() if key == "data"}  # if a case has asked
+        sender.send(("end", {**used, "processor_seconds": round(time.process_time(), 1)}))
 
 
 def _measure_case(sender: Connection, name: str, case: Case, seconds: float) -> None:
     try:
         for found in case(seconds):
-            if not isinstance(found, Ratio):
-                sender.send(("details", dict(found)))
-            elif all(map(math.isfinite, (found.ratio, found.ours, found.other))):
-                sender.send(("ratio", asdict(found)))
-            else:
-                raise RunError(f"{found.what}: ratio {found.ratio}, ours {found.ours}, other {found.other}")
+            kind, value = ("ratio", asdict(found)) if isinstance(found, Ratio) else ("details", dict(found))
+            json.dumps(value, allow_nan=False)  # what the file cannot hold fails here, in its case
+            sender.send((kind, value))
     except NotPretended:
         sender.send(("not pretended", None))
     except Exception as error:  # of this case alone
@@ -110,12 +113,3 @@ def pretended_gpu() -> AbstractContextManager[Any]:
 def pretend_here() -> None:
     """Let this process, a worker of Ray's, pretend until it ends."""
     pretended_gpu().__enter__()
-
-
-def data_at_hand(pretended: bool) -> dict[str, Any]:
-    """Return the settings of CIFAR-10 if it can be read, else of the embedded digits; always these if pretended."""
-    if not pretended:
-        with contextlib.suppress(ValueError, OSError):  # the result says which data set it was
-            federation_of(Settings(dataset="cifar10", fraction=0.01, clients=2))
-            return {"dataset": "cifar10"}
-    return {"dataset": "digits"}

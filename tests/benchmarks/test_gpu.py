@@ -52,6 +52,8 @@ def real() -> Iterator[Ratio]:
 
 
 def good_cases(run: Run) -> Mapping[str, Case]:
+    assert not torch.cuda._is_in_bad_fork(), "a process that was asked for its GPUs cannot be forked"
+    assert run.data == {"dataset": "digits"}
     return {"one": lambda _: one(), "graph": lambda _: real()}
 
 
@@ -103,7 +105,7 @@ def test_a_part_that_fails_costs_no_other(parts: None, tmp_path: Path, capsys: p
     assert found["good"] == first
     errors = {name: one["errors"] for name, one in found.items()}
     assert errors["bad"]["wrong"] == "ValueError: 3 is none"
-    assert errors["bad"]["nan"].startswith("RunError: one: ratio nan")
+    assert errors["bad"]["nan"].startswith("ValueError: Out of range float values")
     assert "in wrong" in found["bad"]["details"]["traceback of wrong"]
     assert errors["dying"] == {"dies": "its process ended with status -9"}
     assert errors["slow"] == {"slow": "the 4 s of the part were over"}
