@@ -12,6 +12,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 from rich.console import Console
 
 from fedtta.benchmarks import poisoning, privacy
+from fedtta.benchmarks.gpu import command as gpu
 from fedtta.benchmarks.speed import command as speed
 from fedtta.benchmarks.speed import fleet
 from fedtta.benchmarks.tables import engine, index, methods, pages
@@ -23,6 +24,7 @@ COMMANDS = {
     "run": (engine, "run the cells of a protocol over several seeds, keep the results, print the tables"),
     "page": (pages, "write pages and plots of all kept results"),
     "speed": (speed, "measure ratios of times and memory side by side"),
+    "gpu": (gpu, "what only a GPU can show, where there is one"),
     "fleet": (fleet, "many light devices: our server beside Flower's own FedAvg"),
     "poisoning": (poisoning, "measure what poisoners among ten clients cost the others"),
     "privacy": (privacy, "what messages tell of a client's class mix, and what hiding it costs"),

@@ -279,6 +279,7 @@ def kept() -> dict[str, str]:
 
     The one place that depends on how `benchmarks` keeps and draws its results.
     """
+    from fedtta.benchmarks.gpu import command as gpu
     from fedtta.benchmarks.poisoning import poisoning_page, read_poisoning
     from fedtta.benchmarks.speed import command, fleet
     from fedtta.benchmarks.tables.pages import protocol_page
@@ -290,6 +291,7 @@ def kept() -> dict[str, str]:
     details = [f"### {name}\n\n{as_markdown(part['details'], 4)}" for name, part in speed.items() if part["details"]]
     found["speed"] = [command.speed_page(speed), "## Details", *details]
     found["fleet"] = [f"# Fleet\n{command.tables_of(command.read_speed(RESULTS / fleet.FILE)).replace('## ', '### ')}"]
+    found["gpu"] = [gpu.gpu_page(gpu.read_gpu(RESULTS / gpu.FILE))]
     found["poisoning"] = [poisoning_page(read_poisoning())]
     for path in sorted(RESULTS.rglob("*.safetensors.json")):
         name = path.stem.removesuffix(".safetensors") if path.parent == RESULTS else path.parent.name

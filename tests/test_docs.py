@@ -28,6 +28,7 @@ from typer.main import get_command
 from docs import figure, generated
 from fedtta import cli
 from fedtta.benchmarks.__main__ import parser as benchmarks_parser
+from fedtta.benchmarks.gpu.parts import PARTS as GPU_PARTS
 from fedtta.benchmarks.speed.command import PARTS
 from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
 from fedtta.client.agent.config import AgentConfig
@@ -125,9 +126,10 @@ def supernode_parses(command: str, tmp_path: Path) -> None:
 
 
 def benchmark_arguments(words: list[str]) -> None:
-    """The verb and its options exist, and so do protocol and cells, or the parts of speed."""
+    """The verb and its options exist, and so do protocol and cells, or the parts."""
     arguments = benchmarks_parser().parse_args(words)
-    assert set(filter(None, getattr(arguments, "parts", "").split(","))) <= set(PARTS)
+    parts = set(GPU_PARTS if arguments.command == "gpu" else PARTS)
+    assert set(filter(None, getattr(arguments, "parts", "").split(","))) <= parts
     if name := getattr(arguments, "protocol", None):
         select_cells(read_protocol(name), [cell for cell in (arguments.cells or "").split(",") if cell])
 
@@ -229,6 +231,12 @@ def events_exist(command: str, tmp_path: Path) -> None:
     assert f'log.write("{event}"' in code
 
 
+def gpu_takes(command: str, tmp_path: Path) -> None:
+    """The options exist."""
+    words = of_make(command)
+    benchmark_arguments(words[words.index("bench") + 1 :])
+
+
 def demo_takes(command: str, tmp_path: Path) -> None:
     """The demo has these options: with too few rounds it refuses nothing else."""
     words = of_make(command)[4:]
@@ -286,6 +294,7 @@ PROOFS = (
     Proof("fedtta rescan", fedtta_takes, "tests/client/agent", "rescan"),
     Proof("fedtta rollback", fedtta_takes, "tests/faults", "rollback("),
     Proof("fedtta ", fedtta_takes, "tests/test_cli.py", "invoke("),
+    Proof("make gpu", gpu_takes, ".ci/run", "make gpu"),
     Proof("make demo", demo_takes, ".ci/run", "make demo"),
     Proof("alias ", alias_works),
     Proof("pip install", extras_exist, "tests/test_package.py", "test_the_command_runs_where_only_the_wheel_is"),
@@ -451,6 +460,10 @@ def test_every_kept_result_is_on_a_page() -> None:
             assert all(f"| {run['case']['attack']} |" in kept["poisoning"] for run in content["measured"])
         elif path.stem in ("speed", "fleet"):
             assert all(f"{row['what']} |" in kept[path.stem] for part in content.values() for row in part["ratios"])
+        elif path.name == "gpu.json":
+            assert all(
+                f"{row['what']} |" in kept["gpu"] for part in content["parts"].values() for row in part["ratios"]
+            )
         elif "modes" in content:
             assert all(f"| {row['mode']} |" in generated.section("privacy") for row in content["modes"])
         else:

@@ -35,6 +35,7 @@ from fedtta.tta.atp import zero_rates
 from fedtta.tta.bbn import BBN
 from fedtta.tta.registry import ADAPTERS
 
+CPU = torch.device("cpu")
 CLASSES, SIDE = 10, 32
 SAMPLES, BATCH, REPEATS = 200, 20, 3
 HELD = 500  # images of the synthetic client, 60 % of which it trains on and memorises
@@ -119,23 +120,26 @@ class Client:
     neighbours: Neighbours
 
     @classmethod
-    def of(cls, setup: Setup, rotation_head: bool, needs: Collection[str] = ON_REQUEST) -> Client:
+    def of(
+        cls, setup: Setup, rotation_head: bool, needs: Collection[str] = ON_REQUEST, where: torch.device = CPU
+    ) -> Client:
         """Make one with the pooled statistics that are needed; SettingsError if the network's options do not fit."""
         draw = np.random.default_rng(0)
-        pixels = draw.integers(256, size=(HELD, 3, SIDE, SIDE), dtype=np.uint8)
-        labels = np.arange(HELD, dtype=np.int64) % CLASSES
+        held = setup.memorised * 10 // 6
+        pixels = draw.integers(256, size=(held, 3, SIDE, SIDE), dtype=np.uint8)
+        labels = np.arange(held, dtype=np.int64) % CLASSES
         world = Federation.create(Images("random", pixels, labels, tuple(map(str, range(CLASSES)))), 1, "iid")
         options: dict[str, Any] = dict(assignments(setup.model_options, "model-options"))
         options |= {"image_size": SIDE, "rotation_head": rotation_head, "seed": 1}
         try:
-            model = build(setup.model, CLASSES, **options)
+            model = build(setup.model, CLASSES, **options).to(where)
         except ValueError as error:
             raise SettingsError(f"model-options = {setup.model_options!r}: {error}") from error
-        settings = Settings(dataset="cifar10", clients=1, adapt_batch_size=setup.batch, device="cpu")
+        settings = Settings(dataset="cifar10", clients=1, adapt_batch_size=setup.batch, device=where.type)
         networks = NetworkStore(private_folder(settings) / "networks")
         memory = MemoryState(), MemoryState()
-        device = Device(world, 0, model, *memory, settings, torch.device("cpu"), "both", networks)
-        arrays = {name: value.numpy().copy() for name, value in model.global_state().items()}
+        device = Device(world, 0, model, *memory, settings, where, "both", networks)
+        arrays = {name: value.numpy(force=True).copy() for name, value in model.global_state().items()}
         means = summarize(device, 1, "cost", arrays, [need for need in ON_REQUEST if need in needs]).statistics
         private = device.state.load("cost", 1)
         assert private is not None, "statistics have just been stored"

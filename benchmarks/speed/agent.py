@@ -8,12 +8,13 @@ the agent's default settings. Memory depends on the installed torch build.
 
 from __future__ import annotations
 
+import copy
 import statistics as averages
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -22,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedtta.benchmarks.speed.measurement import Measured, Ratio
-from fedtta.benchmarks.speed.served import SETTINGS, fabricate, running, sample_images
+from fedtta.benchmarks.speed.served import CPU, SETTINGS, fabricate, running, sample_images
 from fedtta.benchmarks.speed.streams import Load, batches, many_streams, one_stream, requests, unary
 from fedtta.client.agent.live import as_floats, checked
 from fedtta.client.serving import Served
@@ -87,7 +88,15 @@ def agent(quick: bool) -> Measured:
             measure(folder / str(number), served, *case, pixels, repeats)
             for number, case in enumerate(CASES[:1] if quick else CASES)
         ]
-    ratios = [
+    details = {"model": SETTINGS.model, "image_shape": list(served.shape), "classes": len(served.classes)}
+    details |= {"samples": samples, "repeats": repeats, "imports_mib": imported()}
+    details |= {"torch_build": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"}
+    return Measured(ratios(cases), {**details, "cases": [asdict(case) for case in cases]})
+
+
+def ratios(cases: Sequence[Case]) -> list[Ratio]:
+    """Return the seconds of requests over those of the bare forward pass."""
+    return [
         Ratio(
             f"{case.adapter}, guard {_on(case.guard)}, batch {one.batch}",
             one.over_forward,
@@ -99,14 +108,18 @@ def agent(quick: bool) -> Measured:
         for case in cases
         for one in case.latencies
     ]
-    details = {"model": SETTINGS.model, "image_shape": list(served.shape), "classes": len(served.classes)}
-    details |= {"samples": samples, "repeats": repeats, "imports_mib": imported()}
-    details |= {"torch_build": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"}
-    return Measured(ratios, {**details, "cases": [asdict(case) for case in cases]})
 
 
-def measure(folder: Path, served: Served, adapter: str, guard: bool, pixels: NDArray[np.uint8], repeats: int) -> Case:
-    """Start an agent in a new folder, measure all of it, and stop it.
+def measure(
+    folder: Path,
+    served: Served,
+    adapter: str,
+    guard: bool,
+    pixels: NDArray[np.uint8],
+    repeats: int,
+    device: torch.device = CPU,
+) -> Case:
+    """Start an agent in a new folder, measure all of it, and stop it; it and the bare pass compute on `device`.
 
     Raises
     ------
@@ -115,11 +128,12 @@ def measure(folder: Path, served: Served, adapter: str, guard: bool, pixels: NDA
         reordered or were refused something.
     """
     try:
-        with running(folder, served, {"adapter": adapter, "guard": guard}) as (address, pid):
+        with running(folder, served, {"adapter": adapter, "guard": guard, "device": device.type}) as (address, pid):
+            moved = replace(served, network=copy.deepcopy(served.network).to(device))
             before = resident(pid)
             with grpc.insecure_channel(address) as channel:
                 stub = agent_pb2_grpc.PredictorStub(channel)
-                latencies = [latency(stub, served, pixels, batch, repeats) for batch in BATCHES]
+                latencies = [latency(stub, moved, pixels, batch, repeats) for batch in BATCHES]
                 load = loaded(stub, address, pixels)
             return Case(adapter, guard, before, resident(pid), latencies, load)
     except (grpc.RpcError, RunError) as error:
@@ -149,9 +163,11 @@ def forward(served: Served, parts: Sequence[NDArray[np.uint8]]) -> list[float]:
     """Return the seconds of the network's forward pass for each batch; making the tensors is not counted."""
     seconds = []
     for part in parts:
-        x = torch.from_numpy(as_floats(checked(part, served.shape))).contiguous(memory_format=torch.channels_last)
+        x = served.images(as_floats(checked(part, served.shape)))
         start = time.perf_counter()
         served.network(x)
+        if x.is_cuda:
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return seconds
 

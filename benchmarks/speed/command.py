@@ -26,7 +26,7 @@ from fedtta.benchmarks.speed.deployment import deployment
 from fedtta.benchmarks.speed.federation import engines, memory, rounds, shipping
 from fedtta.benchmarks.speed.light import light
 from fedtta.benchmarks.speed.loops import loops
-from fedtta.benchmarks.speed.measurement import Part, Ratio, one_core
+from fedtta.benchmarks.speed.measurement import Part, Ratio, markdown, one_core
 from fedtta.benchmarks.speed.mixing import mixing
 from fedtta.benchmarks.speed.options import options
 from fedtta.benchmarks.speed.pieces import aggregation, data_path
@@ -36,21 +36,20 @@ from fedtta.settings import SettingsError
 
 QUICK = Path("results/quick")
 FILE = "speed.json"
-ON_GPU = "-gpu"  # added to the name of a part that was measured with `--gpu`
 PARTS: dict[str, Part] = {
     "adapters": Part("Processor time over the bare forward pass, papers' CNN", adapters, one_core=True),
     "methods": Part("Processor time over the bare forward pass, CNN with BatchNorm", methods, one_core=True),
     "seconds": Part("1,000 samples one at a time over BTFL's time (BTFL, Table 3)", seconds, one_core=True),
-    "loops": Part("Speed over that of a naive loop", loops, one_core=True, gpu=True),
+    "loops": Part("Speed over that of a naive loop", loops, one_core=True),
     "bbn": Part("BBN over a forward and backward pass of the batch", bbn, one_core=True),
-    "rounds": Part("Wall time of a simulated round over its training divided by the workers", rounds, gpu=True),
+    "rounds": Part("Wall time of a simulated round over its training divided by the workers", rounds),
     "simulators": Part("Seconds of a simulated round over those of Flower's simulation and pfl-research", simulators),
-    "engines": Part("Clients a second of the vectorised engine over the Ray path", engines, gpu=True),
-    "shipping": Part("Seconds of a round of a 45 MB network beyond what clients compute", shipping, gpu=True),
+    "engines": Part("Clients a second of the vectorised engine over the Ray path", engines),
+    "shipping": Part("Seconds of a round of a 45 MB network beyond what clients compute", shipping),
     "memory": Part("Growth of a process that simulates 1,000 clients", memory),
     "aggregation": Part("The server's average over adding up in numpy", aggregation, one_core=True),
     "mixing": Part("Peak memory of the server's collaborative round over its inputs", mixing),
-    "options": Part("Speed of a training step over the plain one, batch 32", options, one_core=True, gpu=True),
+    "options": Part("Speed of a training step over the plain one, batch 32", options, one_core=True),
     "data": Part("Corruptions over a copy of the images, partitions over a shuffle", data_path, one_core=True),
     "sources": Part("Growth of a process that reads a device's own images over its bound", sources),
     "agent": Part("Seconds of requests to the agent over the bare forward pass", agent),
@@ -62,7 +61,6 @@ PARTS: dict[str, Part] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `speed`."""
     parser.add_argument("--parts", default="", metavar="NAME,NAME", help=f"of {', '.join(PARTS)} (default: all)")
-    parser.add_argument("--gpu", action="store_true", help="only the parts that a GPU matters for, on a GPU")
     parser.add_argument("--quick", action="store_true", help=f"the smallest measurement of each part, in {QUICK}")
     parser.add_argument("--out", type=Path, help=f"of {FILE} (default: benchmarks/results)")
 
@@ -80,12 +78,6 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     names = [name for name in arguments.parts.split(",") if name] or list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:
         raise SettingsError(f"--parts {','.join(unknown)}: allowed are {', '.join(PARTS)}")
-    if arguments.gpu:
-        if not torch.cuda.is_available():
-            console.print("There is no GPU here (torch.cuda.is_available() is false): nothing was measured.")
-            return
-        console.print(f"GPU: {torch.cuda.get_device_name()}", highlight=False)
-        names = [name for name in names if PARTS[name].gpu]
     path = (arguments.out or (QUICK if arguments.quick else RESULTS)) / FILE
     content = read_speed(path)
     for name in names:
@@ -95,9 +87,8 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         console.print(rendered(part.title, measured.ratios))
         rows = [asdict(ratio) for ratio in measured.ratios]
         own = {"title": part.title, **provenance(), "ratios": rows, "details": dict(measured.details)}
-        content[f"{name}{ON_GPU}" if arguments.gpu else name] = own
-        order = [f"{name}{suffix}" for name in PARTS for suffix in ("", ON_GPU)]
-        write_json(path, {one: content[one] for one in order if one in content})
+        content[name] = own
+        write_json(path, {one: content[one] for one in PARTS if one in content})
     console.print(f"Written: {path}", highlight=False)
 
 
@@ -130,10 +121,7 @@ def tables_of(content: Mapping[str, Any]) -> str:
             "",
             f"{part['hardware']}, load {part['load_average']}, {part['time']}.",
         ]
-        lines += ["", "| what | ratio | target | ours | beside |", "| --- | --: | --- | --- | --- |"]
-        for one in (Ratio(**row) for row in part["ratios"]):
-            sides = f"{one.ours:.3g} {one.unit} | {one.other:.3g}: {one.than}"
-            lines.append(f"| {one.what} | {one.ratio:.3g} | {one.wanted} {one.mark} | {sides} |")
+        lines += ["", *markdown(Ratio(**row) for row in part["ratios"])]
     return "\n".join(lines) + "\n"
 
 

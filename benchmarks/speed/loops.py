@@ -36,6 +36,11 @@ METHODS: dict[str, tuple[type[FedTHE] | type[BTFL], Callable[..., Tensor]]] = {
     "FedTHE": (FedTHE, naive.fedthe),
 }
 VIEWS, STEPS, LR = 16, 3, 5e-4  # of FedTHE+
+#: What is tuned on views → weights of the global head, (samples, generator) → [n].
+TUNED: dict[str, Callable[[int, Generator], Tensor]] = {
+    "MEMO": lambda samples, draw: torch.ones(samples),
+    "FedTHE+": lambda samples, draw: torch.rand(samples, generator=draw),
+}
 #: Least multiple of the loop's speed, on a CPU and on a GPU.
 TUNING_TARGETS = {"cpu": 1.3, "cuda": 20.0}
 
@@ -56,8 +61,8 @@ def loops(quick: bool) -> Measured:
         )
         for one in timings
     ]
-    tuned = tuning(2 if quick else 16, 1 if quick else 5, device)
-    return Measured([*heads, *tuned], {"heads": [asdict(one) for one in timings]})
+    views = [tuned(name, 2 if quick else 16, 1 if quick else 5, device) for name in TUNED]
+    return Measured([*heads, *views], {"heads": [asdict(one) for one in timings]})
 
 
 @dataclass(frozen=True)
@@ -175,8 +180,8 @@ def _pass(ours: FedTHE | BTFL, outputs: list[Tensor], batch: int) -> float:
     return time.perf_counter() - start
 
 
-def tuning(samples: int, repeats: int, device: torch.device) -> list[Ratio]:
-    """Compare tuning on each sample's views, with one head (MEMO) and with two (FedTHE+).
+def tuned(name: str, samples: int, repeats: int, device: torch.device) -> Ratio:
+    """Compare tuning on each sample's views, with one head (MEMO) or with two (FedTHE+), with the loop.
 
     Raises
     ------
@@ -186,19 +191,15 @@ def tuning(samples: int, repeats: int, device: torch.device) -> list[Ratio]:
     draw = Generator().manual_seed(0)
     model = build("cnn", CLASSES, seed=0).to(device)
     images = torch.rand(samples, 3, 32, 32, generator=draw).to(device)
-    found = []
-    for name, weights in (("MEMO", torch.ones(samples)), ("FedTHE+", torch.rand(samples, generator=draw))):
-        check(name, model, images[:2], weights[:2].to(device))
-        sides = [ours(model, images, weights.to(device)), loop(model, images, weights.to(device))]
-        turns = [[timed(side, device) for side in sides] for _ in range(repeats)]
-        best, naive_best = (averages.median(turn[side] for turn in turns) / samples * 1000 for side in (0, 1))
-        ratio = averages.median(turn[1] / turn[0] for turn in turns)
-        title = f"{name}, {VIEWS} views, {STEPS} steps, {device.type}"
-        than = "a loop over samples and views"
-        found.append(
-            Ratio(title, ratio, "ms a sample", best, naive_best, than, TUNING_TARGETS[device.type], least=True)
-        )
-    return found
+    weights = TUNED[name](samples, draw).to(device)
+    check(name, model, images[:2], weights[:2])
+    sides = [ours(model, images, weights), loop(model, images, weights)]
+    turns = [[timed(side, device) for side in sides] for _ in range(repeats)]
+    best, naive_best = (averages.median(turn[side] for turn in turns) / samples * 1000 for side in (0, 1))
+    ratio = averages.median(turn[1] / turn[0] for turn in turns)
+    title = f"{name}, {VIEWS} views, {STEPS} steps, {device.type}"
+    than = "a loop over samples and views"
+    return Ratio(title, ratio, "ms a sample", best, naive_best, than, TUNING_TARGETS[device.type], least=True)
 
 
 def ours(model: TwoHead, images: Tensor, weights: Tensor) -> Callable[[], Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,14 +73,20 @@ class Part:
         Takes whether to measure as little as possible (`--quick`).
     one_core : bool
         Whether it runs on one core with one torch thread.
-    gpu : bool
-        Whether it says something about a GPU.
     """
 
     title: str
     measure: Callable[[bool], Measured]
     one_core: bool = False
-    gpu: bool = False
+
+
+def markdown(ratios: Iterable[Ratio]) -> list[str]:
+    """Return the lines of a Markdown table of ratios."""
+    lines = ["| what | ratio | target | ours | beside |", "| --- | --: | --- | --- | --- |"]
+    for one in ratios:
+        sides = f"{one.ours:.3g} {one.unit} | {one.other:.3g}: {one.than}"
+        lines.append(f"| {one.what} | {one.ratio:.3g} | {one.wanted} {one.mark} | {sides} |")
+    return lines
 
 
 def least_seconds(work: Callable[[], Any], repeats: int = 3) -> float:

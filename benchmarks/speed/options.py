@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics as averages
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,11 +70,15 @@ def options(quick: bool) -> Measured:
         for title, way in ways.items():
             faster = TrainingStep(network, way, device, backend)
             turns = [(timed(plain, steps, device), timed(faster, steps, device)) for _ in range(repeats)]
-            slow, quicker = (averages.median(turn[side] for turn in turns) for side in (0, 1))
-            ratio = averages.median(turn[0] / turn[1] for turn in turns)
-            what = f"{network}, {title}, {device.type}"
-            found.append(Ratio(what, ratio, "ms a step", quicker, slow, "contiguous, float32", least=True))
+            found.append(compared(f"{network}, {title}, {device.type}", turns))
     return Measured(found)
+
+
+def compared(what: str, turns: Sequence[tuple[float, float]]) -> Ratio:
+    """Return the speed over that of the plain step; a turn is the milliseconds of the plain step and of the other."""
+    slow, quicker = (averages.median(turn[side] for turn in turns) for side in (0, 1))
+    ratio = averages.median(turn[0] / turn[1] for turn in turns)
+    return Ratio(what, ratio, "ms a step", quicker, slow, "contiguous, float32", least=True)
 
 
 class TrainingStep:

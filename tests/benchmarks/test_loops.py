@@ -64,7 +64,7 @@ def test_inputs_are_like_a_networks_outputs(inputs: loops.Inputs) -> None:
 def test_both_methods_are_measured_in_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     small = loops.make_inputs(20)
     monkeypatch.setattr(loops, "make_inputs", lambda samples: small)
-    monkeypatch.setattr(loops, "tuning", lambda *ignored: [])
+    monkeypatch.setattr(loops, "TUNED", {})
     measured = loops.loops(quick=True)
     keys = [(row["method"], row["dtype"], row["batch"]) for row in measured.details["heads"]]
     assert keys == [(m, t, b) for m in ("BTFL", "FedTHE") for t in ("float32", "float64") for b in (1, 32, 1000)]
@@ -109,6 +109,6 @@ def test_the_naive_loop_tunes_as_the_adapters_do(weights: list[float], monkeypat
 
 def test_loops_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loops, "VIEWS", 2)
-    found = loops.tuning(1, 1, torch.device("cpu"))
+    found = [loops.tuned(name, 1, 1, torch.device("cpu")) for name in loops.TUNED]
     assert [one.what for one in found] == ["MEMO, 2 views, 3 steps, cpu", "FedTHE+, 2 views, 3 steps, cpu"]
     assert all(one.ratio > 0 and one.least for one in found)

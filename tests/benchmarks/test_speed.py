@@ -39,14 +39,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """Parts that were measured, and whether with --quick; there are two."""
     found: list[tuple[str, bool]] = []
 
-    def part(name: str, value: float, **more: bool) -> Part:
+    def part(name: str, value: float) -> Part:
         def measure(quick: bool) -> Measured:
             found.append((name, quick))
             return Measured([ratio(name, value, 2.0)], {"extra": [1, 2]})
 
-        return Part(f"title of {name}", measure, **more)
+        return Part(f"title of {name}", measure)
 
-    monkeypatch.setattr(command, "PARTS", {"one": part("one", 1.0), "two": part("two", 3.0, gpu=True)})
+    monkeypatch.setattr(command, "PARTS", {"one": part("one", 1.0), "two": part("two", 3.0)})
     return found
 
 
@@ -68,19 +68,6 @@ def test_parts_are_measured_and_kept_in_one_file(
     assert main(["speed", "--parts", "one", "--out", str(tmp_path)]) == 2
     assert "speed.json cannot be read" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["speed.json"]
-
-
-def test_parts_of_a_gpu_need_one(
-    asked: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["speed", "--gpu", "--out", str(tmp_path)]) == 0
-    assert "There is no GPU here" in capsys.readouterr().out
-    assert (asked, list(tmp_path.iterdir())) == ([], [])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    assert main(["speed", "--gpu", "--out", str(tmp_path)]) == 0
-    assert list(command.read_speed(tmp_path / "speed.json")) == ["two-gpu"]
 
 
 def test_a_part_that_fails_is_not_kept(asked: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
