@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedtta.models.arrays import to_device
+
 
 def crop_flip(x: Tensor, generator: torch.Generator, padding: int = 4, flip: bool = True) -> Tensor:
     """Shift each image by up to `padding` pixels (filled with zeros) and flip it with probability 1/2.
@@ -39,8 +41,8 @@ def crop_flip(x: Tensor, generator: torch.Generator, padding: int = 4, flip: boo
     if generator.device.type != "cpu":
         raise ValueError(f"the generator must be on the CPU, not on {generator.device}")
     count, _, height, width = x.shape
-    offsets = torch.randint(2 * padding + 1, (2, count), generator=generator).to(x.device)
-    flipped = (torch.rand(count, generator=generator) < 0.5).to(x.device)
+    offsets = to_device(torch.randint(2 * padding + 1, (2, count), generator=generator), x.device)
+    flipped = to_device(torch.rand(count, generator=generator) < 0.5, x.device)
     # All crops as a view [B, C, 2p+1, 2p+1, H, W]; one per sample is copied.
     windows = functional.pad(x, (padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     out = windows[torch.arange(count, device=x.device), :, offsets[0], offsets[1]]

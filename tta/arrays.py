@@ -190,4 +190,6 @@ def to_device_of(value: np.ndarray, like: Array) -> Array:
         return value
     import torch
 
-    return torch.from_numpy(value).to(like.device)
+    from fedtta.models.arrays import to_device
+
+    return to_device(torch.from_numpy(value), like.device)

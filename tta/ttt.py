@@ -32,6 +32,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, pad
 
 from fedtta.models import PERSONAL_PREFIX
+from fedtta.models.arrays import to_device
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.base import Adapter, prefixed
 from fedtta.tta.checks import check_choice, check_finite, check_least, check_parts
@@ -66,7 +67,7 @@ def rotate(x: Tensor, quarter_turns: Tensor) -> Tensor:
     if bool(((quarter_turns < 0) | (quarter_turns >= TURNS)).any()):
         raise ValueError(f"quarter_turns must be 0..{TURNS - 1}, got {sorted(set(quarter_turns.tolist()))}")
     turned = torch.stack([torch.rot90(x, k, (2, 3)) for k in range(TURNS)])  # [4, n, C, S, S]
-    return turned[quarter_turns.to(x.device).long(), torch.arange(len(x), device=x.device)]
+    return turned[to_device(quarter_turns.long(), x.device), torch.arange(len(x), device=x.device)]
 
 
 def rotation_loss(model: nn.Module, x: Tensor, generator: Generator) -> Tensor:
@@ -99,7 +100,7 @@ def rotation_loss(model: nn.Module, x: Tensor, generator: Generator) -> Tensor:
     logits: Tensor = parts.rotation_head(parts.features(rotate(x, turns)))  # [n, 4]
     if logits.shape != (len(x), TURNS):
         raise ValueError(f"rotation_head must give {TURNS} numbers an image, got the shape {tuple(logits.shape)}")
-    return cross_entropy(logits, turns.to(logits.device))
+    return cross_entropy(logits, to_device(turns, logits.device))
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,9 @@ class CropAndFlip:
         corner = torch.randint(2 * self.padding + 1, (2, n), generator=generator)
         mirror = (torch.rand(n, generator=generator) < 0.5) & self.flip
         windows = pad(x, 4 * [self.padding]).unfold(2, height, 1).unfold(3, width, 1)
-        row, column = corner.to(x.device)
+        row, column = to_device(corner, x.device)
         views = windows[torch.arange(n, device=x.device), :, row, column]  # [n, C, H, W]
-        return torch.where(mirror.to(x.device).view(-1, 1, 1, 1), views.flip(3), views)
+        return torch.where(to_device(mirror, x.device).view(-1, 1, 1, 1), views.flip(3), views)
 
 
 class _Rotation(nn.Module):
