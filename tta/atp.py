@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedtta.models.arrays import to_device
 from fedtta.tta.base import Adapter, prefixed
-from fedtta.tta.checks import check_choice, check_finite, check_number
+from fedtta.tta.checks import Checks, check_choice, check_finite, check_number
 from fedtta.tta.modules import (
     Adapt,
     batch_statistics,
@@ -83,7 +84,7 @@ class Refinement:
     samples: int
 
 
-def directions(model: nn.Module, x: Tensor, adapt: Adapt = "all") -> Tensors:
+def directions(model: nn.Module, x: Tensor, adapt: Adapt = "all", checks: Checks | None = None) -> Tensors:
     """Return the unsupervised update directions h of a batch (eq. 4, 5).
 
     Parameters
@@ -94,6 +95,8 @@ def directions(model: nn.Module, x: Tensor, adapt: Adapt = "all") -> Tensors:
         The batch; of an empty one all directions are zero.
     adapt : str
         "params" and "stats" leave the directions of all other modules at zero.
+    checks : Checks or None
+        Take over the check of the network's output.
 
     Returns
     -------
@@ -113,7 +116,8 @@ def directions(model: nn.Module, x: Tensor, adapt: Adapt = "all") -> Tensors:
     parameters = [name for name in moved if isinstance(own[name], nn.Parameter)]
     with torch.inference_mode(False), evaluating(model), batch_statistics(model) as statistics:
         with torch.set_grad_enabled(bool(parameters)):
-            logits = check_finite("the network's output", model(_differentiable(x)))
+            logits = model(_differentiable(x))
+            (check_finite if checks is None else checks.finite)("the network's output", logits.detach())
             log_p = logits.log_softmax(1)  # [B, K]
             entropy = -(log_p.exp() * log_p).sum(1).mean()
         gradients = gradients_of(entropy, [own[name] for name in parameters])
@@ -278,12 +282,14 @@ class ATP(Adapter):
         if self.mode == "batch" and not any(self.rates.values()):
             self._note_norms(None)
             return check_finite("the network's output", self.model(x)).softmax(1)
-        h = directions(self.model, x, self.adapt)
+        checks = Checks()
+        h = directions(self.model, x, self.adapt, checks)
         batches = self._batches + 1
         if self.mode == "online":
             h = {name: torch.lerp(mean, h[name], 1 / batches) for name, mean in self._mean.items()}
         w = adapted(self.model, h, self.rates)
-        logits = check_finite("the adapted network's output", call_with(self.model, w, x))
+        logits = checks.finite("the adapted network's output", call_with(self.model, w, x))
+        checks.read()
         self._note_norms(h)
         if self.mode == "online":
             self._mean, self._batches = h, batches
@@ -296,7 +302,8 @@ class ATP(Adapter):
         norms = torch.zeros(len(self.names), dtype=torch.float64)
         if h is not None:
             lengths = torch.stack([torch.linalg.vector_norm(h[name]).double() for name in self.names])
-            norms = lengths.cpu() * torch.tensor(list(self.rates.values()), dtype=torch.float64).abs()
+            rates = torch.tensor(list(self.rates.values()), dtype=torch.float64).abs()
+            norms = lengths * to_device(rates, lengths.device)
         self._note(update_norms=norms[None])  # [1, D]
 
     def _reset(self) -> None:

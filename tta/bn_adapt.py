@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedtta.tta.base import prefixed
-from fedtta.tta.checks import check_finite, check_least
+from fedtta.tta.checks import Checks, check_least
 from fedtta.tta.collaborator import Collaborator, replace_batchnorms
 
 
@@ -138,18 +138,18 @@ class BatchNormalised(Collaborator):
 
     def _predict(self, x: Tensor) -> Tensor:
         if len(x) == 0:
-            return torch.softmax(self._logits(x), 1)  # no row, and nothing to learn from
+            return torch.softmax(self._logits(x, Checks()), 1)  # no row, and nothing to learn from
         return self._adapt(x)
 
-    def _logits(self, x: Tensor, values: Mapping[str, Tensor] | None = None, groups: int = 1) -> Tensor:
-        """Return logits [G B, K] of x [G B, ...], G batches one after the other.
+    def _logits(self, x: Tensor, checks: Checks, values: Mapping[str, Tensor] | None = None, groups: int = 1) -> Tensor:
+        """Return logits [G B, K] of x [G B, ...], G batches one after the other; `checks` require them to be finite.
 
         `values` stand in for parameters of those names; the others are the source's.
         """
         for layer in self._layers.values():
             layer.groups = groups
         logits: Tensor = functional_call(self._network, dict(values or {}), (x,))
-        check_finite("the network's output", logits.reshape(groups, -1, logits.shape[1]).transpose(0, 1))
+        checks.finite("the network's output", logits.detach().reshape(groups, -1, logits.shape[1]).transpose(0, 1))
         return logits
 
     def _last(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -206,6 +206,8 @@ class BNAdapt(BatchNormalised):
         return {}
 
     def _adapt(self, x: Tensor) -> Tensor:
-        logits = self._logits(x)
+        checks = Checks()
+        logits = self._logits(x, checks)
+        checks.read()
         self._domain = self._last()
         return torch.softmax(logits, 1)

@@ -35,7 +35,7 @@ from fedtta.models import PERSONAL_PREFIX
 from fedtta.models.arrays import to_device
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.base import Adapter, prefixed
-from fedtta.tta.checks import check_choice, check_finite, check_least, check_parts
+from fedtta.tta.checks import Checks, check_choice, check_least, check_parts
 from fedtta.tta.heads import HEADS
 from fedtta.tta.memo import Readout, Tuning
 from fedtta.tta.statistics import Statistics
@@ -218,13 +218,14 @@ class TTT(Adapter):
         self.reset()
 
     def _predict(self, x: Tensor) -> Tensor:
-        weights, rows = self._weights, []
+        weights, rows, checks = self._weights, [], Checks()
         losses = x.new_zeros(len(x), self.tuning.steps)
         for i, sample in enumerate(x):
-            weights, losses[i] = self._tuned(weights, sample, self._position + i)
+            weights, losses[i] = self._tuned(weights, sample, self._position + i, checks)
             rows.append(self._logits(weights, sample[None]))
         logits = torch.cat(rows) if rows else self._logits(weights, x)
-        check_finite("the network's output", logits)
+        checks.finite("the network's output", logits)
+        checks.read()
         self._weights, self._position = weights, self._position + len(x)
         self._note(loss=losses)
         return torch.softmax(logits, 1)
@@ -234,7 +235,9 @@ class TTT(Adapter):
         logits: Tensor = functional_call(self._readout, prefixed("model", weights), (x, x.new_ones(())))  # no mixture
         return logits
 
-    def _tuned(self, weights: dict[str, Tensor], sample: Tensor, position: int) -> tuple[dict[str, Tensor], Tensor]:
+    def _tuned(
+        self, weights: dict[str, Tensor], sample: Tensor, position: int, checks: Checks
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the weights after the steps on a sample [...], and the losses [steps] before them."""
         losses = sample.new_zeros(self.tuning.steps)
         copies = sample.expand(self.tuning.views, *sample.shape)
@@ -245,7 +248,8 @@ class TTT(Adapter):
                 loss = functional_call(self._rotation, prefixed("model", weights), (views, generator))
                 gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             losses[step] = loss.detach()
-            weights, _ = self._optimizer.step(weights, gradients, self._optimizer.init(weights))  # plain: no state
+            start = self._optimizer.init(weights)  # plain: no state
+            weights, _ = self._optimizer.step(weights, gradients, start, checks.require)
         return weights, losses
 
     def _reset(self) -> None:
