@@ -179,24 +179,28 @@ def refine_with_loss(
         raise ValueError("refinement needs at least one labelled sample, the batch is empty")
     if y.shape != (len(x),) or y.is_floating_point():
         raise ValueError(f"labels must be integers of shape ({len(x)},), got {y.dtype} of shape {tuple(y.shape)}")
-    h = directions(model, x, adapt)
+    checks = Checks()
+    h = directions(model, x, adapt, checks)
     moved = moved_modules(model, adapt)
     with torch.inference_mode(False), torch.enable_grad():
         w = adapted(model, h, numbers)
         leaves = [w[name].requires_grad_() for name in moved]
         with evaluating(model), differentiable_statistics(model):
             logits = call_with(model, w, _differentiable(x))
-        check_finite("the adapted network's output", logits)
-        _check_labels(y, logits.shape[1])
+        checks.finite("the adapted network's output", logits.detach())
+        _check_labels(y, logits.shape[1], checks)
         loss = F.cross_entropy(logits, _differentiable(y).long())
         gradients = gradients_of(loss, leaves)
+    right = (logits.argmax(1) == y).sum()
+    measured = [*_slopes([h[name] for name in moved], gradients), loss.detach().double(), right.double()]
+    *slopes, loss_before, correct = torch.stack(measured).tolist()
     refined = dict(numbers)
-    for name, slope in zip(moved, _slopes([h[name] for name in moved], gradients), strict=True):
+    for name, slope in zip(moved, slopes, strict=True):
         refined[name] -= lr * slope
     bad = [f"{name}={rate}" for name, rate in refined.items() if not math.isfinite(rate)]
     if bad:
         raise ValueError(f"refinement at lr={lr} left the finite numbers: {', '.join(bad)}")
-    return Refinement(refined, loss.item(), int((logits.argmax(1) == y).sum()), len(x))
+    return Refinement(refined, loss_before, int(correct), len(x))
 
 
 def _differentiable(x: Tensor) -> Tensor:
@@ -204,18 +208,15 @@ def _differentiable(x: Tensor) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
-def _slopes(h: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[float]:
-    """Return g[l] = <h[l], gradient[l]> / √numel[l] of every module (eq. 7 and the remark after it)."""
-    if not h:
-        return []
-    sums = [(one * other).sum(dtype=torch.float64) for one, other in zip(h, gradients, strict=True)]
-    counts = [one.numel() for one in h]
-    return [value / math.sqrt(n) if n else 0.0 for value, n in zip(torch.stack(sums).tolist(), counts, strict=True)]
+def _slopes(h: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return g[l] = <h[l], gradient[l]> / √numel[l] of every module (eq. 7 and the remark after it), float64."""
+    pairs = zip(h, gradients, strict=True)
+    return [(one * other).sum(dtype=torch.float64) / math.sqrt(max(one.numel(), 1)) for one, other in pairs]
 
 
-def _check_labels(y: Tensor, classes: int) -> None:
-    """Raise ValueError naming the range of labels unless all are in 0..classes-1."""
-    low, high = int(y.min()), int(y.max())
+def _check_labels(y: Tensor, classes: int, checks: Checks) -> None:
+    """Raise what `checks` require, and ValueError naming the range of labels unless all are in 0..classes-1."""
+    low, high = checks.read(torch.stack(y.aminmax()).double()).astype(int)
     if low < 0 or high >= classes:
         raise ValueError(f"labels {low}..{high} are outside 0..{classes - 1}")
 

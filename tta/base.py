@@ -7,12 +7,11 @@ import re
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from fedtta.tta.arrays import copied, is_module, is_tensor, namespace, untracked
+from fedtta.tta.arrays import copied, is_module, is_tensor, namespace, on_cpu, untracked
 from fedtta.tta.checks import Checks, finite_rows
 from fedtta.tta.statistics import STATISTICS_NEEDS
 
@@ -175,20 +174,23 @@ class Adapter(ABC):
             self._load(state)
         self._records = {}
 
-    def report(self) -> dict[str, Any]:
-        """Return what happened to every sample since the last reset, in order: name → Tensor [n, ...], on the CPU."""
-        return {name: self._as_given(column).cpu() if self._of_torch else column for name, column in self._columns()}
+    def report(self, *names: str) -> dict[str, Any]:
+        """Return what happened to every sample since the last reset, in order: name → Tensor [n, ...], on the CPU.
 
-    def take_report(self) -> dict[str, Any]:
-        """Return `report()` and start a new one; what was learned stays. For endless streams."""
-        report = self.report()
+        Given `names`, return these columns alone, those that there are: on a GPU, reading each waits for it.
+        """
+        return {name: on_cpu(self._as_given(column)) for name, column in self._columns(*names).items()}
+
+    def take_report(self, *names: str) -> dict[str, Any]:
+        """Return `report(*names)` and start a new one; what was learned stays. For endless streams."""
+        report = self.report(*names)
         self._records = {}
         return report
 
-    def _columns(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and values [n, ...] of the report's columns, where they are."""
-        for name, parts in self._records.items():
-            yield name, namespace(parts[0]).concat(parts, axis=0)
+    def _columns(self, *names: str) -> dict[str, Any]:
+        """Return the report's columns [n, ...], where they are; `names` as of `report`."""
+        chosen = {name: parts for name, parts in self._records.items() if not names or name in names}
+        return {name: namespace(parts[0]).concat(parts, axis=0) for name, parts in chosen.items()}
 
     def _note(self, **columns: Tensor | np.ndarray) -> None:
         """Append per-sample values [B, ...] to the report; they are not copied, leave them alone.

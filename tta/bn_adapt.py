@@ -69,10 +69,11 @@ class BatchStatistics(nn.Module):
         """Return x [G B, C, ...] normalised group by group."""
         if self.groups == 1:
             return self._normalise(x)
-        return torch.cat([self._normalise(batch) for batch in x.chunk(self.groups)])
+        *others, last = x.chunk(self.groups)
+        return torch.cat([*(self._normalise(batch, keep=False) for batch in others), self._normalise(last)])
 
-    def _normalise(self, x: Tensor) -> Tensor:
-        """Return one batch [n, C, ...] normalised; keep the statistics in `last`."""
+    def _normalise(self, x: Tensor, keep: bool = True) -> Tensor:
+        """Return one batch [n, C, ...] normalised; `keep` the statistics in `last`."""
         values = x.numel() // x.shape[1]  # a channel
         if values < 2:
             return self._with(x, self.running_mean, self.running_var)
@@ -81,6 +82,8 @@ class BatchStatistics(nn.Module):
             share = self.prior / (self.prior + len(x))  # N/(N+n)
             mean, variance = torch.lerp(mean, self.running_mean, share), torch.lerp(variance, self.running_var, share)
             return self._with(x, mean, variance)
+        if not keep:
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         # torch's own kernel; momentum 1 makes the "running" statistics those of this batch, the variance unbiased.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         y = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)

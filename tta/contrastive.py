@@ -193,15 +193,22 @@ class ContrastiveViews:
         ValueError
             `x` holds no such images.
         """
-        return self.together(x, [generator])
+        return self.apply(x, self.draw(generator, len(x)))
 
     def together(self, x: Tensor, generators: Sequence[Generator]) -> Tensor:
         """Return what calls for G equal parts of x [G n, C, H, W], each with its generator, would return together."""
+        parts = zip(x.chunk(len(generators)), generators, strict=True)
+        return self.apply(x, torch.cat([self.draw(generator, len(part)) for part, generator in parts]))
+
+    def draw(self, generator: Generator, n: int) -> Tensor:
+        """Return the random numbers of n views: uniform [n, DRAWS], float64, CPU."""
+        return torch.rand(n, DRAWS, generator=generator, dtype=torch.float64)
+
+    def apply(self, x: Tensor, draws: Tensor) -> Tensor:
+        """Return the view of each image that its row of `draws` [n, DRAWS] describes; see `__call__`."""
         if x.ndim != 4 or x.shape[1] not in (1, 3) or not x.is_floating_point():
             kind = f"{tuple(x.shape)} {x.dtype}"
             raise ValueError(f"ContrastiveViews needs floating-point images [n, 1 or 3, H, W], got {kind}")
-        parts = zip(x.chunk(len(generators)), generators, strict=True)
-        draws = torch.cat([torch.rand(len(part), DRAWS, generator=one, dtype=torch.float64) for part, one in parts])
         if len(x) == 0:
             return x.clone()
         box, mirror, jitter, colours, order, gray = draws.split([2 * TRIES + 2, 1, 1, len(JITTER), len(JITTER), 1], 1)

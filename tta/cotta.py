@@ -37,7 +37,9 @@ from fedtta.tta.collaborator import shared_parameters
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
 AVERAGES = ("logits", "probabilities")
-PASS = 256  # samples that the teacher sees in one pass: small batches have several views in it
+#: Samples that the teacher sees in one pass, with several views of a small batch: on a CPU what suits its cache, on a
+#: GPU, which then waits less for the program, what is not too large.
+PASS, PASS_BYTES = 256, 32 * 2**20
 
 
 class CoTTA(BatchNormalised):
@@ -150,7 +152,7 @@ class CoTTA(BatchNormalised):
     def _average_over_views(self, x: Tensor, checks: Checks) -> Tensor:
         """Return the teacher's mean prediction [B, K] over random views of x [B, ...]."""
         sums = []
-        together = max(1, PASS // len(x))
+        together = max(1, PASS // len(x) if x.is_cpu else PASS_BYTES // x.nbytes)
         for first in range(0, self.draws, together):
             drawn = range(first, min(first + together, self.draws))
             views = augmented(self.augment, torch.cat([x] * len(drawn)), *map(self._generator, drawn))  # [V B, ...]

@@ -86,7 +86,7 @@ class FedTHEPlus(Adapter):
         trial._records = {}
         weight = trial.weigh(*two_heads(self.model, x))  # e*, [B]
         logits, losses = tune_and_predict(self._readout, x, weight.to(x.dtype), self._position, self.tuning)
-        self._note(**dict(trial._columns()), loss=losses)
+        self._note(**trial._columns(), loss=losses)
         self._fedthe = trial
         self._position += len(x)
         return logits.softmax(1)

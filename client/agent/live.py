@@ -192,7 +192,7 @@ class Live:
         """Adapt to a batch; return the probabilities [B, K], and e [B] if the adapter mixes the heads."""
         adapter: Any = self.adapter
         rows = _array(adapter.predict(x) if heads is None else adapter.interpolate(*heads))
-        weight = adapter.take_report().get("weight")
+        weight = adapter.take_report("weight").get("weight")
         fits = self._mixes and weight is not None and tuple(weight.shape) == (len(x),)
         return rows, _array(weight) if fits else None
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from fedtta.data import DATASETS, Federation, LazyRows, Rows, crop_flip
 from fedtta.models import TwoHead
-from fedtta.models.arrays import all_finite
+from fedtta.models.arrays import all_finite, to_device
 from fedtta.models.optim import Optimizer
 from fedtta.settings import Settings
 from fedtta.tta.contrastive import ContrastiveViews
@@ -145,7 +145,7 @@ def epoch(
     A last short batch is kept unless it has fewer than `smallest` samples (2 for networks with BatchNorm, whose batch
     statistics need two values).
     """
-    order = torch.randperm(len(data), generator=generator).to(data.labels.device)
+    order = to_device(torch.randperm(len(data), generator=generator), data.labels.device)
     at_once = AUGMENTED_AT_ONCE if isinstance(data.pixels, Tensor) else 1
     smallest = max(smallest, data.least_batch)
     for chosen in order.split(batch_size * at_once):
@@ -238,13 +238,13 @@ def validate(
     heads = {"validation_correct": model.head}
     if personal:
         heads["personal_validation_correct"] = model.personal_head
-    right = dict.fromkeys(heads, 0)
+    right = {name: torch.zeros((), dtype=torch.int64, device=device) for name in heads}
     for chosen in np.array_split(indices, max(1, len(indices) // batch_size)):
-        labels = torch.from_numpy(federation.images.labels[chosen]).to(device)
+        labels = to_device(torch.from_numpy(federation.images.labels[chosen]), device)
         z = model.features(federation.images.batch(chosen, device))
         for name, head in heads.items():
-            right[name] += int((head(z).argmax(1) == labels).sum())
-    return {"validation_total": len(indices), **right}
+            right[name] += (head(z).argmax(1) == labels).sum()
+    return {"validation_total": len(indices), **{name: int(count) for name, count in right.items()}}
 
 
 def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, generator: torch.Generator) -> float:
