@@ -88,19 +88,20 @@ def evaluate_row(
     adapter.reset()
     size = _batch_size(adapter, settings, total)
     start = time.perf_counter()
-    correct, predicted = torch.zeros((), dtype=torch.int64, device=samples.y.device), []
+    right, predicted = torch.zeros((), dtype=torch.int64, device=samples.y.device), []
     for begin in range(0, total, size):
         stop = min(begin + size, total)
         probabilities = adapter.predict(samples.x[begin:stop])
-        correct += (probabilities.argmax(1) == samples.y[begin:stop]).sum()  # on a GPU not read before the end
+        right += (probabilities.argmax(1) == samples.y[begin:stop]).sum()
         if METRICS:
             predicted.append(probabilities)
+    correct = int(right)  # the only wait for a GPU that evaluation adds
     seconds = time.perf_counter() - start
     labels = samples.y[:total].cpu()
     return EvaluationResult(
         label=row.label,
         shift=samples.name,
-        correct=int(correct),
+        correct=correct,
         total=total,
         seconds=seconds,
         **_weights(adapter, info(row.adapter).needs),

@@ -37,12 +37,16 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 class Checks:
-    """Checks of a batch that are read together: on a GPU, each reading makes the program wait for all that was begun.
+    """Checks of a batch that are read together.
 
-    checks = Checks()
-    logits = checks.finite("the network's output", network(x))
-    loss = checks.finite("the loss", ...)
-    checks.read()  # before anything that was computed is kept
+    On a GPU each reading makes the program wait for all that was begun.
+
+        checks = Checks()
+        logits = checks.finite("the network's output", network(x))
+        loss = checks.finite("the loss", ...)
+        checks.read()
+
+    Read them before anything that was computed is kept.
     """
 
     def __init__(self) -> None:
