@@ -21,6 +21,7 @@ from fedtta.data import CorruptionStream, Federation, OwnStream, Rows, corruptio
 from fedtta.messages.arrays import Arrays
 from fedtta.models import TwoHead
 from fedtta.models.accelerator import clock
+from fedtta.models.arrays import to_device
 from fedtta.settings import Scalar, Settings, from_config
 from fedtta.tta.atp import Adapt, refine_with_loss
 from fedtta.tta.collaborator import Collaborator, Share
@@ -212,7 +213,7 @@ def refine_rates(
         raise ValueError("rates are refined on validation samples, and there are none")
     new, loss, correct = dict(rates), math.nan, 0
     for _ in range(settings.rates_epochs):
-        order = torch.randperm(len(y), generator=generator).to(y.device)
+        order = to_device(torch.randperm(len(y), generator=generator), y.device)
         loss, correct = 0.0, 0
         for chosen in order.split(settings.rates_batch_size):
             step = refine_with_loss(model, x[chosen], y[chosen], new, settings.rates_learning_rate, variant)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.nn.utils.rnn import pad_sequence
 
 from fedtta.client.algorithms import find_algorithm
 from fedtta.client.algorithms.training import (
@@ -33,6 +34,7 @@ from fedtta.messages.replies import Trained
 from fedtta.messages.requests import Train
 from fedtta.models import PERSONAL_PREFIX, TwoHead
 from fedtta.models.accelerator import clock
+from fedtta.models.arrays import to_device
 from fedtta.models.memory import budget, in_parts, saved_bytes
 from fedtta.models.optim import StackedOptimizer
 from fedtta.models.vectorized import VectorizedNetwork, is_stackable
@@ -297,15 +299,10 @@ def cohort_epoch(
 
 def padded(batches: Sequence[tuple[Tensor, Tensor]]) -> Batch:
     """Return batches (x [b, C, H, W], labels [b]) side by side, shorter ones with zeros at their ends."""
-    width = max(len(labels) for _, labels in batches)
-    x, y = batches[0]
-    images = x.new_zeros(len(batches), width, *x.shape[1:])
-    labels, mask = y.new_zeros(len(batches), width), x.new_zeros(len(batches), width)
-    for row, (own, classes) in enumerate(batches):
-        images[row, : len(own)] = own
-        labels[row, : len(own)] = classes
-        mask[row, : len(own)] = 1
-    return Batch(images, labels, mask)
+    images, labels = (pad_sequence(list(column), batch_first=True) for column in zip(*batches, strict=True))
+    sizes = torch.tensor([[len(own)] for _, own in batches])
+    mask = (torch.arange(labels.shape[1]) < sizes).to(images.dtype)
+    return Batch(images, labels, to_device(mask, images.device))
 
 
 def mean_losses(objective: Objective, logits: Tensor, batch: Batch, counts: Tensor) -> Tensor:

@@ -89,14 +89,14 @@ def evaluate_row(
     size = _batch_size(adapter, settings, total)
     device = next(model.parameters()).device
     start = clock(device)
-    correct, predicted = 0, []
+    right, predicted = torch.zeros((), dtype=torch.int64, device=samples.y.device), []
     for begin in range(0, total, size):
         stop = min(begin + size, total)
         probabilities = adapter.predict(samples.x[begin:stop])
-        right = probabilities.argmax(1).cpu() == samples.y[begin:stop].cpu()
-        correct += int(right.sum())
+        right += (probabilities.argmax(1) == samples.y[begin:stop]).sum()
         if METRICS:
-            predicted.append(probabilities.cpu())
+            predicted.append(probabilities)
+    correct = int(right)  # the only wait for a GPU that evaluation adds
     seconds = clock(device) - start
     labels = samples.y[:total].cpu()
     return EvaluationResult(
@@ -106,13 +106,13 @@ def evaluate_row(
         total=total,
         seconds=seconds,
         **_weights(adapter, info(row.adapter).needs),
-        metrics={name: float(metric(torch.cat(predicted), labels)) for name, metric in METRICS.items() if total},
+        metrics={name: float(metric(torch.cat(predicted).cpu(), labels)) for name, metric in METRICS.items() if total},
     )
 
 
 def _weights(adapter: Adapter, needs: frozenset[str]) -> dict[str, Any]:
     """Return histogram and mean of e, the weight of the global head, of an adapter that chooses it per sample."""
-    weight = adapter.report().get("weight")
+    weight = adapter.report("weight").get("weight")
     if not (isinstance(weight, torch.Tensor) and len(weight) and needs & {"descriptor", "dle"}):
         return {}
     counts, _ = np.histogram(weight.numpy(), bins=WEIGHT_BINS, range=(0.0, 1.0))

@@ -53,10 +53,10 @@ def summarise(model: TwoHead, pixels: Rows, batch_size: int) -> dict[str, NDArra
         raise ValueError("statistics need at least one training sample")
     model.eval()
     sums: dict[str, Tensor] = {}
+    fine = []
     for batch in pixels.split(batch_size):
         z = model.features(batch.float() / 255)  # (B, d)
-        if not bool((z >= 0 if model.features_nonnegative else z.isfinite()).all()):
-            raise ValueError("a feature is no number, or negative behind a ReLU")
+        fine.append((z >= 0 if model.features_nonnegative else z.isfinite()).all())
         parts = {
             "descriptor": z.double().sum(0),
             "dle": (discretise(z) <= 0).double().sum(0),
@@ -64,6 +64,8 @@ def summarise(model: TwoHead, pixels: Rows, batch_size: int) -> dict[str, NDArra
             "entropy_global": _entropy(model.head(z)).sum(0, keepdim=True),
         }
         sums = {name: sums.get(name, 0) + value for name, value in parts.items()}
+    if not bool(torch.stack(fine).all()):
+        raise ValueError("a feature is no number, or negative behind a ReLU")
     return {name: (value / len(pixels)).cpu().numpy() for name, value in sums.items()}
 
 

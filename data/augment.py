@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedtta.models.arrays import to_device
+
 
 class Augmentation(Protocol):
     """Random views of images, in two steps: what is drawn at once is applied part by part, with the same bits."""
@@ -74,7 +76,7 @@ class CropFlip:
         """
         if x.ndim != 4:
             raise ValueError(f"x must be [B, C, H, W], got {tuple(x.shape)}")
-        row, column, flipped = draws.to(x.device).unbind(1)
+        row, column, flipped = to_device(draws, x.device).unbind(1)
         height, width = x.shape[2:]
         # All crops as a view [B, C, 2p+1, 2p+1, H, W]; one per sample is copied.
         windows = functional.pad(x, (self.padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)

@@ -1,4 +1,7 @@
-"""Safe storage of named arrays: atomic writes, checksums, finiteness checks, no pickle; equal content, equal bytes."""
+"""Safe storage of named arrays: atomic writes, checksums, finiteness checks, no pickle; equal content, equal bytes.
+
+And what tensors have in common wherever they are: `all_finite`, `to_device`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from safetensors.numpy import save
 from fedtta.settings.files import write_atomically
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 CHECKSUM = "checksum"  # reserved metadata key
@@ -38,6 +42,16 @@ def all_finite(values: Sequence[Tensor]) -> bool:
     if bool(torch.isfinite(sums).all()):
         return True
     return bool(torch.stack([torch.isfinite(value.detach()).all() for value in values]).all())
+
+
+def to_device(value: Tensor, device: torch.device) -> Tensor:
+    """Return `value.to(device)`; where this is a copy from the CPU to a GPU, the program goes on before it is done.
+
+    Only from pinned memory is such a copy asynchronous. PyTorch keeps that memory until the GPU has read it.
+    """
+    if value.is_cpu and device.type == "cuda":
+        return value.pin_memory().to(device, non_blocking=True)
+    return value.to(device)
 
 
 def array_finite(value: NDArray[Any]) -> bool:

@@ -11,7 +11,7 @@ with β = (0.9, 0.999), ε = 1e-8 and bias correction, and SGD with plain moment
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,7 +173,11 @@ class FunctionalOptimizer:
         return {"step": torch.zeros((), dtype=torch.int64), **state}
 
     def step(
-        self, values: Mapping[str, Tensor], gradients: Sequence[Tensor | None], state: Mapping[str, Tensor]
+        self,
+        values: Mapping[str, Tensor],
+        gradients: Sequence[Tensor | None],
+        state: Mapping[str, Tensor],
+        require: Callable[[Tensor, Callable[[list[int]], str]], None] | None = None,
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return new values, which are leaves that require a gradient, and the new state.
 
@@ -183,6 +187,9 @@ class FunctionalOptimizer:
             The current ones.
         gradients : sequence of Tensor or None
             Of the values in order; None, for what the network does not use, leaves a value as it is.
+        require : callable, optional
+            Takes over the check: called with what has to be True throughout, and with what makes a message of the
+            indices where it is not. Reading it makes the program wait for a GPU.
 
         Raises
         ------
@@ -196,10 +203,15 @@ class FunctionalOptimizer:
                 if gradient is not None:
                     new_values[name] = update(name, value, gradient, new_state)
         parts = {**new_values, **{name: part for name, part in new_state.items() if name != "step"}}
-        finite = torch.stack([torch.isfinite(part).all() for part in parts.values()])
-        if not bool(finite.all()):
-            bad = [name for name, fine in zip(parts, finite.tolist(), strict=True) if not fine]
-            raise ValueError(f"a step at lr={self.lr} left the finite numbers in {', '.join(bad)}")
+        finite, names = torch.stack([torch.isfinite(part).all() for part in parts.values()]), list(parts)
+
+        def error(bad: list[int]) -> str:
+            return f"a step at lr={self.lr} left the finite numbers in {', '.join(names[index] for index in bad)}"
+
+        if require is not None:
+            require(finite, error)
+        elif not bool(finite.all()):
+            raise ValueError(error([index for index, fine in enumerate(finite.tolist()) if not fine]))
         return {name: value.detach().requires_grad_() for name, value in new_values.items()}, new_state
 
     def _adam(self, name: str, value: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:

@@ -99,6 +99,11 @@ def to_host(array: Array) -> np.ndarray:
     return array.detach().cpu().numpy().copy() if is_tensor(array) else np.array(array)
 
 
+def on_cpu(values: Array) -> Array:
+    """Return a tensor on the CPU; a numpy array as it is."""
+    return values.cpu() if is_tensor(values) else values
+
+
 def softmax_of(logits: Array) -> Array:
     """Return the softmax of each row of logits [B, K], in their dtype."""
     if isinstance(logits, np.ndarray):
@@ -184,10 +189,12 @@ class Constants:
         return self._elsewhere[like.device]
 
 
-def to_device_of(value: np.ndarray, like: Array) -> Array:
-    """Return the numpy array `value` where `like` lives."""
+def to_device_of(value: Array, like: Array) -> Array:
+    """Return a numpy array or tensor where `like` lives."""
     if isinstance(like, np.ndarray):
-        return value
+        return to_host(value) if is_tensor(value) else value
     import torch
 
-    return torch.from_numpy(value).to(like.device)
+    from fedtta.models.arrays import to_device
+
+    return to_device(value if is_tensor(value) else torch.from_numpy(value), like.device)

@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedtta.models.arrays import to_device
 from fedtta.tta.base import Adapter, prefixed
-from fedtta.tta.checks import check_choice, check_finite, check_number
+from fedtta.tta.checks import Checks, check_choice, check_finite, check_number
 from fedtta.tta.modules import (
     Adapt,
     batch_statistics,
@@ -83,7 +84,7 @@ class Refinement:
     samples: int
 
 
-def directions(model: nn.Module, x: Tensor, adapt: Adapt = "all") -> Tensors:
+def directions(model: nn.Module, x: Tensor, adapt: Adapt = "all", checks: Checks | None = None) -> Tensors:
     """Return the unsupervised update directions h of a batch (eq. 4, 5).
 
     Parameters
@@ -94,6 +95,8 @@ def directions(model: nn.Module, x: Tensor, adapt: Adapt = "all") -> Tensors:
         The batch; of an empty one all directions are zero.
     adapt : str
         "params" and "stats" leave the directions of all other modules at zero.
+    checks : Checks or None
+        Take over the check of the network's output.
 
     Returns
     -------
@@ -113,7 +116,8 @@ def directions(model: nn.Module, x: Tensor, adapt: Adapt = "all") -> Tensors:
     parameters = [name for name in moved if isinstance(own[name], nn.Parameter)]
     with torch.inference_mode(False), evaluating(model), batch_statistics(model) as statistics:
         with torch.set_grad_enabled(bool(parameters)):
-            logits = check_finite("the network's output", model(_differentiable(x)))
+            logits = model(_differentiable(x))
+            (check_finite if checks is None else checks.finite)("the network's output", logits.detach())
             log_p = logits.log_softmax(1)  # [B, K]
             entropy = -(log_p.exp() * log_p).sum(1).mean()
         gradients = gradients_of(entropy, [own[name] for name in parameters])
@@ -175,24 +179,28 @@ def refine_with_loss(
         raise ValueError("refinement needs at least one labelled sample, the batch is empty")
     if y.shape != (len(x),) or y.is_floating_point():
         raise ValueError(f"labels must be integers of shape ({len(x)},), got {y.dtype} of shape {tuple(y.shape)}")
-    h = directions(model, x, adapt)
+    checks = Checks()
+    h = directions(model, x, adapt, checks)
     moved = moved_modules(model, adapt)
     with torch.inference_mode(False), torch.enable_grad():
         w = adapted(model, h, numbers)
         leaves = [w[name].requires_grad_() for name in moved]
         with evaluating(model), differentiable_statistics(model):
             logits = call_with(model, w, _differentiable(x))
-        check_finite("the adapted network's output", logits)
-        _check_labels(y, logits.shape[1])
+        checks.finite("the adapted network's output", logits.detach())
+        _check_labels(y, logits.shape[1], checks)
         loss = F.cross_entropy(logits, _differentiable(y).long())
         gradients = gradients_of(loss, leaves)
+    right = (logits.argmax(1) == y).sum()
+    measured = [*_slopes([h[name] for name in moved], gradients), loss.detach().double(), right.double()]
+    *slopes, loss_before, correct = torch.stack(measured).tolist()
     refined = dict(numbers)
-    for name, slope in zip(moved, _slopes([h[name] for name in moved], gradients), strict=True):
+    for name, slope in zip(moved, slopes, strict=True):
         refined[name] -= lr * slope
     bad = [f"{name}={rate}" for name, rate in refined.items() if not math.isfinite(rate)]
     if bad:
         raise ValueError(f"refinement at lr={lr} left the finite numbers: {', '.join(bad)}")
-    return Refinement(refined, loss.item(), int((logits.argmax(1) == y).sum()), len(x))
+    return Refinement(refined, loss_before, int(correct), len(x))
 
 
 def _differentiable(x: Tensor) -> Tensor:
@@ -200,18 +208,15 @@ def _differentiable(x: Tensor) -> Tensor:
     return x.clone() if x.is_inference() else x
 
 
-def _slopes(h: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[float]:
-    """Return g[l] = <h[l], gradient[l]> / √numel[l] of every module (eq. 7 and the remark after it)."""
-    if not h:
-        return []
-    sums = [(one * other).sum(dtype=torch.float64) for one, other in zip(h, gradients, strict=True)]
-    counts = [one.numel() for one in h]
-    return [value / math.sqrt(n) if n else 0.0 for value, n in zip(torch.stack(sums).tolist(), counts, strict=True)]
+def _slopes(h: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return g[l] = <h[l], gradient[l]> / √numel[l] of every module (eq. 7 and the remark after it), float64."""
+    pairs = zip(h, gradients, strict=True)
+    return [(one * other).sum(dtype=torch.float64) / math.sqrt(max(one.numel(), 1)) for one, other in pairs]
 
 
-def _check_labels(y: Tensor, classes: int) -> None:
-    """Raise ValueError naming the range of labels unless all are in 0..classes-1."""
-    low, high = int(y.min()), int(y.max())
+def _check_labels(y: Tensor, classes: int, checks: Checks) -> None:
+    """Raise what `checks` require, and ValueError naming the range of labels unless all are in 0..classes-1."""
+    low, high = checks.read(torch.stack(y.aminmax()).double()).astype(int)
     if low < 0 or high >= classes:
         raise ValueError(f"labels {low}..{high} are outside 0..{classes - 1}")
 
@@ -278,12 +283,14 @@ class ATP(Adapter):
         if self.mode == "batch" and not any(self.rates.values()):
             self._note_norms(None)
             return check_finite("the network's output", self.model(x)).softmax(1)
-        h = directions(self.model, x, self.adapt)
+        checks = Checks()
+        h = directions(self.model, x, self.adapt, checks)
         batches = self._batches + 1
         if self.mode == "online":
             h = {name: torch.lerp(mean, h[name], 1 / batches) for name, mean in self._mean.items()}
         w = adapted(self.model, h, self.rates)
-        logits = check_finite("the adapted network's output", call_with(self.model, w, x))
+        logits = checks.finite("the adapted network's output", call_with(self.model, w, x))
+        checks.read()
         self._note_norms(h)
         if self.mode == "online":
             self._mean, self._batches = h, batches
@@ -296,7 +303,8 @@ class ATP(Adapter):
         norms = torch.zeros(len(self.names), dtype=torch.float64)
         if h is not None:
             lengths = torch.stack([torch.linalg.vector_norm(h[name]).double() for name in self.names])
-            norms = lengths.cpu() * torch.tensor(list(self.rates.values()), dtype=torch.float64).abs()
+            rates = torch.tensor(list(self.rates.values()), dtype=torch.float64).abs()
+            norms = lengths * to_device(rates, lengths.device)
         self._note(update_norms=norms[None])  # [1, D]
 
     def _reset(self) -> None:

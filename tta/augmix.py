@@ -19,13 +19,15 @@ bare 128, which is mid-grey for grey images but dark red for coloured ones).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import affine_grid, grid_sample, pad
+
+from fedtta.models.arrays import to_device
 
 WIDTH = 3  # chains that are mixed
 DEPTH = 3  # most operations in a chain
@@ -79,7 +81,7 @@ def affine(x: Tensor, matrix: Tensor, fill: float) -> Tensor:
     x : Tensor [N, C, H, W]
         Images.
     matrix : Tensor [N, 2, 3]
-        Maps output to input positions in pixels from the centre of the image, (x, y) order, as Pillow's
+        On the CPU. Maps output to input positions in pixels from the centre of the image, (x, y) order, as Pillow's
         `Image.transform` does from the corner.
     fill : float
         Value of pixels that come from outside; inside, the border pixel continues to the image's edge.
@@ -87,7 +89,8 @@ def affine(x: Tensor, matrix: Tensor, fill: float) -> Tensor:
     height, width = x.shape[2:]
     ratio = height / width  # affine_grid measures in half widths and half heights
     scale = matrix.new_tensor([[1, ratio, 2 / width], [1 / ratio, 1, 2 / height]])
-    grid = affine_grid((matrix * scale).to(x.dtype), list(x.shape), align_corners=False)  # [N, H, W, 2]
+    maps = to_device((matrix * scale).to(x.dtype), x.device)
+    grid = affine_grid(maps, list(x.shape), align_corners=False)  # [N, H, W, 2]
     moved = grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
     inside = (grid.abs().amax(3) <= 1).unsqueeze(1)
     return torch.where(inside, moved, fill)
@@ -99,8 +102,8 @@ GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
 PHOTOMETRIC: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "autocontrast": lambda x, level: autocontrast(x),
     "equalize": lambda x, level: equalize(x),
-    "solarize": lambda x, level: solarize(x, (256 - (level * 256 / 10).floor()).to(x)),
-    "posterize": lambda x, level: posterize(x, (4 - (level * 4 / 10).floor()).to(x)),
+    "solarize": lambda x, level: solarize(x, _beside(x, 256 - (level * 256 / 10).floor())),
+    "posterize": lambda x, level: posterize(x, _beside(x, 4 - (level * 4 / 10).floor())),
 }
 OPERATIONS = (*GEOMETRIC, *PHOTOMETRIC)
 
@@ -154,7 +157,12 @@ class AugMix:
 
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
         """Return one view of each image x [V, C, H, W] in [0, 1], drawn independently (CPU generator)."""
-        return self.apply(x, self.draw(generator, len(x)))
+        return self.together(x, [generator])
+
+    def together(self, x: Tensor, generators: Sequence[Generator]) -> Tensor:
+        """Return what calls for G equal parts of x [G n, C, H, W], each with its generator, would return together."""
+        parts = zip(x.chunk(len(generators)), generators, strict=True)
+        return self.apply(x, torch.cat([self.draw(generator, len(part)) for part, generator in parts]))
 
     def draw(self, generator: Generator, n: int) -> Tensor:
         """Return the random numbers of n views: uniform [n, DRAWS], float64, CPU; rows can be concatenated."""
@@ -205,8 +213,8 @@ class AugMix:
         chains = x.repeat_interleave(WIDTH, 0)  # [n * WIDTH, C, H, W]
         for depth in range(DEPTH):
             self._operate(chains, plan.operation[:, depth], plan.level[:, depth], plan.sign[:, depth])
-        mix = plan.mix.to(x).view(-1, 1, 1, 1)
-        weights = ((1 - plan.mix)[:, None] * plan.weights).to(x)  # [n, WIDTH]
+        mix = _beside(x, plan.mix).view(-1, 1, 1, 1)
+        weights = _beside(x, (1 - plan.mix)[:, None] * plan.weights)  # [n, WIDTH]
         mixed = torch.einsum("nk,nkchw->nchw", weights, chains.view(len(x), WIDTH, *x.shape[1:]))
         return mixed.addcmul_(mix, x).clamp_(0, 1)
 
@@ -214,21 +222,21 @@ class AugMix:
         """Return x [n, C, H, W] cropped out of its padded self and mirrored, as planned."""
         n, _, height, width = x.shape
         windows = pad(x, 4 * [self.padding]).unfold(2, height, 1).unfold(3, width, 1)
-        row, column = plan.corner.to(x.device).unbind(1)
+        row, column = to_device(plan.corner, x.device).unbind(1)
         x = windows[torch.arange(n, device=x.device), :, row, column]  # [n, C, H, W]
-        return torch.where(plan.flip.to(x.device).view(-1, 1, 1, 1), x.flip(3), x)
+        return torch.where(to_device(plan.flip, x.device).view(-1, 1, 1, 1), x.flip(3), x)
 
     def _operate(self, x: Tensor, operation: Tensor, level: Tensor, sign: Tensor) -> None:
         """Apply to each image of x [n, C, H, W], in place, its operation at its level and sign, all [n]."""
         matrix = self._matrices(operation, level, sign, x.shape[2], x.shape[3])
         moves = (matrix != torch.eye(2, 3, dtype=matrix.dtype)).flatten(1).any(1)
         if bool(moves.any()):
-            index = torch.nonzero(moves).flatten().to(x.device)
-            x[index] = affine(x[index], matrix[moves].to(x), self.fill)
+            index = to_device(torch.nonzero(moves).flatten(), x.device)
+            x[index] = affine(x[index], matrix[moves].to(x.dtype), self.fill)
         for name, function in PHOTOMETRIC.items():
             chosen = operation == OPERATIONS.index(name)
             if bool(chosen.any()):
-                index = torch.nonzero(chosen).flatten().to(x.device)
+                index = to_device(torch.nonzero(chosen).flatten(), x.device)
                 x[index] = function(x[index], level[chosen])
 
     @staticmethod
@@ -246,6 +254,11 @@ class AugMix:
         rows = [angle.cos(), shear_x - angle.sin(), move_x + shear_x * (height / 2)]
         rows += [shear_y + angle.sin(), angle.cos(), move_y + shear_y * (width / 2)]
         return torch.stack(rows, 1).view(-1, 2, 3)
+
+
+def _beside(x: Tensor, values: Tensor) -> Tensor:
+    """Return `values`, which are on the CPU, in the dtype and on the device of x."""
+    return to_device(values.to(x.dtype), x.device)
 
 
 def _integer(uniform: Tensor, n: int) -> Tensor:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from fedtta.tta.arrays import copied, is_module, is_tensor, namespace, untracked
-from fedtta.tta.checks import not_finite
+from fedtta.tta.arrays import copied, is_module, is_tensor, namespace, on_cpu, untracked
+from fedtta.tta.checks import Checks, finite_rows
 from fedtta.tta.statistics import STATISTICS_NEEDS
 
 if TYPE_CHECKING:
@@ -126,8 +126,9 @@ class Adapter(ABC):
             raise ValueError(f"predict needs a batch dimension: shape {tuple(x.shape)} has none")
         # What is learned consists of ordinary tensors, also if the caller is in inference mode.
         with untracked():
-            if bad := not_finite(x):
-                raise ValueError(f"samples {bad} of the batch hold values that are not finite")
+            checks = Checks()
+            checks.require(finite_rows(x), lambda bad: f"samples {bad} of the batch hold values that are not finite")
+            checks.read()
             return self._predict(x.clone() if self._of_torch and x.is_inference() else x)
 
     @property
@@ -173,31 +174,32 @@ class Adapter(ABC):
             self._load(state)
         self._records = {}
 
-    def report(self) -> dict[str, Any]:
-        """Return what happened to every sample since the last reset, in order: name → Tensor [n, ...]."""
-        if not self._of_torch:
-            return {name: np.concatenate(parts) for name, parts in self._records.items()}
-        import torch
+    def report(self, *names: str) -> dict[str, Any]:
+        """Return what happened to every sample since the last reset, in order: name → Tensor [n, ...], on the CPU.
 
-        return {name: torch.cat([torch.as_tensor(part) for part in parts]) for name, parts in self._records.items()}
+        Given `names`, return these columns alone, those that there are: on a GPU, reading each waits for it.
+        """
+        return {name: on_cpu(self._as_given(column)) for name, column in self._columns(*names).items()}
 
     def take_report(self, *names: str) -> dict[str, Any]:
-        """Return `report()`, or some of its columns, and start a new one; what was learned stays.
-
-        For endless streams.
-        """
-        if names:
-            self._records = {name: parts for name, parts in self._records.items() if name in names}
-        report = self.report()
+        """Return `report(*names)` and start a new one; what was learned stays. For endless streams."""
+        report = self.report(*names)
         self._records = {}
         return report
 
+    def _columns(self, *names: str) -> dict[str, Any]:
+        """Return the report's columns [n, ...], where they are; `names` as of `report`."""
+        chosen = {name: parts for name, parts in self._records.items() if not names or name in names}
+        return {name: namespace(parts[0]).concat(parts, axis=0) for name, parts in chosen.items()}
+
     def _note(self, **columns: Tensor | np.ndarray) -> None:
-        """Append per-sample values [B, ...] to the report, on the CPU; arrays are not copied, leave them alone."""
+        """Append per-sample values [B, ...] to the report; they are not copied, leave them alone.
+
+        They stay where they are until the report is read: on a GPU, copying would wait for the whole batch.
+        """
         if self.record:
             for name, value in columns.items():
-                kept = value.detach().cpu() if is_tensor(value) else value
-                self._records.setdefault(name, []).append(kept)
+                self._records.setdefault(name, []).append(value.detach() if is_tensor(value) else value)
 
     @abstractmethod
     def _predict(self, x: Tensor) -> Tensor:

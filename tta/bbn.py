@@ -43,11 +43,12 @@ from fedtta.models.balanced import BalancedBatchNorm, balance, pseudo_labels
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
-from fedtta.tta.checks import check_choice, check_finite, check_least, check_number, class_count
+from fedtta.tta.checks import Checks, check_choice, check_least, check_number, class_count
 from fedtta.tta.collaborator import Collaborator, affine_names, batchnorm_layers
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
 MANY_CLASSES = 100  # K from which h0 is the larger one
+NOT_TAUGHT = -100  # takes the place of ŷ where the teacher is not confident
 
 
 class BBN(Collaborator):
@@ -166,43 +167,50 @@ class BBN(Collaborator):
         }
 
     def _predict(self, x: Tensor) -> Tensor:
-        prediction = torch.softmax(self._logits("teacher", self._teacher, x), 1)  # step 1
+        checks = Checks()
+        prediction = torch.softmax(self._logits("teacher", self._teacher, x, checks), 1)  # step 1
         if len(x):
-            self._adapt(x, prediction.argmax(1))
+            self._adapt(x, prediction.argmax(1), checks)
         return prediction
 
-    def _adapt(self, x: Tensor, labels: Tensor) -> None:
+    def _adapt(self, x: Tensor, labels: Tensor, checks: Checks) -> None:
         """Take steps 2 and 3 on x [B, ...], B > 0, with pseudo-labels ĉ [B]; all or nothing."""
         views = augmented(self.augment, x, seeded(self.seed, int(self._batches)))
         for_teacher, for_student = (views, x) if self._teacher_sees_views else (x, views)
-        source = torch.softmax(self._logits("source", self.model, x), 1)
+        source = torch.softmax(self._logits("source", self.model, x, checks), 1)
         with self._all_or_nothing():
             with torch.enable_grad(), pseudo_labels(self._teacher, labels):
-                logits = self._logits("teacher", self._teacher, for_teacher)
+                logits = self._logits("teacher", self._teacher, for_teacher, checks)
                 drift = ((torch.softmax(logits, 1) - source) ** 2).mean()  # L_CR
                 gradients = self._gradients(self.consistency * drift)
             logits = logits.detach()
             entropy = entropy_of_logits(logits)
             confident = entropy < self.threshold
             with torch.enable_grad(), pseudo_labels(self._student, labels):
-                taught = self._logits("student", self._student, for_student)[confident]
-                distillation = functional.cross_entropy(taught, logits.argmax(1)[confident], reduction="sum") / len(x)
+                taught = self._logits("student", self._student, for_student, checks)
+                target = torch.where(confident, logits.argmax(1), NOT_TAUGHT)  # ŷ
+                distillation = functional.cross_entropy(taught, target, ignore_index=NOT_TAUGHT, reduction="sum") / len(
+                    x
+                )  # L_KD
                 more = self._gradients(distillation + self._pull())
             gradients = [one + other for one, other in zip(gradients, more, strict=True)]
-            self._check_statistics()
-            if self._affine:
-                moved, self._memory = self._optimizer.step(self._affine, gradients, self._memory)
-                for name, value in moved.items():
-                    self._affine[name].copy_(value)
+            self._check_statistics(checks)
+            moved, memory = self._affine, self._memory
+            if moved:
+                moved, memory = self._optimizer.step(moved, gradients, memory, checks.require)
+            checks.read()
+        self._memory = memory
+        for name, value in moved.items():
+            self._affine[name].copy_(value)
         self._batches = self._batches + 1
         self._note(entropy=entropy, confident=confident)
 
-    def _logits(self, role: str, network: nn.Module, x: Tensor) -> Tensor:
-        """Return logits [B, K]; raise ValueError where they are not finite or of another K."""
+    def _logits(self, role: str, network: nn.Module, x: Tensor, checks: Checks) -> Tensor:
+        """Return logits [B, K], which `checks` require to be finite; raise ValueError where K is another."""
         logits: Tensor = network(x)
         if logits.shape != (len(x), self.num_classes):
             raise ValueError(f"the network's output {tuple(logits.shape)} is not [{len(x)}, {self.num_classes}]")
-        check_finite(f"the {role}'s output", logits)
+        checks.finite(f"the {role}'s output", logits.detach())
         return logits
 
     def _gradients(self, loss: Tensor) -> list[Tensor]:
@@ -211,13 +219,14 @@ class BBN(Collaborator):
             return []
         return list(torch.autograd.grad(loss, list(self._affine.values()), allow_unused=True, materialize_grads=True))
 
-    def _check_statistics(self) -> None:
-        """Raise ValueError if a class statistic is not finite; a layer's output can be finite even then."""
+    def _check_statistics(self, checks: Checks) -> None:
+        """Require that class statistics be finite; a layer's output can be finite even where one is not."""
         statistics = self.normalisation()
-        finite = torch.stack([torch.isfinite(value).all() for value in statistics.values()]).tolist()
-        bad = [name for name, fine in zip(statistics, finite, strict=True) if not fine]
-        if bad:
-            raise ValueError(f"the batch makes {', '.join(bad)} not finite")
+        names = list(statistics)
+        checks.require(
+            torch.stack([torch.isfinite(value).all() for value in statistics.values()]),
+            lambda bad: f"the batch makes {', '.join(names[index] for index in bad)} not finite",
+        )
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedtta.tta.base import prefixed
-from fedtta.tta.checks import check_finite, check_least
+from fedtta.tta.checks import Checks, check_least
 from fedtta.tta.collaborator import Collaborator, replace_batchnorms
 
 
@@ -69,10 +69,11 @@ class BatchStatistics(nn.Module):
         """Return x [G B, C, ...] normalised group by group."""
         if self.groups == 1:
             return self._normalise(x)
-        return torch.cat([self._normalise(batch) for batch in x.chunk(self.groups)])
+        *others, last = x.chunk(self.groups)
+        return torch.cat([*(self._normalise(batch, keep=False) for batch in others), self._normalise(last)])
 
-    def _normalise(self, x: Tensor) -> Tensor:
-        """Return one batch [n, C, ...] normalised; keep the statistics in `last`."""
+    def _normalise(self, x: Tensor, keep: bool = True) -> Tensor:
+        """Return one batch [n, C, ...] normalised; `keep` the statistics in `last`."""
         values = x.numel() // x.shape[1]  # a channel
         if values < 2:
             return self._with(x, self.running_mean, self.running_var)
@@ -81,6 +82,8 @@ class BatchStatistics(nn.Module):
             share = self.prior / (self.prior + len(x))  # N/(N+n)
             mean, variance = torch.lerp(mean, self.running_mean, share), torch.lerp(variance, self.running_var, share)
             return self._with(x, mean, variance)
+        if not keep:
+            return F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         # torch's own kernel; momentum 1 makes the "running" statistics those of this batch, the variance unbiased.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         y = F.batch_norm(x, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
@@ -138,18 +141,18 @@ class BatchNormalised(Collaborator):
 
     def _predict(self, x: Tensor) -> Tensor:
         if len(x) == 0:
-            return torch.softmax(self._logits(x), 1)  # no row, and nothing to learn from
+            return torch.softmax(self._logits(x, Checks()), 1)  # no row, and nothing to learn from
         return self._adapt(x)
 
-    def _logits(self, x: Tensor, values: Mapping[str, Tensor] | None = None, groups: int = 1) -> Tensor:
-        """Return logits [G B, K] of x [G B, ...], G batches one after the other.
+    def _logits(self, x: Tensor, checks: Checks, values: Mapping[str, Tensor] | None = None, groups: int = 1) -> Tensor:
+        """Return logits [G B, K] of x [G B, ...], G batches one after the other; `checks` require them to be finite.
 
         `values` stand in for parameters of those names; the others are the source's.
         """
         for layer in self._layers.values():
             layer.groups = groups
         logits: Tensor = functional_call(self._network, dict(values or {}), (x,))
-        check_finite("the network's output", logits.reshape(groups, -1, logits.shape[1]).transpose(0, 1))
+        checks.finite("the network's output", logits.detach().reshape(groups, -1, logits.shape[1]).transpose(0, 1))
         return logits
 
     def _last(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -206,6 +209,8 @@ class BNAdapt(BatchNormalised):
         return {}
 
     def _adapt(self, x: Tensor) -> Tensor:
-        logits = self._logits(x)
+        checks = Checks()
+        logits = self._logits(x, checks)
+        checks.read()
         self._domain = self._last()
         return torch.softmax(logits, 1)

@@ -35,7 +35,7 @@ from fedtta.tta.arrays import (
     to_tensor,
 )
 from fedtta.tta.base import Adapter
-from fedtta.tta.checks import check_choice, check_number
+from fedtta.tta.checks import Checks, check_choice, check_number
 from fedtta.tta.heads import check_two_heads, statistic_vector, two_heads
 from fedtta.tta.posterior import BetaRule, mixing_weight
 from fedtta.tta.statistics import Statistics, discretise
@@ -125,20 +125,25 @@ class BTFL(Adapter):
         self._prior = (1.0, 1.0)  # a, b
 
     def _predict(self, x: Tensor) -> Tensor:
-        return self.interpolate(*two_heads(self.model, x))
+        checks = Checks()
+        return self._mixed(*two_heads(self.model, x, checks), checks)
 
     def interpolate(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor) -> Tensor:
         """Return what `predict` returns, given the network's outputs z [B, d] and logits [B, K]; history moves on."""
+        return self._mixed(z, logits_global, logits_personal, Checks())
+
+    def _mixed(self, z: Tensor, logits_global: Tensor, logits_personal: Tensor, checks: Checks) -> Tensor:
+        """Return `interpolate`, after what `checks` already require."""
         if z.shape[0] == 0:
             return softmax_of(logits_global)
         features = from_tensor(z)  # (B, d)
         xp, fixed = namespace(features), self._fixed.on(features)
-        check_non_negative(features, len(fixed["table"]))
+        require_non_negative(features, len(fixed["table"]), checks)
         probabilities, entropy = softmax_entropy(class_major(logits_personal, logits_global))  # (K, 2, B), (2, B)
         likelihood = xp.tanh(features).round() @ fixed["table"] + fixed["offset"]  # ln q_l, ln q_g, ln τ: (B, 3)
         log_tau = likelihood[:, 2]
-        pairs = zip(log_tau.tolist(), entropy.T.tolist(), strict=True)
-        events = [detect_event(ratio, pair, self._mean_entropy) for ratio, pair in pairs]
+        evidence = checks.read(xp.stack((log_tau, entropy[0], entropy[1]), axis=1)).tolist()  # the only wait for a GPU
+        events = [detect_event(ratio, entropies, self._mean_entropy) for ratio, *entropies in evidence]
         path, prior = prior_path(events, self._prior, self.strength)
         priors = to_device_of(np.array(path), features)  # (B, 2)
         log_tau_hat = self._rectified(likelihood, entropy)
@@ -217,13 +222,14 @@ def prior_path(
     return path, (a, b)
 
 
-def check_non_negative(features: Array, width: int) -> None:
-    """Raise ValueError if `features` [B, d] are negative or not `width` wide; the message names the samples."""
+def require_non_negative(features: Array, width: int, checks: Checks) -> None:
+    """Require that no feature [B, d] be negative; raise ValueError if they are not `width` wide."""
     if features.shape[1] != width:
         raise ValueError(f"features have {features.shape[1]} values, the statistics {width}")
-    if features.min() < 0:
-        bad = [i for i, row in enumerate(features) if row.min() < 0]
-        raise ValueError(f"samples {bad} of the batch have negative features; BTFL needs a ReLU before the heads")
+    checks.require(
+        (features >= 0).all(1),
+        lambda bad: f"samples {bad} of the batch have negative features; BTFL needs a ReLU before the heads",
+    )
 
 
 def smooth(frequency: np.ndarray, smoothing: float) -> np.ndarray:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from fedtta.tta.arrays import namespace
+from fedtta.tta.arrays import Array, namespace
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,17 +36,78 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"unknown {name} {value!r}; there are: {', '.join(choices)}")
 
 
-def not_finite(rows: Tensor | np.ndarray) -> list[int]:
-    """Return the indices of the rows [B, ...] with a value that is not finite."""
+class Checks:
+    """Checks of a batch that are read together.
+
+    On a GPU each reading makes the program wait for all that was begun.
+
+        checks = Checks()
+        logits = checks.finite("the network's output", network(x))
+        loss = checks.finite("the loss", ...)
+        checks.read()
+
+    Read them before anything that was computed is kept.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Array, Callable[[list[int]], str]]] = []
+
+    def require(self, good: Array, error: Callable[[list[int]], str]) -> None:
+        """Require that `good` [n] be True throughout; `error` makes a message of the indices where it is not."""
+        self._noted.append((good, error))
+
+    def finite(self, what: str, rows: _Rows) -> _Rows:
+        """Return `rows` [B, ...], which have to be finite; the message names `what` and the samples."""
+        self.require(finite_rows(rows), lambda bad: f"{what} for samples {bad} of the batch is not finite")
+        return rows
+
+    def read(self, values: Array | None = None) -> Any:
+        """Raise what the first check that failed demands; forget them all.
+
+        Parameters
+        ----------
+        values : Array, float64, optional
+            They reach the CPU in the same copy.
+
+        Returns
+        -------
+        np.ndarray or None
+            `values`.
+
+        Raises
+        ------
+        ValueError
+            A check failed.
+        """
+        noted, self._noted = self._noted, []
+        flags = [good for good, _ in noted]
+        if values is None:
+            fine, found = not flags or bool(namespace(flags[0]).concat(flags, axis=0).all()), None
+        elif isinstance(values, np.ndarray):
+            fine, found = all(bool(good.all()) for good in flags), values
+        else:
+            one = namespace(values).concat([*(good.double() for good in flags), values.reshape(-1)], axis=0)
+            host = one.cpu().numpy()
+            start = len(host) - values.numel()
+            fine, found = bool(host[:start].all()), host[start:].reshape(values.shape)
+        if not fine:
+            for good, error in noted:
+                if bad := [index for index, one in enumerate(good.tolist()) if not one]:
+                    raise ValueError(error(bad))
+        return found
+
+
+def finite_rows(rows: Tensor | np.ndarray) -> Array:
+    """Return which rows [B, ...] have finite values alone, [B]."""
     flat = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
-    finite = namespace(flat).isfinite(flat).all(1)  # [B]
-    return [] if bool(finite.all()) else [i for i, whole in enumerate(finite.tolist()) if not whole]
+    return namespace(flat).isfinite(flat).all(1)
 
 
 def check_finite(what: str, rows: _Rows) -> _Rows:
     """Return `rows` [B, ...]; raise ValueError naming `what` and the samples whose rows are not finite."""
-    if bad := not_finite(rows):
-        raise ValueError(f"{what} for samples {bad} of the batch is not finite")
+    checks = Checks()
+    checks.finite(what, rows)
+    checks.read()
     return rows
 
 

@@ -31,6 +31,7 @@ Decisions and deviations:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -38,8 +39,9 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import grid_sample
 
+from fedtta.models.arrays import to_device
 from fedtta.tta.checks import check_number
-from fedtta.tta.views import COLOURED_ONLY, COLOURS, grey
+from fedtta.tta.views import grey, recolour
 
 #: The colour operations of the jitter, and the spread of their parameter at strength 1.
 JITTER = {"brightness": 0.8, "contrast": 0.8, "saturation": 0.8, "hue": 0.2}
@@ -71,15 +73,14 @@ def supervised_contrastive(z: Tensor, labels: Tensor, temperature: float = 0.1) 
     if labels.shape != z.shape[:1] or labels.is_floating_point():
         raise ValueError(f"labels must be {len(z)} integers, got {labels.dtype} of shape {tuple(labels.shape)}")
     direction = unit(z)
-    same = (labels[:, None] == labels[None]).fill_diagonal_(False)  # [n, n], P(x)
-    anchors = torch.nonzero(same.any(1)).flatten()  # [m]
-    if len(anchors) == 0:
+    if len(z) < 2:
         return (direction * 0).sum()  # 0, with a gradient, which is 0 too
-    products = direction[anchors] @ direction.T / temperature  # [m, n]
-    itself = torch.arange(len(z), device=z.device) == anchors[:, None]
+    positive = (labels[:, None] == labels[None]).fill_diagonal_(False)  # [n, n], P(x)
+    products = direction @ direction.T / temperature  # [n, n]
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     log_p = products - products.masked_fill(itself, -math.inf).logsumexp(1, keepdim=True)
-    positive = same[anchors]
-    return -(log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1)).mean()
+    losses = log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)  # [n]; 0 without a positive
+    return -(losses.sum() / positive.any(1).sum().clamp(min=1))
 
 
 def self_contrastive(first: Tensor, second: Tensor, temperature: float = 0.5) -> Tensor:
@@ -194,6 +195,11 @@ class ContrastiveViews:
         """
         return self.apply(x, self.draw(generator, len(x)))
 
+    def together(self, x: Tensor, generators: Sequence[Generator]) -> Tensor:
+        """Return what calls for G equal parts of x [G n, C, H, W], each with its generator, would return together."""
+        parts = zip(x.chunk(len(generators)), generators, strict=True)
+        return self.apply(x, torch.cat([self.draw(generator, len(part)) for part, generator in parts]))
+
     def draw(self, generator: Generator, n: int) -> Tensor:
         """Return the random numbers of n views: uniform [n, DRAWS], float64, CPU."""
         return torch.rand(n, DRAWS, generator=generator, dtype=torch.float64)
@@ -207,11 +213,18 @@ class ContrastiveViews:
             return x.clone()
         box, mirror, jitter, colours, order, gray = draws.split([2 * TRIES + 2, 1, 1, len(JITTER), len(JITTER), 1], 1)
         x = self._crop(x, box, mirror.flatten() < (0.5 if self.flip else 0))
-        self._recolour(x, 2 * colours - 1, order.argsort(1), jitter.flatten() < self.jitter)
-        turned = torch.nonzero(gray.flatten() < self.grayscale).flatten().to(x.device)
+        order = torch.where(jitter < self.jitter, order.argsort(1), -1)
+        recolour(x, list(JITTER), self._factors(2 * colours - 1), order)
+        turned = torch.nonzero(gray.flatten() < self.grayscale).flatten()
         if x.shape[1] == 3 and len(turned):
+            turned = to_device(turned, x.device)
             x[turned] = grey(x[turned]).expand(-1, 3, -1, -1)
         return x
+
+    def _factors(self, signed: Tensor) -> Tensor:
+        """Return the parameters of the jitter's operations from `signed` [n, 4] in [-1, 1)."""
+        middle = signed.new_tensor([name != "hue" for name in JITTER])
+        return middle + signed * signed.new_tensor(list(JITTER.values())) * self.strength
 
     def _crop(self, x: Tensor, uniform: Tensor, mirrored: Tensor) -> Tensor:
         """Return a random box of each image [n, C, H, W], bilinearly resized to the image, where `mirrored` turned."""
@@ -222,11 +235,14 @@ class ContrastiveViews:
         )  # [n, H], [n, W]
         columns = torch.where(mirrored[:, None], columns.flip(1), columns)
         # From pixels to the corners at -1 and 1 that `grid_sample` measures from.
-        rows, columns = (2 * (at + 0.5) / size - 1 for at, size in ((rows, height), (columns, width)))
+        rows, columns = (
+            to_device((2 * (at + 0.5) / size - 1).to(x.dtype), x.device)
+            for at, size in ((rows, height), (columns, width))
+        )
         grid = torch.stack(
             (columns[:, None].expand(-1, height, -1), rows[:, :, None].expand(-1, -1, width)), 3
         )  # [n, H, W, 2]
-        return grid_sample(x, grid.to(x), mode="bilinear", padding_mode="border", align_corners=False).clamp_(0, 1)
+        return grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False).clamp_(0, 1)
 
     def boxes(self, uniform: Tensor, height: int, width: int) -> Tensor:
         """Return boxes [n, 4] in whole pixels: top, left, height, width, from `uniform` [n, 2 TRIES + 2] in [0, 1)."""
@@ -250,17 +266,6 @@ class ContrastiveViews:
         tall = max(1, round(width / narrow)) if width / height < narrow else height
         broad = max(1, round(height * wide)) if width / height > wide else width
         return (height - tall) // 2, (width - broad) // 2, tall, broad
-
-    def _recolour(self, x: Tensor, signed: Tensor, order: Tensor, jittered: Tensor) -> None:
-        """Apply the jitter in place to those of x [n, C, H, W] with `jittered` [n]; `signed` [n, 4] is in [-1, 1)."""
-        for position in range(len(JITTER)):
-            for code, (name, spread) in enumerate(JITTER.items()):
-                index = torch.nonzero(jittered & (order[:, position] == code)).flatten()
-                if len(index) == 0 or (x.shape[1] == 1 and name in COLOURED_ONLY):
-                    continue
-                parameter = (name != "hue") + signed[index, code] * spread * self.strength
-                index = index.to(x.device)
-                x[index] = COLOURS[name][0](x[index], parameter.to(x).view(-1, 1, 1, 1))
 
 
 def _positions(start: Tensor, length: Tensor, size: int) -> Tensor:

@@ -28,15 +28,18 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor, nn
 
+from fedtta.models.arrays import to_device
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised
-from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
+from fedtta.tta.checks import Checks, check_choice, check_least, check_number
 from fedtta.tta.collaborator import shared_parameters
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
 AVERAGES = ("logits", "probabilities")
-PASS = 256  # samples that the teacher sees in one pass: small batches have several views in it
+#: Samples that the teacher sees in one pass, with several views of a small batch: on a CPU what suits its cache, on a
+#: GPU, which then waits less for the program, what is not too large.
+PASS, PASS_BYTES = 256, 32 * 2**20
 
 
 class CoTTA(BatchNormalised):
@@ -121,17 +124,23 @@ class CoTTA(BatchNormalised):
         self._batches = torch.zeros((), dtype=torch.int64)
 
     def _adapt(self, x: Tensor) -> Tensor:
-        confidence = torch.softmax(self._logits(x), 1).amax(1)  # [B], of the source
+        checks = Checks()
+        confidence = torch.softmax(self._logits(x, checks), 1).amax(1)  # [B], of the source
+        checks.read()
         averaged = bool(confidence.mean() < self.threshold)
-        target = self._average_over_views(x) if averaged else torch.softmax(self._logits(x, self._teacher), 1)  # [B, K]
+        if averaged:
+            target = self._average_over_views(x, checks)  # [B, K]
+        else:
+            target = torch.softmax(self._logits(x, checks, self._teacher), 1)
         with torch.enable_grad():
-            losses = -(target * self._logits(x, self._student).log_softmax(1)).sum(1)  # [B]
-            check_finite("the loss", losses)
+            losses = -(target * self._logits(x, checks, self._student).log_softmax(1)).sum(1)  # [B]
+            checks.finite("the loss", losses)
             gradients = torch.autograd.grad(
                 losses.mean() + self._pull(), list(self._student.values()), allow_unused=True
             )
         domain = self._last()
-        student, memory = self._optimizer.step(self._student, gradients, self._memory)
+        student, memory = self._optimizer.step(self._student, gradients, self._memory, checks.require)
+        checks.read()
         teacher = {
             name: torch.lerp(student[name].detach(), old, self.momentum_teacher) for name, old in self._teacher.items()
         }
@@ -140,14 +149,14 @@ class CoTTA(BatchNormalised):
         self._note(confidence=confidence, averaged=torch.full_like(confidence, averaged, dtype=torch.bool), loss=losses)
         return target
 
-    def _average_over_views(self, x: Tensor) -> Tensor:
+    def _average_over_views(self, x: Tensor, checks: Checks) -> Tensor:
         """Return the teacher's mean prediction [B, K] over random views of x [B, ...]."""
         sums = []
-        together = max(1, PASS // len(x))
+        together = max(1, PASS // len(x) if x.is_cpu else PASS_BYTES // x.nbytes)
         for first in range(0, self.draws, together):
             drawn = range(first, min(first + together, self.draws))
-            batches = [augmented(self.augment, x, self._generator(draw)) for draw in drawn]
-            outputs = self._logits(torch.cat(batches), self._teacher, groups=len(drawn))  # [V B, K]
+            views = augmented(self.augment, torch.cat([x] * len(drawn)), *map(self._generator, drawn))  # [V B, ...]
+            outputs = self._logits(views, checks, self._teacher, groups=len(drawn))  # [V B, K]
             if self.average == "probabilities":
                 outputs = torch.softmax(outputs, 1)
             sums.append(outputs.reshape(len(drawn), len(x), -1).sum(0))
@@ -156,12 +165,12 @@ class CoTTA(BatchNormalised):
 
     def _restored(self, student: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the student with a share p of its numbers, drawn for each batch, reset to the source's."""
-        generator, restored = self._generator(), {}
-        for name, value in student.items():
-            # Drawn on the CPU, so that the numbers are the same on every device.
-            forgotten = torch.rand(value.shape, generator=generator, dtype=torch.float32) < self.restore
-            kept = torch.where(forgotten.to(value.device), self._source[name], value.detach())
-            restored[name] = kept.requires_grad_()
+        sizes, restored = [value.numel() for value in student.values()], {}
+        # Drawn on the CPU, so that the numbers are the same on every device.
+        drawn = torch.rand(sum(sizes), generator=self._generator(), dtype=torch.float32) < self.restore
+        forgotten = to_device(drawn, next(iter(student.values())).device).split(sizes)
+        for (name, value), mask in zip(student.items(), forgotten, strict=True):
+            restored[name] = torch.where(mask.view(value.shape), self._source[name], value.detach()).requires_grad_()
         return restored
 
     def _generator(self, *draw: int) -> Generator:

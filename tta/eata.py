@@ -41,7 +41,7 @@ from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised, with_batch_statistics
-from fedtta.tta.checks import check_finite, check_least, check_number, class_count
+from fedtta.tta.checks import Checks, check_finite, check_least, check_number, class_count
 from fedtta.tta.collaborator import affine_names
 
 
@@ -204,12 +204,13 @@ class EATA(BatchNormalised):
         self._batches = torch.zeros((), dtype=torch.int64)
 
     def _adapt(self, x: Tensor) -> Tensor:
-        before = self._affine, self._memory, self._average, self._fisher, self._batches
+        before, checks = (self._affine, self._memory, self._average, self._fisher, self._batches), Checks()
         try:
             if int(self._batches) < self.fisher_batches:
-                self._fisher = self._updated_fisher(x)
+                self._fisher = self._updated_fisher(x, checks)
             for _ in range(self.steps):
-                logits, weights = self._step(x)
+                logits, weights = self._step(x, checks)
+            checks.read()
             self._batches = self._batches + 1
         except Exception:  # what fails undoes what came before it in the batch
             self._affine, self._memory, self._average, self._fisher, self._batches = before
@@ -218,18 +219,18 @@ class EATA(BatchNormalised):
         self._note(entropy=entropy_of_logits(logits), loss_weight=weights)
         return torch.softmax(logits, 1)
 
-    def _updated_fisher(self, x: Tensor) -> dict[str, Tensor]:
+    def _updated_fisher(self, x: Tensor, checks: Checks) -> dict[str, Tensor]:
         """Return ω as a mean over the batches so far, x [B, ...] included."""
         with torch.enable_grad():
             source = {name: value.clone().requires_grad_() for name, value in self._source.items()}
-            squares = squared_gradients(self._logits(x, source), source)
+            squares = squared_gradients(self._logits(x, checks, source), source)
         share = 1 / (int(self._batches) + 1)
         return {name: torch.lerp(old, squares[name], share) for name, old in self._fisher.items()}
 
-    def _step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(self, x: Tensor, checks: Checks) -> tuple[Tensor, Tensor]:
         """Take one step; return the logits [B, K] before it, and the samples' weights [B]."""
         with torch.enable_grad():
-            logits = self._logits(x, self._affine)
+            logits = self._logits(x, checks, self._affine)
             if logits.shape[1] != self.classes:
                 raise ValueError(f"the network gives {logits.shape[1]} classes, num_classes={self.classes}")
             weights = sample_weights(logits.detach(), self._average, self.margin, self.redundancy)
@@ -238,10 +239,10 @@ class EATA(BatchNormalised):
                 return logits.detach(), weights
             loss = (weights[kept] * entropy_of_logits(logits[kept])).mean() + self._regulariser() + self._pull()
             gradients = torch.autograd.grad(loss, list(self._affine.values()), allow_unused=True)
-        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory)
+        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require)
         mean = logits.detach()[kept].softmax(1).mean(0)
-        started = bool(self._average.any())
-        self._average = torch.lerp(mean, self._average, self.momentum_probs) if started else mean
+        moved = torch.lerp(mean, self._average, self.momentum_probs)
+        self._average = torch.where(self._average.any(), moved, mean)
         return logits.detach(), weights
 
     def _regulariser(self) -> Tensor | float:

@@ -40,9 +40,10 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.func import functional_call
 
+from fedtta.models.arrays import to_device
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.base import Adapter, prefixed
-from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
+from fedtta.tta.checks import Checks, check_choice, check_finite, check_least, check_number
 from fedtta.tta.contrastive import ContrastiveViews, self_contrastive
 from fedtta.tta.heads import HEADS, check_two_heads
 from fedtta.tta.views import Augment, augmented, seeded
@@ -181,7 +182,7 @@ class FedICON(Adapter):
         """Return the encoder after a whole test set x [n, ...], from the start, and the loss of each step."""
         tuned, losses = self._start(), []
         for epoch in range(self.epochs):
-            order = torch.randperm(len(x), generator=seeded(self.seed, epoch)).to(x.device)
+            order = to_device(torch.randperm(len(x), generator=seeded(self.seed, epoch)), x.device)
             for step, chosen in enumerate(order.split(self.batch_size)):
                 if len(chosen) > 1:
                     tuned, loss = self._step(tuned, x[chosen], seeded(self.seed, epoch, step))
@@ -196,17 +197,19 @@ class FedICON(Adapter):
         ValueError
             A feature, a weight or a running statistic is not finite, or views have another shape.
         """
+        checks = Checks()
         views = augmented(self.augment, torch.cat((x, x)), generator)  # [2B, ...]
         buffers = {name: value.clone() for name, value in tuned.buffers.items()}
         with torch.enable_grad():
             z = self._features({**tuned.weights, **buffers}, views, training=True)  # [2B, d]; `buffers` follow
-            check_finite("the encoder's output", z.detach().unflatten(0, (2, -1)).transpose(0, 1))
+            checks.finite("the encoder's output", z.detach().unflatten(0, (2, -1)).transpose(0, 1))
             loss = self_contrastive(z[: len(x)], z[len(x) :], self.temperature)
             gradients = torch.autograd.grad(loss, list(tuned.weights.values()), allow_unused=True)
-        for name, value in buffers.items():
-            if not bool(torch.isfinite(value).all()):
-                raise ValueError(f"the batch makes {name} not finite")
-        weights, memory = self._optimizer.step(tuned.weights, gradients, tuned.memory)
+        if buffers:
+            finite, names = torch.stack([torch.isfinite(value).all() for value in buffers.values()]), list(buffers)
+            checks.require(finite, lambda bad: f"the batch makes {names[bad[0]]} not finite")
+        weights, memory = self._optimizer.step(tuned.weights, gradients, tuned.memory, checks.require)
+        checks.read()
         return Tuned(weights, buffers, memory), loss.detach()
 
     def _features(self, values: dict[str, Tensor], x: Tensor, *, training: bool) -> Tensor:

@@ -24,6 +24,7 @@ from fedtta.tta.arrays import (
     Array,
     Constants,
     class_major,
+    copied,
     double,
     from_tensor,
     largest,
@@ -31,7 +32,6 @@ from fedtta.tta.arrays import (
     softmax,
     softmax_of,
     to_device_of,
-    to_host,
     to_tensor,
 )
 from fedtta.tta.base import Adapter
@@ -115,7 +115,7 @@ class FedTHE(Adapter):
             local=statistic_vector("descriptor_local", statistics.descriptor_local, features),
         )
         self._schedule = adam_schedule(steps, lr)
-        self._history: np.ndarray | None = None
+        self._history: Array | None = None
 
     def _predict(self, x: Tensor) -> Tensor:
         return self.interpolate(*two_heads(self.model, x))
@@ -141,7 +141,7 @@ class FedTHE(Adapter):
         alignment = (1 - confidence) * self._distance_gap(features, past[:-1])
         e = solve_weight(logits[:, 0], logits[:, 1], confidence, alignment, self._schedule)
         probabilities = softmax(e * logits[:, 0] + (1 - e) * logits[:, 1])  # (K, B)
-        self._history = to_host(past[-1])
+        self._history = copied(past[-1])
         self._note(weight=e, similarity=similarity)
         return to_tensor(probabilities.T, like=logits_global), e
 
@@ -171,7 +171,7 @@ class FedTHE(Adapter):
         return {"history": history, "has_history": np.array(has_history)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        self._history = to_host(from_tensor(state["history"])) if bool(state["has_history"]) else None
+        self._history = copied(from_tensor(state["history"])) if bool(state["has_history"]) else None
 
 
 def head_similarity(logits: Array) -> Array:

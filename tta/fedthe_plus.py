@@ -83,10 +83,10 @@ class FedTHEPlus(Adapter):
 
     def _predict(self, x: Tensor) -> Tensor:
         trial = copy.copy(self._fedthe)  # replaces ours once nothing below has raised
-        trial.load_state_dict(self._fedthe.state_dict())
+        trial._records = {}
         weight = trial.weigh(*two_heads(self.model, x))  # e*, [B]
         logits, losses = tune_and_predict(self._readout, x, weight.to(x.dtype), self._position, self.tuning)
-        self._note(**trial.report(), loss=losses)
+        self._note(**trial._columns(), loss=losses)
         self._fedthe = trial
         self._position += len(x)
         return logits.softmax(1)

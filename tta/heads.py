@@ -14,7 +14,7 @@ import numpy as np
 
 from fedtta.tta.arrays import from_tensor, namespace, softmax_of, to_host
 from fedtta.tta.base import Adapter
-from fedtta.tta.checks import check_choice, check_finite, check_number
+from fedtta.tta.checks import Checks, check_choice, check_finite, check_number
 from fedtta.tta.collaborator import Collaborator
 from fedtta.tta.statistics import Statistics
 
@@ -37,8 +37,8 @@ def check_two_heads(model: nn.Module, method: str) -> int:
     return heads[0].in_features
 
 
-def two_heads(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the network on `x [B, ...]`.
+def two_heads(model: nn.Module, x: Tensor, checks: Checks | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the network on `x [B, ...]`; `checks` take over the check that its outputs are finite.
 
     Returns
     -------
@@ -53,13 +53,14 @@ def two_heads(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     z = cast("Tensor", model.features(x))  # type: ignore[operator]
     logits_global, logits_personal = model.head(z), model.personal_head(z)  # type: ignore[operator]
-    _check_outputs(z, logits_global, logits_personal)
+    _check_outputs(checks, z, logits_global, logits_personal)
     return z, logits_global, logits_personal
 
 
-def _check_outputs(*outputs: Tensor) -> None:
-    """Raise ValueError naming the samples for which an output [B, ...] of the network is not finite."""
-    check_finite("the network's output", namespace(outputs[0]).concat(outputs, axis=1))
+def _check_outputs(checks: Checks | None, *outputs: Tensor) -> None:
+    """Require that every output [B, ...] of the network be finite; without `checks`, raise ValueError here."""
+    check = check_finite if checks is None else checks.finite
+    check("the network's output", namespace(outputs[0]).concat(outputs, axis=1))
 
 
 def feature_head(model: nn.Module, head: str, method: str) -> nn.Linear:
@@ -77,8 +78,10 @@ def feature_head(model: nn.Module, head: str, method: str) -> nn.Linear:
     return cast("nn.Linear", getattr(model, HEADS[head]))
 
 
-def features_and_logits(model: nn.Module, x: Tensor, head: str) -> tuple[Tensor, Tensor]:
+def features_and_logits(model: nn.Module, x: Tensor, head: str, checks: Checks | None = None) -> tuple[Tensor, Tensor]:
     """Run the network on x [B, ...] and return its features [B, d] and one head's logits [B, K].
+
+    `checks` take over the check that they are finite.
 
     Raises
     ------
@@ -87,7 +90,7 @@ def features_and_logits(model: nn.Module, x: Tensor, head: str) -> tuple[Tensor,
     """
     z = cast("Tensor", model.features(x))  # type: ignore[operator]
     logits = cast("Tensor", getattr(model, HEADS[head])(z))
-    _check_outputs(z, logits)
+    _check_outputs(checks, z, logits)
     return z, logits
 
 

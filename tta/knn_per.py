@@ -117,7 +117,7 @@ def choose_weight(p_knn: Tensor, p_head: Tensor, labels: Tensor, step: float = 0
         shapes = [tuple(value.shape) for value in (p_knn, p_head, labels)]
         raise ValueError(f"choose_weight needs two [n, K] and labels [n], n > 0: got {shapes}")
     grid = [point / points for point in range(points + 1)]
-    right = [int(((share * p_knn + (1 - share) * p_head).argmax(1) == labels).sum()) for share in grid]
+    right = torch.stack([((share * p_knn + (1 - share) * p_head).argmax(1) == labels).sum() for share in grid]).tolist()
     return grid[right.index(max(right))]
 
 

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fedtta.tta.arrays import double, log_softmax_of, namespace, softmax_of, to_device_of, to_host, to_tensor
+from fedtta.tta.arrays import double, log_softmax_of, namespace, on_cpu, softmax_of, to_device_of, to_host, to_tensor
 from fedtta.tta.base import Adapter
 from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
 from fedtta.tta.statistics import Statistics
@@ -146,7 +146,7 @@ def _log(values: Tensor) -> Tensor:
 
 
 def required(statistics: Statistics | None, name: str, method: str, dimensions: int) -> Tensor:
-    """Return a statistic that is a distribution over classes, float64, [K] or (2 dimensions) [K, K].
+    """Return a statistic that is a distribution over classes, float64, on the CPU, [K] or (2 dimensions) [K, K].
 
     Raises
     ------
@@ -156,16 +156,11 @@ def required(statistics: Statistics | None, name: str, method: str, dimensions: 
     value = getattr(statistics, name, None)
     if value is None:
         raise ValueError(f"{method} needs the statistics {name}, which are None")
-    table = double(value)
+    table = on_cpu(double(value))
     if table.ndim != dimensions or len(set(table.shape)) != 1:
         raise ValueError(f"{name} has shape {tuple(table.shape)}, not [{', '.join(['K'] * dimensions)}]")
     _check_distribution(name, table)
     return table / table.sum()
-
-
-def _beside(values: Tensor | np.ndarray, like: Tensor) -> Tensor:
-    """Return values where `like` lives."""
-    return to_device_of(values, like) if isinstance(values, np.ndarray) else values.to(like.device)
 
 
 def _check_distribution(name: str, table: Tensor) -> None:
@@ -222,17 +217,19 @@ class EM(Adapter):
         self.iterations, self.tolerance = iterations, tolerance
 
     def _predict(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.model(x)
+        outputs = self.model(x)
+        logits: Tensor = on_cpu(outputs)  # where the many small steps of an estimate wait for no GPU
         check_finite("the network's output", logits)
-        source = _beside(self._source, logits)
+        source = to_device_of(self._source, logits)
         if logits.shape[1] != len(source):
             raise ValueError(f"label_prior has {len(source)} classes, the network's output {logits.shape[1]}")
         if len(x) == 0:
-            return softmax_of(logits)
+            return softmax_of(outputs)
         prior = em_prior_of_logs(log_softmax_of(double(logits)), source, self.iterations, self.tolerance)
         self._note(shift=np.full(len(x), float(abs(prior - source).sum() / 2)))
         xp, absent = namespace(source), source == 0
-        return reweighted(logits, xp.where(absent, 0.0, prior / xp.where(absent, 1.0, source)))
+        corrected = reweighted(logits, xp.where(absent, 0.0, prior / xp.where(absent, 1.0, source)))
+        return to_device_of(corrected, outputs)
 
 
 class BBSE(Adapter):
@@ -281,19 +278,20 @@ class BBSE(Adapter):
         self.predictions, self.rtol = predictions, rtol
 
     def _predict(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.model(x)
+        outputs = self.model(x)
+        logits: Tensor = on_cpu(outputs)  # where the many small steps of an estimate wait for no GPU
         check_finite("the network's output", logits)
-        confusion = _beside(self._confusion, logits)
+        confusion = to_device_of(self._confusion, logits)
         classes = logits.shape[1]
         if classes != len(confusion):
             raise ValueError(f"confusion has {len(confusion)} classes, the network's output {classes}")
         if len(x) == 0:
-            return softmax_of(logits)
+            return softmax_of(outputs)
         if self.predictions == "hard":
             counts = np.bincount(to_host(logits.argmax(1)), minlength=classes)
-            predicted = _beside(counts / len(x), logits)
+            predicted = to_device_of(counts / len(x), logits)
         else:
             predicted = softmax_of(double(logits)).mean(0)
         weights = bbse_weights(confusion, predicted, self.rtol)
         self._note(shift=np.full(len(x), float(abs(weights - 1) @ confusion.sum(0) / 2)))
-        return reweighted(logits, weights)
+        return to_device_of(reweighted(logits, weights), outputs)

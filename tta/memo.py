@@ -75,7 +75,7 @@ class Tuning:
     lr : float
         η, constant, finite and not negative.
     augment : callable
-        `augment(x, generator) -> views`: see `Augment`. `AugMix` makes the views of many samples in one call.
+        `augment(x, generator) -> views`: see `Augment`.
     seed : int
         Of the views, not negative.
     mode : str
@@ -111,11 +111,7 @@ class Tuning:
         if not generators:
             return x.new_empty(shape)
         copies = x.repeat_interleave(self.steps * self.views, 0)  # [B steps V, ...]
-        if isinstance(self.augment, AugMix):
-            draws = torch.cat([self.augment.draw(generator, self.views) for generator in generators])
-            return self.augment.apply(copies, draws).view(shape)
-        parts = zip(copies.split(self.views), generators, strict=True)
-        return torch.stack([augmented(self.augment, part, generator) for part, generator in parts]).view(shape)
+        return augmented(self.augment, copies, *generators).view(shape)
 
 
 class Readout(nn.Module):

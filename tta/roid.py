@@ -35,7 +35,7 @@ from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised
-from fedtta.tta.checks import check_finite, check_least, check_number, class_count
+from fedtta.tta.checks import Checks, check_least, check_number, class_count
 from fedtta.tta.collaborator import affine_names
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
@@ -161,16 +161,18 @@ class ROID(BatchNormalised):
         self._batches = torch.zeros((), dtype=torch.int64)
 
     def _adapt(self, x: Tensor) -> Tensor:
+        checks = Checks()
         with torch.enable_grad():
-            logits = self._logits(x, self._affine)
+            logits = self._logits(x, checks, self._affine)
             domain = self._last()
             if logits.shape[1] != self.classes:
                 raise ValueError(f"the network gives {logits.shape[1]} classes, num_classes={self.classes}")
             weights = sample_weights(logits.detach(), self._average, self.temperature)
             gradients = torch.autograd.grad(
-                self._loss(x, logits, weights) + self._pull(), list(self._affine.values()), allow_unused=True
+                self._loss(x, logits, weights, checks) + self._pull(), list(self._affine.values()), allow_unused=True
             )
-        moved, memory = self._optimizer.step(self._affine, gradients, self._memory)
+        moved, memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require)
+        checks.read()
         ensembled = {name: torch.lerp(self._source[name], moved[name].detach(), self.momentum_src) for name in moved}
         probabilities = torch.softmax(logits.detach(), 1)
         self._affine = {name: value.requires_grad_() for name, value in ensembled.items()}
@@ -179,14 +181,14 @@ class ROID(BatchNormalised):
         self._note(loss_weight=weights, entropy=entropy_of_logits(logits))
         return prior_corrected(probabilities) if self.use_prior_correction else probabilities
 
-    def _loss(self, x: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
+    def _loss(self, x: Tensor, logits: Tensor, weights: Tensor, checks: Checks) -> Tensor:
         """Return 1/B Σ w (l + s), a scalar, for x [B, ...], its logits [B, K] and w [B]."""
         kept = torch.nonzero(weights).flatten()  # never empty: the largest d is not below the mean
         losses = soft_likelihood_ratio(logits[kept])
         if self.use_consistency:
             view = augmented(self.augment, x[kept], seeded(self.seed, int(self._batches)))
-            losses = losses + symmetric_cross_entropy(logits[kept], self._logits(view, self._affine))
-        check_finite("the loss", losses)
+            losses = losses + symmetric_cross_entropy(logits[kept], self._logits(view, checks, self._affine))
+        checks.finite("the loss", losses)
         return (weights[kept] * losses).sum() / len(x)
 
     def _state(self) -> dict[str, Tensor]:

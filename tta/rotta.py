@@ -31,10 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedtta.models.arrays import to_device
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
-from fedtta.tta.checks import check_finite, check_least, check_number, class_count
+from fedtta.tta.checks import Checks, check_least, check_number, class_count
 from fedtta.tta.collaborator import Collaborator, affine_names, replace_batchnorms
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
@@ -330,13 +331,15 @@ class RoTTA(Collaborator):
         }
 
     def _predict(self, x: Tensor) -> Tensor:
-        logits = self._logits(x, "teacher")
+        checks = Checks()
+        logits = self._logits(x, checks, "teacher")
         if logits.shape[1] != self._empty.classes:
             raise ValueError(f"the network gives {logits.shape[1]} classes, num_classes={self._empty.classes}")
         entropy = entropy_of_logits(logits)
+        found = checks.read(torch.stack((logits.argmax(1).double(), entropy.double())))  # [2, B]
         before = self._learned, self._memory.copy(), self._seen
         try:
-            self._learn(x, logits.argmax(1).tolist(), entropy.tolist())
+            self._learn(x, found[0].astype(int).tolist(), found[1].tolist())
         except Exception:  # an update that fails undoes those before it
             self._learned, self._memory, self._seen = before
             raise
@@ -353,27 +356,29 @@ class RoTTA(Collaborator):
 
     def _update(self) -> None:
         """Take one step from the memory (1. to 3. of the module)."""
-        x, ages = self._memory.content()
+        (x, ages), checks = self._memory.content(), Checks()
         view = augmented(self.augment, x, seeded(self.seed, self._seen // self.update_every - 1))
         affine, moments = self._learned.affine, self._learned.moments
         running = {role: {name: v.clone() for name, v in self._learned.running[role].items()} for role in ROLES}
-        target = torch.softmax(self._logits(x, "teacher", running["teacher"]), 1)  # [n, K]
+        target = torch.softmax(self._logits(x, checks, "teacher", running["teacher"]), 1)  # [n, K]
         with torch.enable_grad():
-            losses = -(target * self._logits(view, "student", running["student"]).log_softmax(1)).sum(1)
-            check_finite("the loss", losses)
-            loss = (torch.sigmoid(-ages).to(losses) * losses).mean() + self._pull()
+            losses = -(target * self._logits(view, checks, "student", running["student"]).log_softmax(1)).sum(1)
+            checks.finite("the loss", losses)
+            weights = to_device(torch.sigmoid(-ages).to(losses.dtype), losses.device)  # E(A)
+            loss = (weights * losses).mean() + self._pull()
             gradients = torch.autograd.grad(loss, list(affine["student"].values()), allow_unused=True)
-        student, moments = self._optimizer.step(affine["student"], gradients, moments)
+        student, moments = self._optimizer.step(affine["student"], gradients, moments, checks.require)
+        checks.read()
         teacher = {name: torch.lerp(old, student[name].detach(), self.nu) for name, old in affine["teacher"].items()}
         self._learned = _Learned({"student": student, "teacher": teacher}, running, moments)
 
-    def _logits(self, x: Tensor, role: str, running: Mapping[str, Tensor] | None = None) -> Tensor:
+    def _logits(self, x: Tensor, checks: Checks, role: str, running: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return a role's logits [B, K]; with `running` statistics, which are updated in place, those of an update."""
         for layer in self._layers.values():
             layer.updating = running is not None
         values = {**self._learned.affine[role], **(self._learned.running[role] if running is None else running)}
         logits: Tensor = functional_call(self._network, values, (x,))
-        check_finite("the network's output", logits)
+        checks.finite("the network's output", logits.detach())
         return logits
 
     def _reset(self) -> None:

@@ -41,7 +41,7 @@ from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import Adapter, prefixed
 from fedtta.tta.bn_adapt import with_batch_statistics
-from fedtta.tta.checks import check_choice, check_finite, check_least, check_number, check_parts
+from fedtta.tta.checks import Checks, check_choice, check_least, check_number, check_parts
 from fedtta.tta.collaborator import shared_parameters
 from fedtta.tta.heads import HEADS
 from fedtta.tta.statistics import Statistics
@@ -75,7 +75,7 @@ def centroid_labels(z: Tensor, logits: Tensor) -> Tensor:
     shares, labels = logits.softmax(1), logits.argmax(1)
     for _ in range(2):
         centroids = normalize(shares.T @ directions, dim=1)  # [K, d + 1]; a cosine needs no division by the shares
-        present = torch.bincount(labels, minlength=logits.shape[1]) > 0
+        present = one_hot(labels, logits.shape[1]).any(0)
         labels = (directions @ centroids.T).masked_fill(~present, -math.inf).argmax(1)
         shares = one_hot(labels, logits.shape[1]).to(z.dtype)
     return labels
@@ -166,15 +166,16 @@ class SHOT(Adapter):
     def _predict(self, x: Tensor) -> Tensor:
         if len(x) == 0:
             return torch.softmax(self._outputs(self._weights, x)[1], 1)
-        weights, memory = self._weights, self._memory
+        weights, memory, checks = self._weights, self._memory, Checks()
         for _ in range(self.steps):
             with torch.enable_grad():
                 z, logits = self._outputs(weights, x)
-                check_finite("the network's output", torch.cat((z, logits), 1))
+                checks.finite("the network's output", torch.cat((z.detach(), logits.detach()), 1))
                 labels = centroid_labels(z.detach(), logits.detach())
                 loss = information_maximisation(logits) + self.strength * cross_entropy(logits, labels)
                 gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-            weights, memory = self._optimizer.step(weights, gradients, memory)
+            weights, memory = self._optimizer.step(weights, gradients, memory, checks.require)
+        checks.read()
         self._weights, self._memory = weights, memory
         self._note(entropy=entropy_of_logits(logits), pseudo_label=labels)
         return torch.softmax(logits.detach(), 1)

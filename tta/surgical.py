@@ -35,7 +35,7 @@ from fedtta.models.layers import by_block
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.atp import adapted, directions
 from fedtta.tta.base import Adapter
-from fedtta.tta.checks import check_choice, check_finite, check_least, check_number
+from fedtta.tta.checks import Checks, check_choice, check_least, check_number
 from fedtta.tta.modules import module_tensors
 from fedtta.tta.statistics import Statistics
 
@@ -169,10 +169,12 @@ class Surgical(Adapter):
 
     def _predict(self, x: Tensor) -> Tensor:
         self._set(self._source)
+        checks = Checks()
         for _ in range(self.steps):
-            h = directions(self._network, x, self.adapt)
+            h = directions(self._network, x, self.adapt, checks)
             self._set(adapted(self._network, h, self._rates))
-        logits = check_finite("the adapted network's output", self._network(x))
+        logits = checks.finite("the adapted network's output", self._network(x))
+        checks.read()
         self._note(entropy=entropy_of_logits(logits))
         return torch.softmax(logits, 1)
 

@@ -27,9 +27,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedtta.tta.arrays import entropy_of_logits, from_tensor, softmax, to_device_of, to_host, to_tensor
+from fedtta.tta.arrays import (
+    double,
+    entropy_of_logits,
+    from_tensor,
+    namespace,
+    softmax,
+    to_device_of,
+    to_host,
+    to_tensor,
+)
 from fedtta.tta.base import Adapter
-from fedtta.tta.checks import check_choice, check_finite, check_least
+from fedtta.tta.checks import Checks, check_choice, check_finite, check_least
 from fedtta.tta.heads import feature_head, features_and_logits
 from fedtta.tta.statistics import Statistics
 
@@ -87,13 +96,16 @@ class T3A(Adapter):
         self.reset()
 
     def _predict(self, x: Tensor) -> Tensor:
-        z, logits = features_and_logits(self.model, x, self.head)
-        entropy = entropy_of_logits(logits)
-        check_finite("the entropy", entropy)
-        values, directions = to_host(from_tensor(z)), _directions(z)
-        scores = np.empty(logits.shape)
+        checks = Checks()
+        z, logits = features_and_logits(self.model, x, self.head, checks)
+        entropy = checks.finite("the entropy", entropy_of_logits(logits))
+        xp = namespace(logits)
+        rows = xp.concat((double(z), double(entropy)[:, None], double(logits.argmax(1))[:, None]), axis=1)
+        rows = checks.read(rows)  # [B, d + 2]
+        values, entropies, labels = rows[:, :-2], rows[:, -2].tolist(), rows[:, -1].astype(int).tolist()
+        directions, scores = _directions(values), np.empty(logits.shape)
         # Nothing below can fail: the state is changed in place.
-        for i, (k, h) in enumerate(zip(logits.argmax(1).tolist(), entropy.tolist(), strict=True)):
+        for i, (k, h) in enumerate(zip(labels, entropies, strict=True)):
             self._admit(k, directions[i], h)
             scores[i] = self._prototypes @ values[i]
         self._note(entropy=entropy)
@@ -154,7 +166,7 @@ class T3A(Adapter):
         self._prototypes = self._prototypes_of(self._sums, counts)
 
 
-def _directions(vectors: Tensor) -> np.ndarray:
+def _directions(vectors: Tensor | np.ndarray) -> np.ndarray:
     """Return vectors [n, d] divided by their length, float64; a vector of length 0 stays.
 
     Raises

@@ -26,7 +26,7 @@ from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised
-from fedtta.tta.checks import check_finite, check_least
+from fedtta.tta.checks import Checks, check_least
 from fedtta.tta.collaborator import affine_names
 
 
@@ -89,10 +89,11 @@ class Tent(BatchNormalised):
         self._memory = self._optimizer.init(self._affine)
 
     def _adapt(self, x: Tensor) -> Tensor:
-        before = self._affine, self._memory
+        before, checks = (self._affine, self._memory), Checks()
         try:
             for _ in range(self.steps):
-                logits, entropy = self._step(x)
+                logits, entropy = self._step(x, checks)
+            checks.read()
         except Exception:  # a step that fails undoes those before it
             self._affine, self._memory = before
             raise
@@ -100,16 +101,15 @@ class Tent(BatchNormalised):
         self._note(entropy=entropy)
         return torch.softmax(logits, 1)
 
-    def _step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _step(self, x: Tensor, checks: Checks) -> tuple[Tensor, Tensor]:
         """Take one step; return the logits [B, K] before it, and their entropies [B]."""
         with torch.enable_grad():
-            logits = self._logits(x, self._affine)
-            entropy = entropy_of_logits(logits)
-            check_finite("the entropy", entropy)
+            logits = self._logits(x, checks, self._affine)
+            entropy = checks.finite("the entropy", entropy_of_logits(logits))
             gradients = torch.autograd.grad(
                 entropy.mean() + self._pull(), list(self._affine.values()), allow_unused=True
             )
-        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory)
+        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require)
         return logits.detach(), entropy.detach()
 
     def _state(self) -> dict[str, Tensor]:

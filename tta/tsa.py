@@ -27,11 +27,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.base import Adapter, prefixed
-from fedtta.tta.checks import check_choice, check_least
+from fedtta.tta.checks import Checks, check_choice, check_least
 from fedtta.tta.heads import check_two_heads, two_heads
 from fedtta.tta.statistics import Statistics
 from fedtta.tta.views import Augment, Views, augmented, seeded
@@ -139,8 +139,9 @@ class TSA(Adapter):
         self.reset()
 
     def _predict(self, x: Tensor) -> Tensor:
-        _, logits_global, logits_personal = two_heads(self.model, x)
-        tuned, memory = self._tuned(x) if len(x) else (self._a, self._memory)
+        checks = Checks()
+        _, logits_global, logits_personal = two_heads(self.model, x, checks)
+        tuned, memory = self._tuned(x, checks) if len(x) else (self._a, self._memory)
         e = torch.softmax(tuned["a"], -1)[..., :1]  # [1] or [B, 1]
         if self.scope == "stream":
             self._a, self._memory = tuned, memory
@@ -148,38 +149,41 @@ class TSA(Adapter):
         self._note(weight=e.detach().double().expand(len(x), 1)[:, 0])
         return torch.softmax(e * logits_global + (1 - e) * logits_personal, 1).detach()
 
-    def _tuned(self, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _tuned(self, x: Tensor, checks: Checks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return a and the optimizer state after the steps on x [B, ...], B > 0."""
         values, memory = self._a, self._memory
         if self.scope == "sample":
             values = {"a": self._a["a"].detach().repeat(len(x), 1).requires_grad_()}
             memory = self._optimizer.init(values)
-            views = self._pairs(x)
+            views = self._pairs(x, checks)
         for step in range(self.steps):
             if self.scope == "stream":
-                if float(torch.softmax(values["a"], 0).min()) < self.least:
+                if checks.read(torch.softmax(values["a"], 0).detach().double()).min() < self.least:
                     break
-                views = self._experts(self._viewed(torch.cat((x, x)), self._position, step), len(x))
+                drawn = augmented(self.augment, torch.cat((x, x)), self._generator(self._position, step))
+                views = self._experts(drawn, len(x), checks)
             with torch.enable_grad():
                 agreed = agreement(values["a"], *views, self.similarity)
                 # A sum, so that a sample's gradient does not depend on the number of samples.
                 loss = -(agreed.sum() if self.scope == "sample" else agreed.mean())
                 gradient = torch.autograd.grad(loss, values["a"])
-            values, memory = self._optimizer.step(values, gradient, memory)
+            values, memory = self._optimizer.step(values, gradient, memory, checks.require)
+        checks.read()
         return values, memory
 
-    def _pairs(self, x: Tensor) -> tuple[Experts, Experts]:
+    def _pairs(self, x: Tensor, checks: Checks) -> tuple[Experts, Experts]:
         """Return the heads' logits for a pair of views of each of x [B, ...], drawn sample by sample."""
-        pairs = [self._viewed(torch.stack((one, one)), self._position + i, 0) for i, one in enumerate(x)]
-        return self._experts(torch.stack(pairs, 1).flatten(0, 1), len(x))
+        generators = [self._generator(self._position + i, 0) for i in range(len(x))]
+        views = augmented(self.augment, x.repeat_interleave(2, 0), *generators)  # [2 B, ...], pair by pair
+        return self._experts(torch.cat((views[::2], views[1::2])), len(x), checks)
 
-    def _experts(self, views: Tensor, batch: int) -> tuple[Experts, Experts]:
+    def _experts(self, views: Tensor, batch: int, checks: Checks) -> tuple[Experts, Experts]:
         """Return the heads' logits for views [2 B, ...], first views first."""
-        first, second = (two_heads(self.model, part)[1:] for part in views.split(batch))
+        first, second = (two_heads(self.model, part, checks)[1:] for part in views.split(batch))
         return (first[0], first[1]), (second[0], second[1])
 
-    def _viewed(self, x: Tensor, position: int, step: int) -> Tensor:
-        return augmented(self.augment, x, seeded(self.seed, position, step))
+    def _generator(self, position: int, step: int) -> Generator:
+        return seeded(self.seed, position, step)
 
     def _reset(self) -> None:
         weight = next(self.model.head.parameters())  # type: ignore[union-attr]

@@ -32,9 +32,10 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, pad
 
 from fedtta.models import PERSONAL_PREFIX
+from fedtta.models.arrays import to_device
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.base import Adapter, prefixed
-from fedtta.tta.checks import check_choice, check_finite, check_least, check_parts
+from fedtta.tta.checks import Checks, check_choice, check_least, check_parts
 from fedtta.tta.heads import HEADS
 from fedtta.tta.memo import Readout, Tuning
 from fedtta.tta.statistics import Statistics
@@ -66,7 +67,7 @@ def rotate(x: Tensor, quarter_turns: Tensor) -> Tensor:
     if bool(((quarter_turns < 0) | (quarter_turns >= TURNS)).any()):
         raise ValueError(f"quarter_turns must be 0..{TURNS - 1}, got {sorted(set(quarter_turns.tolist()))}")
     turned = torch.stack([torch.rot90(x, k, (2, 3)) for k in range(TURNS)])  # [4, n, C, S, S]
-    return turned[quarter_turns.to(x.device).long(), torch.arange(len(x), device=x.device)]
+    return turned[to_device(quarter_turns.long(), x.device), torch.arange(len(x), device=x.device)]
 
 
 def rotation_loss(model: nn.Module, x: Tensor, generator: Generator) -> Tensor:
@@ -99,7 +100,7 @@ def rotation_loss(model: nn.Module, x: Tensor, generator: Generator) -> Tensor:
     logits: Tensor = parts.rotation_head(parts.features(rotate(x, turns)))  # [n, 4]
     if logits.shape != (len(x), TURNS):
         raise ValueError(f"rotation_head must give {TURNS} numbers an image, got the shape {tuple(logits.shape)}")
-    return cross_entropy(logits, turns.to(logits.device))
+    return cross_entropy(logits, to_device(turns, logits.device))
 
 
 @dataclass(frozen=True)
@@ -131,9 +132,9 @@ class CropAndFlip:
         corner = torch.randint(2 * self.padding + 1, (2, n), generator=generator)
         mirror = (torch.rand(n, generator=generator) < 0.5) & self.flip
         windows = pad(x, 4 * [self.padding]).unfold(2, height, 1).unfold(3, width, 1)
-        row, column = corner.to(x.device)
+        row, column = to_device(corner, x.device)
         views = windows[torch.arange(n, device=x.device), :, row, column]  # [n, C, H, W]
-        return torch.where(mirror.to(x.device).view(-1, 1, 1, 1), views.flip(3), views)
+        return torch.where(to_device(mirror, x.device).view(-1, 1, 1, 1), views.flip(3), views)
 
 
 class _Rotation(nn.Module):
@@ -217,13 +218,14 @@ class TTT(Adapter):
         self.reset()
 
     def _predict(self, x: Tensor) -> Tensor:
-        weights, rows = self._weights, []
+        weights, rows, checks = self._weights, [], Checks()
         losses = x.new_zeros(len(x), self.tuning.steps)
         for i, sample in enumerate(x):
-            weights, losses[i] = self._tuned(weights, sample, self._position + i)
+            weights, losses[i] = self._tuned(weights, sample, self._position + i, checks)
             rows.append(self._logits(weights, sample[None]))
         logits = torch.cat(rows) if rows else self._logits(weights, x)
-        check_finite("the network's output", logits)
+        checks.finite("the network's output", logits)
+        checks.read()
         self._weights, self._position = weights, self._position + len(x)
         self._note(loss=losses)
         return torch.softmax(logits, 1)
@@ -233,7 +235,9 @@ class TTT(Adapter):
         logits: Tensor = functional_call(self._readout, prefixed("model", weights), (x, x.new_ones(())))  # no mixture
         return logits
 
-    def _tuned(self, weights: dict[str, Tensor], sample: Tensor, position: int) -> tuple[dict[str, Tensor], Tensor]:
+    def _tuned(
+        self, weights: dict[str, Tensor], sample: Tensor, position: int, checks: Checks
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the weights after the steps on a sample [...], and the losses [steps] before them."""
         losses = sample.new_zeros(self.tuning.steps)
         copies = sample.expand(self.tuning.views, *sample.shape)
@@ -244,7 +248,8 @@ class TTT(Adapter):
                 loss = functional_call(self._rotation, prefixed("model", weights), (views, generator))
                 gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             losses[step] = loss.detach()
-            weights, _ = self._optimizer.step(weights, gradients, self._optimizer.init(weights))  # plain: no state
+            start = self._optimizer.init(weights)  # plain: no state
+            weights, _ = self._optimizer.step(weights, gradients, start, checks.require)
         return weights, losses
 
     def _reset(self) -> None:

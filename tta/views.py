@@ -17,7 +17,7 @@ set for a batch. Gamma maps 0 to 0 (there: 1e-8 first). Images need not be squar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
@@ -26,13 +26,16 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
+from fedtta.models.arrays import to_device
+
 GREY = (0.2989, 0.587, 0.114)  # ITU-R 601, as torchvision rounds it
 RADIUS = 2  # pixels: half width of the 5 x 5 blur
 SMALLEST_SIGMA = 0.001  # pixels
 TRANSLATION = 1 / 8  # of the image
 
 
-#: Samples [n, ...] and a CPU generator → one random view of each, of the same shape.
+#: Samples [n, ...] and a CPU generator → one random view of each, of the same shape. It may have a method `together`,
+#: see `RandomViews`.
 Augment = Callable[[Tensor, Generator], Tensor]
 
 
@@ -46,6 +49,9 @@ class RandomViews(Protocol):
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
         """Return one view of each image of x [n, C, H, W] in [0, 1]."""
 
+    def together(self, x: Tensor, generators: Sequence[Generator]) -> Tensor:
+        """Return what calls for G equal parts of x [G n, C, H, W], each with its generator, would return together."""
+
 
 def seeded(seed: int, *key: int) -> Generator:
     """Return a CPU generator that depends on the seed and the key (position in the stream, step, ...) only."""
@@ -53,19 +59,29 @@ def seeded(seed: int, *key: int) -> Generator:
     return Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
 
 
-def augmented(augment: Augment, x: Tensor, generator: Generator) -> Tensor:
-    """Return a view of each of x [n, ...]; raise ValueError if `augment` changes the shape."""
-    views = augment(x, generator)
-    if views.shape != x.shape:
-        raise ValueError(f"augment made {tuple(views.shape)} of a batch of shape {tuple(x.shape)}")
-    return views
+def augmented(augment: Augment, x: Tensor, *generators: Generator) -> Tensor:
+    """Return a view of each of x [G n, ...], which consists of G equal parts, each with a generator of its own.
+
+    Raises
+    ------
+    ValueError
+        `augment` changes the shape.
+    """
+    together = getattr(augment, "together", None)
+    parts = [x] if together else x.chunk(len(generators))
+    made = [together(x, generators)] if together else list(map(augment, parts, generators))
+    for views, part in zip(made, parts, strict=True):
+        if views.shape != part.shape:
+            raise ValueError(f"augment made {tuple(views.shape)} of a batch of shape {tuple(part.shape)}")
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def grey(x: Tensor) -> Tensor:
     """Return the luma [n, 1, H, W] of x [n, C, H, W], C = 1 or 3."""
     if x.shape[1] == 1:
         return x
-    return (x * x.new_tensor(GREY).view(1, 3, 1, 1)).sum(1, keepdim=True)
+    weights = to_device(torch.tensor(GREY, dtype=x.dtype), x.device)
+    return (x * weights.view(1, 3, 1, 1)).sum(1, keepdim=True)
 
 
 def brightness(x: Tensor, factor: Tensor) -> Tensor:
@@ -108,7 +124,8 @@ def blur(x: Tensor, sigma: Tensor) -> Tensor:
     taps = torch.arange(RADIUS + 1, dtype=torch.float64)
     weight = torch.exp(-0.5 * (taps / sigma.double().cpu().view(-1, 1)) ** 2)  # [n, RADIUS + 1]
     weight = weight / (2 * weight.sum(1, keepdim=True) - weight[:, :1])
-    centre, near, far = weight.to(x).view(-1, RADIUS + 1, 1, 1, 1).unbind(1)
+    weight = to_device(weight.to(x.dtype), x.device)
+    centre, near, far = weight.view(-1, RADIUS + 1, 1, 1, 1).unbind(1)
     for dim in (2, 3):
         size = x.shape[dim] - 2 * RADIUS
         part = [x.narrow(dim, shift, size) for shift in range(2 * RADIUS + 1)]
@@ -125,6 +142,34 @@ COLOURS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "gamma": (gamma, 0.3),
 }
 COLOURED_ONLY = ("saturation", "hue")  # a grey image stays as it is
+
+
+def recolour(x: Tensor, names: Sequence[str], parameters: Tensor, order: Tensor) -> None:
+    """Apply colour operations to x [n, C, H, W], in place, to each image with its own parameters in its own order.
+
+    Parameters
+    ----------
+    x : Tensor [n, C, H, W]
+        C = 1 or 3.
+    names : sequence of str
+        M keys of `COLOURS`.
+    parameters : Tensor [n, M]
+        Of each operation, on the CPU.
+    order : Tensor [n, M]
+        Which operation comes first, second, ..., on the CPU; -1: none.
+    """
+    used = [code for code, name in enumerate(names) if x.shape[1] == 3 or name not in COLOURED_ONLY]
+    groups = [(code, torch.nonzero(place == code).flatten()) for place in order.unbind(1) for code in used]
+    # All groups' indices and parameters reach the device in one copy.
+    sizes = [len(index) for _, index in groups]
+    factors = torch.cat([parameters[index, code] for code, index in groups]).to(x.dtype)
+    indices = to_device(torch.cat([index for _, index in groups]), x.device).split(sizes)
+    values = to_device(factors, x.device).view(-1, 1, 1, 1).split(sizes)
+    for (code, _), index, value in zip(groups, indices, values, strict=True):
+        if len(index):
+            x[index] = COLOURS[names[code]][0](x[index], value)
+
+
 #: Uniform numbers that describe a view: each colour's parameter, their order, angle, translation 2, scale, blur, flip.
 DRAWS = 2 * len(COLOURS) + 6
 
@@ -190,32 +235,36 @@ class Views:
         ValueError
             `x` holds no such images.
         """
+        return self.together(x, [generator])
+
+    def together(self, x: Tensor, generators: Sequence[Generator]) -> Tensor:
+        """Return what calls for G equal parts of x [G n, C, H, W], each with its generator, would return together."""
         if x.ndim != 4 or x.shape[1] not in (1, 3) or not x.is_floating_point():
             kind = f"{tuple(x.shape)} {x.dtype}"
             raise ValueError(f"Views needs floating-point images [n, 1 or 3, H, W], got {kind}")
-        draws = torch.rand(len(x), DRAWS, generator=generator, dtype=torch.float64)
-        # float32 whatever the images are, so that the draws are the same.
-        noise = torch.randn(x.shape, generator=generator) if self.noise else None
+        parts = zip(x.chunk(len(generators)), generators, strict=True)
+        drawn = [self._draw(part.shape, generator) for part, generator in parts]
+        draws, noises = (torch.cat(parts) for parts in zip(*drawn, strict=True))
         colours, order, geometry = draws.split([len(COLOURS), len(COLOURS), 6], 1)
-        x = self._recolour(x.clamp(0, 1), 2 * colours - 1, order.argsort(1))
+        x = x.clamp(0, 1)
+        recolour(x, list(COLOURS), self._factors(2 * colours - 1), order.argsort(1))
         if len(x):
             x = self._move(x, geometry[:, :4], geometry[:, 5])
             x = blur(x, self._sigma(geometry[:, 4])) if self.blur else x
-        if noise is not None:
-            x.add_(noise.to(x), alpha=self.noise)
+        if self.noise:
+            x.add_(to_device(noises.to(x.dtype), x.device), alpha=self.noise)
         return x.clamp_(0, 1)
 
-    def _recolour(self, x: Tensor, signed: Tensor, order: Tensor) -> Tensor:
-        """Apply the colour operations to x [n, C, H, W], in place, with parameters from `signed` [n, 5] in [-1, 1)."""
-        for position in range(len(COLOURS)):
-            for code, (name, (function, spread)) in enumerate(COLOURS.items()):
-                index = torch.nonzero(order[:, position] == code).flatten()
-                if len(index) == 0 or (x.shape[1] == 1 and name in COLOURED_ONLY):
-                    continue
-                parameter = (name != "hue") + signed[index, code] * (spread / 2 if self.soft else spread)
-                index = index.to(x.device)
-                x[index] = function(x[index], parameter.to(x).view(-1, 1, 1, 1))
-        return x
+    def _draw(self, shape: torch.Size, generator: Generator) -> tuple[Tensor, Tensor]:
+        """Return uniform numbers [n, DRAWS] and Gaussian noise [n, C, H, W], of no image where there is none."""
+        uniform = torch.rand(shape[0], DRAWS, generator=generator, dtype=torch.float64)
+        # float32 whatever the images are, so that the draws are the same.
+        return uniform, torch.randn(shape if self.noise else 0, generator=generator)
+
+    def _factors(self, signed: Tensor) -> Tensor:
+        """Return the parameters of the colour operations from `signed` [n, 5] in [-1, 1)."""
+        spread = signed.new_tensor([spread / 2 if self.soft else spread for _, spread in COLOURS.values()])
+        return signed.new_tensor([name != "hue" for name in COLOURS]) + signed * spread
 
     def _move(self, x: Tensor, uniform: Tensor, flip: Tensor) -> Tensor:
         """Rotate, scale, translate and mirror x [n, C, H, W], with a margin for the blur around it."""
@@ -232,7 +281,7 @@ class Views:
         half_out, half_in = (size + 2 * margin - 1) / 2, (size - 1).clamp_min(1) / 2
         theta = torch.cat([matrix * half_out, moved], 2) / half_in.view(2, 1)
         shape = [len(x), x.shape[1], height + 2 * margin, width + 2 * margin]
-        grid = affine_grid(theta.to(x), shape, align_corners=True)
+        grid = affine_grid(to_device(theta.to(x.dtype), x.device), shape, align_corners=True)
         return grid_sample(x, grid, mode="bilinear", padding_mode=self.padding, align_corners=True)
 
     def _affine(self, uniform: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from fedtta.data import DATASETS, Augmentation, CropFlip, Federation, LazyRows, Rows
 from fedtta.models import TwoHead
-from fedtta.models.arrays import all_finite
+from fedtta.models.arrays import all_finite, to_device
 from fedtta.models.optim import Optimizer
 from fedtta.settings import Settings
 from fedtta.tta.contrastive import ContrastiveViews
@@ -145,7 +145,7 @@ def epoch(
     statistics need two values). Images that are read from files are read batch by batch, and drawn so; for others how
     many are augmented at once is bounded by bytes and decides no bit.
     """
-    order = torch.randperm(len(data), generator=generator).to(data.labels.device)
+    order = to_device(torch.randperm(len(data), generator=generator), data.labels.device)
     drawn, size = batch_size, batch_size
     if isinstance(data.pixels, Tensor):
         drawn, size = batch_size * DRAWN_AT_ONCE, augmented_at_once(data.pixels.shape[1:], batch_size)
@@ -248,13 +248,13 @@ def validate(
     heads = {"validation_correct": model.head}
     if personal:
         heads["personal_validation_correct"] = model.personal_head
-    right = dict.fromkeys(heads, 0)
+    right = {name: torch.zeros((), dtype=torch.int64, device=device) for name in heads}
     for chosen in np.array_split(indices, max(1, len(indices) // batch_size)):
-        labels = torch.from_numpy(federation.images.labels[chosen]).to(device)
+        labels = to_device(torch.from_numpy(federation.images.labels[chosen]), device)
         z = model.features(federation.images.batch(chosen, device))
         for name, head in heads.items():
-            right[name] += int((head(z).argmax(1) == labels).sum())
-    return {"validation_total": len(indices), **right}
+            right[name] += (head(z).argmax(1) == labels).sum()
+    return {"validation_total": len(indices), **{name: int(count) for name, count in right.items()}}
 
 
 def train_personal_head(model: TwoHead, data: TrainingSet, settings: Settings, generator: torch.Generator) -> float:

@@ -277,7 +277,7 @@ class _Noting:
         self.log += [x.clone(), self.adapter.predict(x)]
         return self.log[-1]
 
-    def report(self) -> dict[str, Any]:
+    def report(self, *names: str) -> dict[str, Any]:
         return self.adapter.report()
 
 

@@ -321,6 +321,8 @@ def test_a_report_is_kept_only_on_request(case: Case) -> None:
     whole = {name: len(column) for name, column in adapter.report().items()}
     by_step = {"fedicon": {"loss"}, "atp": {"update_norms"}}.get(case.name, set())  # not by sample
     assert {length for name, length in whole.items() if name not in by_step} <= {N}
+    for name, column in adapter.report().items():
+        assert same(adapter.report(name, "stranger"), {name: column})
     for name, column in list(adapter.report().items())[-1:]:
         assert same(adapter.take_report(name), {name: column})
         assert adapter.report() == {}

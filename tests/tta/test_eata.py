@@ -200,11 +200,11 @@ def test_a_failing_batch_leaves_the_state(monkeypatch: pytest.MonkeyPatch) -> No
     eata.predict(x[:6])
     before, calls, descend = eata.state_dict(), [], eata._step
 
-    def fails(x: Tensor) -> tuple[Tensor, Tensor]:
+    def fails(x: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        return descend(x)
+        return descend(x, *more)
 
     monkeypatch.setattr(eata, "_step", fails)
     with pytest.raises(RuntimeError, match="out of memory"):

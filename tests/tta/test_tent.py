@@ -146,11 +146,11 @@ def test_a_failing_second_step_undoes_the_first(monkeypatch: pytest.MonkeyPatch)
     before, calls = tent.state_dict(), []
     descend = tent._step
 
-    def fails(x: Tensor) -> tuple[Tensor, Tensor]:
+    def fails(x: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        return descend(x)
+        return descend(x, *more)
 
     monkeypatch.setattr(tent, "_step", fails)
     with pytest.raises(RuntimeError, match="out of memory"):

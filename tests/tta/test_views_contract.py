@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from fedtta.tta.augmix import AugMix
 from fedtta.tta.contrastive import ContrastiveViews
 from fedtta.tta.ttt import CropAndFlip
-from fedtta.tta.views import Augment, RandomViews, Views
+from fedtta.tta.views import Augment, RandomViews, Views, augmented
 
 VIEWS: dict[str, Callable[[], Augment]] = {
     "border": Views,
@@ -93,3 +93,12 @@ def test_views_for_a_data_set_mirror_only_where_they_may(kind: type[RandomViews]
 def test_other_shapes_are_refused(name: str, x: Tensor) -> None:
     with pytest.raises(ValueError, match="1 or 3, H, W"):
         COLOURED[name]()(x, Generator())
+
+
+@pytest.mark.parametrize("name", list(VIEWS))
+@pytest.mark.parametrize("channels", [1, 3])
+def test_views_made_together_are_those_of_separate_calls(name: str, channels: int) -> None:
+    x, views = random_images(15, channels, (9, 7), 0, torch.float32), VIEWS[name]()
+    apart = [views(part, Generator().manual_seed(i)) for i, part in enumerate(x.chunk(3))]
+    together = augmented(views, x, *(Generator().manual_seed(i) for i in range(3)))
+    assert torch.equal(together, torch.cat(apart))
