@@ -54,12 +54,12 @@ class Neighbours:
         return choose_weight(votes, heads, self.y)
 
 
-@torch.no_grad()
 def memorizes(row: AdapterRow) -> bool:
     """Return whether a row's adapter needs the client's memorized samples."""
     return "datastore" in info(row.adapter).needs
 
 
+@torch.no_grad()
 def memorize(
     model: TwoHead, federation: Federation, partition: int, settings: Settings, device: torch.device
 ) -> Neighbours:

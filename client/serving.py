@@ -22,6 +22,7 @@ from fedtta.messages.arrays import Arrays
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import PERSONAL_PREFIX, TwoHead, load_arrays, load_model, save_model
 from fedtta.models.accelerator import ahead
+from fedtta.models.arrays import to_device
 from fedtta.settings import Settings
 from fedtta.tta import Statistics
 from fedtta.tta.knn_per import Datastore, KNNPer
@@ -41,7 +42,7 @@ class Served(ServedModel):
 
     def given(self, value: NDArray[Any]) -> Tensor:
         """Return an array as a tensor where the network lives."""
-        return torch.from_numpy(value).to(self.device)
+        return to_device(torch.from_numpy(value), self.device)
 
     def ahead(self, received: bool = False) -> AbstractContextManager[None]:
         """Return a context whose work on a GPU goes before a training's; see `fedtta.models.accelerator.ahead`."""

@@ -31,7 +31,7 @@ BOUNDS: dict[str, float] = {
     "atp": 2, "surgical": 2, "shot": 2, "fedicon": 3, "bn_adapt": 2, "tent": 2, "eata": 3,
     "cotta": 20, "rotta": 2, "roid": 3, "bbn": 8,
     "step of fedavg": 0, "step of supervised_contrastive": 4, "step of self_contrastive": 4,
-    "request of one image": 7,
+    "request of one image": 6,
 }  # fmt: skip
 Work = Callable[[torch.device], Callable[[], object]]
 
