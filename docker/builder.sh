@@ -1,6 +1,6 @@
 #!/bin/sh
 # builder.sh: print the program that builds images, with its options: docker where there is one, otherwise buildah.
-# STORAGE is the folder of buildah's images, which takes some 20 GB: the driver vfs needs nothing of the kernel, but
+# STORAGE is the folder of buildah's images, which takes some 12 GB: the driver vfs needs nothing of the kernel, but
 # copies every layer.
 set -eu
 if docker info >/dev/null 2>&1; then

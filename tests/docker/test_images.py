@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 import time
@@ -186,6 +187,25 @@ class Built:
 History = tuple[dict[str, NDArray[Any]], dict[str, str]]
 
 
+@contextlib.contextmanager
+def alive(agent: Local | Built, folder: Path, config: Path) -> Iterator[agent_pb2_grpc.PredictorStub]:
+    """Start an agent and kill it in the end.
+
+    Each start has a channel of its own: that of an agent that was killed may yet send to it, as long as gRPC's threads
+    have not noticed the end.
+    """
+    own = ("grpc.use_local_subchannel_pool", 1)
+    agent.start(config)
+    try:
+        with grpc.insecure_channel(f"unix:{folder}/a{PARTITION}", [*OPTIONS, own]) as channel:
+            while not (folder / f"a{PARTITION}").exists():
+                assert agent.process.poll() is None, "the agent has ended"
+                time.sleep(0.1)
+            yield agent_pb2_grpc.PredictorStub(channel)
+    finally:
+        agent.kill()
+
+
 def live(
     agent: Local | Built, folder: Path, adapter: str, runtime: str = "torch"
 ) -> tuple[NDArray[np.float32], History]:
@@ -194,28 +214,21 @@ def live(
     keys |= {"save-every-samples": 10**6, "save-every-seconds": 1e6}
     config = deployment.agent_config(folder, folder, str(PARTITION), keys)
     parts = requests(batches(sample_images(LAST * BATCH), BATCH))
-    with grpc.insecure_channel(f"unix:{folder}/a{PARTITION}", OPTIONS) as channel:
-        stub = agent_pb2_grpc.PredictorStub(channel)
 
-        def stream(begin: int, end: int) -> list[pb.PredictReply]:
-            found = list(stub.PredictStream(iter(parts[begin:end]), timeout=PATIENCE, wait_for_ready=True))
-            assert not [reply.error for reply in found if reply.error]
-            assert [reply.position for reply in found] == [i * BATCH for i in range(begin, end)]
-            return found
+    def stream(stub: agent_pb2_grpc.PredictorStub, begin: int, end: int) -> list[pb.PredictReply]:
+        found = list(stub.PredictStream(iter(parts[begin:end]), timeout=PATIENCE, wait_for_ready=True))
+        assert not [reply.error for reply in found if reply.error]
+        assert [reply.position for reply in found] == [i * BATCH for i in range(begin, end)]
+        return found
 
-        agent.start(config)
-        while not (folder / f"a{PARTITION}").exists():
-            assert agent.process.poll() is None, "the agent has ended"
-            time.sleep(0.1)
-        replies = stream(0, SAVED)
+    with alive(agent, folder, config) as stub:
+        replies = stream(stub, 0, SAVED)
         stub.Snapshot(pb.SnapshotRequest(), timeout=PATIENCE)
-        replies += stream(SAVED, SAVED + LOST)
-        agent.kill()
-        agent.start(config)
-        replies += stream(SAVED, LAST)  # which its positions say: the lost ones never came
+        replies += stream(stub, SAVED, SAVED + LOST)
+    with alive(agent, folder, config) as stub:
+        replies += stream(stub, SAVED, LAST)  # which its positions say: the lost ones never came
         stub.Snapshot(pb.SnapshotRequest(), timeout=PATIENCE)
         snapshots = stub.Status(pb.StatusRequest(), timeout=PATIENCE).snapshots
-        agent.kill()
     history = load_arrays(folder / f"agent-{PARTITION}" / "snapshots" / f"{snapshots[-1]}.safetensors")
     table = np.concatenate([np.frombuffer(reply.probabilities, "<f4").reshape(BATCH, -1) for reply in replies])
     return table, history
