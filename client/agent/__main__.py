@@ -9,7 +9,7 @@ import queue
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from fedtta.client.agent.config import AgentConfig
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedtta.client.agent.core import Agent
 
 LOG = logging.getLogger("fedtta.agent")
+LOOK = 1.0  # seconds
 USAGE, LOST = 2, 3  # exit status for an invalid config, and where the adapter's state could not be saved
 
 
@@ -67,7 +68,7 @@ def _serve(agent: Agent, config: AgentConfig, asked: queue.SimpleQueue[int]) -> 
         LOG.error("%s", error)
         agent.close()
         return 1
-    LOG.info("stopping on %s", signal.Signals(asked.get()).name)
+    LOG.info("stopping on %s", signal.Signals(next_signal(asked)).name)
     if left := running.stop(config.deadline):
         LOG.warning("%d calls were not answered within %g s", left, config.deadline)
     lost = agent.close()
@@ -80,6 +81,17 @@ def _serve(agent: Agent, config: AgentConfig, asked: queue.SimpleQueue[int]) -> 
         logging.shutdown()
         os._exit(status)
     return status
+
+
+def next_signal(asked: queue.SimpleQueue[int]) -> int:
+    """Wait for a signal that its handler puts into `asked`, and return its number.
+
+    A handler runs in this thread. A signal that arrives just before the wait, or that the system gives to another
+    thread, does not wake it, so it looks around from time to time.
+    """
+    while True:
+        with suppress(queue.Empty):
+            return asked.get(timeout=LOOK)
 
 
 if __name__ == "__main__":

@@ -65,13 +65,15 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 
 def without_device(call: ast.Call) -> ast.expr | None:
-    """Return a call without its device: `x.to(y.device)` as `x`, `f(n, device=d)` as `f(n)`; None where it has none."""
+    """Return a call without its device: `x.to(d)` and `to_device(x, d)` as `x`, `f(n, device=d)` as `f(n)`; or None."""
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cpu"):
         value, words = call.func.value, [ast.unparse(one) for one in call.args]
         if call.func.attr == "cpu" or (len(words) == 1 and DEVICE.search(words[0])):
             return value
         if len(words) == 1 and words[0].isidentifier() and words[0] != "dtype":  # like another tensor
             return ast.Call(call.func, [ast.Attribute(call.args[0], "dtype")], call.keywords)
+    if isinstance(call.func, ast.Name) and call.func.id == "to_device":
+        return call.args[0]
     numpy = isinstance(call.func, ast.Attribute) and call.func.attr == "numpy"
     kept = [one for one in call.keywords if not (one.arg == "device" or (numpy and one.arg == "force"))]
     return ast.Call(call.func, call.args, kept) if len(kept) < len(call.keywords) else None

@@ -43,6 +43,7 @@ def test_without_device() -> None:
         "x.to(device)": "x",
         "x.to('cuda')": "x",
         "x.cpu()": "x",
+        "to_device(x, y.device)": "x",
         "x.to(like)": "x.to(like.dtype)",
         "f(n, device=d, dtype=t)": "f(n, dtype=t)",
         "x.numpy(force=True)": "x.numpy()",

@@ -90,7 +90,8 @@ def test_a_device_is_removed_by_its_name_only_if_one_is_called_so(monkeypatch: p
         devices.remove("h:1", None, "4")
 
 
-@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
 def test_devices_of_a_superlink_over_tls(tmp_path: Path) -> None:
     """Enrolled under a name, seen when it connects, removed; all through the command."""
     keys, _ = make_keys(tmp_path / "keys", 2)

@@ -23,7 +23,7 @@ import pytest
 from PIL import Image
 
 from fedtta.client.agent import control
-from fedtta.client.agent.__main__ import run
+from fedtta.client.agent.__main__ import next_signal, run
 from fedtta.client.relay import relay
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import protobuf
@@ -192,3 +192,25 @@ def test_the_example_program_streams_a_folder_and_needs_no_torch(tmp_path: Path)
         ["a.png", "a", "204.000", "e=204.00"], ["b.png", "a", "51.000", "e=51.00"], ["c.jpg", "b", "1.000", "e=0.00"],
     ], done.stderr  # fmt: skip
     assert lines[3:] == [["False"]]
+
+
+@pytest.mark.timeout(30)
+def test_a_signal_that_another_thread_gets_stops_it_too() -> None:
+    """As the system may choose, also for a signal that arrives just before the wait: nothing interrupts it then."""
+    asked: queue.SimpleQueue[int] = queue.SimpleQueue()
+    before = signal.signal(signal.SIGUSR1, lambda number, _: asked.put(number))
+    waits = threading.Event()
+
+    def send() -> None:
+        waits.wait()
+        time.sleep(0.2)  # until the main thread waits, too
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    try:
+        thread = threading.Thread(target=send)
+        thread.start()
+        waits.set()
+        assert next_signal(asked) == signal.SIGUSR1
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
