@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from fedtta.simulation.certificates import KeysError, app_key, key_id, write
 from fedtta.simulation.control import client
-from fedtta.simulation.superlink import PROJECT, FlowerError, Scalar
+from fedtta.simulation.superlink import PROJECT, FlowerError, Scalar, app_files
 
 if TYPE_CHECKING:
     from flwr.server.superlink.linkstate import LinkState
@@ -182,7 +182,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     try:
         key = app_key(arguments.key)
-        bundle = build_fab_from_disk(arguments.app)
+        with app_files(arguments.app) as app:
+            bundle = build_fab_from_disk(app)
         signature = sign(bundle, key)
         write(arguments.out, bundle, private=False)
         content = json.dumps(asdict(signature), indent=2) + "\n"

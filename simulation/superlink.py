@@ -18,7 +18,9 @@ import socket
 import ssl
 import subprocess
 import sysconfig
+import tempfile
 import time
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -238,8 +240,31 @@ def start(home: Path, config: Mapping[str, Scalar], options: Sequence[str] = (),
     """
     path = home / "run.toml"  # a file: a command line would need quotes twice
     path.write_text(tomli_w.dumps(dict(config)), encoding="utf-8")
-    number: str = flwr(home, "run", str(project), CONNECTION, "--run-config", str(path), *options)["run-id"]
+    with app_files(project) as app:
+        number: str = flwr(home, "run", str(app), CONNECTION, "--run-config", str(path), *options)["run-id"]
     return number
+
+
+@contextlib.contextmanager
+def app_files(project: Path = PROJECT) -> Iterator[Path]:
+    """Make a folder of the files that a project's bundle consists of.
+
+    Flower would look at every file of the project, those of `.venv` among them, for seconds. A project that does not
+    name its files (`fab-include`) is taken as it is.
+    """
+    about = project / "pyproject.toml"
+    content = tomllib.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+    included = content.get("tool", {}).get("flwr", {}).get("app", {}).get("fab-include")
+    if not included:
+        yield project
+        return
+    with tempfile.TemporaryDirectory(prefix="fedtta-app-") as folder:
+        for pattern in (about.name, ".gitignore", *included):
+            for path in filter(Path.is_file, project.glob(pattern)):
+                copy = Path(folder) / path.relative_to(project)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
+        yield Path(folder)
 
 
 def finish(home: Path, number: str, timeout: float, show: bool = False, silent: float = SILENT) -> None:

@@ -30,7 +30,7 @@ from flwr.supernode.start_client_internal import _verify_fab
 from fedtta.simulation import signing
 from fedtta.simulation.certificates import KeysError, app_key
 from fedtta.simulation.keys import Keys, make_keys
-from fedtta.simulation.superlink import PROJECT
+from fedtta.simulation.superlink import app_files
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 
 @pytest.fixture(scope="module")
 def bundle() -> bytes:
-    return build_fab_from_disk(PROJECT)
+    with app_files() as app:
+        return build_fab_from_disk(app)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from flwr.cli.build import build_fab_from_disk
 
 from fedtta.settings import Settings, SettingsError
 from fedtta.simulation import flower_cli, gpus, superlink
@@ -85,6 +86,8 @@ def test_the_bundle_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
         env={**os.environ, "FLWR_HOME": str(tmp_path / "home"), "FLWR_DISABLE_UPDATE_CHECK": "1"},
     )  # fmt: skip
     (bundle,) = tmp_path.glob("*.fab")
+    with superlink.app_files() as app:  # from which we submit
+        assert build_fab_from_disk(app) == bundle.read_bytes()
     modules = {str(path.relative_to(copy)) for package in PACKAGES for path in (copy / package).rglob("*.py")}
     with zipfile.ZipFile(bundle) as file:
         assert set(file.namelist()) == modules | {
