@@ -271,7 +271,7 @@ PROOFS = (
     Proof("make flower", through_flower, "tests/integration", "fedtta.simulation.flower_cli"),
     Proof("make keys", keys_are_made),
     Proof("make torch-hashes", place="tests/docker", words='"torch-hashes"'),
-    Proof("flwr run", run_config_parses, "simulation", '"run", str(project)'),
+    Proof("flwr run", run_config_parses, "simulation", '"run", str(app)'),
     Proof("flwr ls", place="simulation", words='"ls"'),
     Proof("flower-supernode", supernode_parses, "simulation", 'program("flower-supernode")'),
     Proof("make base-image", script_exists, "docker/README.md", "localhost/fedtta-base"),
