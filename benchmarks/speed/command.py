@@ -30,7 +30,7 @@ from fedtta.benchmarks.speed.measurement import Part, Ratio, markdown, one_core
 from fedtta.benchmarks.speed.mixing import mixing
 from fedtta.benchmarks.speed.options import options
 from fedtta.benchmarks.speed.pieces import aggregation, data_path
-from fedtta.benchmarks.speed.simulators import simulators
+from fedtta.benchmarks.speed.simulators import simulators, thousand
 from fedtta.benchmarks.speed.sources import sources
 from fedtta.settings import SettingsError
 
@@ -44,6 +44,7 @@ PARTS: dict[str, Part] = {
     "bbn": Part("BBN over a forward and backward pass of the batch", bbn, one_core=True),
     "rounds": Part("Wall time of a simulated round over its training divided by the workers", rounds),
     "simulators": Part("Seconds of a simulated round over those of Flower's simulation and pfl-research", simulators),
+    "simulators-1000": Part("The same with 1,000 clients", thousand),
     "engines": Part("Clients a second of the vectorised engine over the Ray path", engines),
     "shipping": Part("Seconds of a round of a 45 MB network beyond what clients compute", shipping),
     "memory": Part("Growth of a process that simulates 1,000 clients", memory),

@@ -52,10 +52,8 @@ BASE: dict[str, Any] = {
     "stacked_clients": 1, "clip_factor": 0.0, "max_share": 0.0,  # the others have no limits on what a client does
 }  # fmt: skip
 #: Some 100 images a client to train on, and 25.
-CASES: list[dict[str, Any]] = [
-    {"clients": 100, "fraction": 0.28, "rounds": 4},
-    {"clients": 1000, "fraction": 0.67, "rounds": 2},  # a round of Flower's takes minutes
-]
+HUNDRED: dict[str, Any] = {"clients": 100, "fraction": 0.28, "rounds": 4}
+THOUSAND: dict[str, Any] = {"clients": 1000, "fraction": 0.67, "rounds": 2}  # a round of Flower's takes minutes
 #: Noise, because even areas make ties in max pooling, which memory formats resolve differently.
 QUICK = {"dataset": "npz", "clients": 3, "rounds": 2, "fraction": 1.0}
 QUICK_IMAGES = 200
@@ -82,7 +80,17 @@ class Simulated:
 
 
 def simulators(quick: bool) -> Measured:
-    """Measure a round of each simulator, one after another.
+    """Measure a round of 100 clients in each simulator; see `compare`."""
+    return compare(QUICK if quick else HUNDRED)
+
+
+def thousand(quick: bool) -> Measured:
+    """Measure a round of 1,000 clients in each simulator; see `compare`."""
+    return compare(QUICK if quick else THOUSAND)
+
+
+def compare(size: Mapping[str, Any]) -> Measured:
+    """Measure a round of each simulator, one after another, on the same clients.
 
     Raises
     ------
@@ -90,17 +98,12 @@ def simulators(quick: bool) -> Measured:
         A simulation failed, or ended with other weights.
     """
     python = environment(ENVIRONMENT)
-    ratios: list[Ratio] = []
-    details: dict[str, Any] = {}
-    for size in [QUICK] if quick else CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            if quick:
-                write_noise(Path(folder) / "data.npz")
-            settings = Settings(**{**BASE, **size, **({"data_dir": folder} if quick else {})})
-            found, title = measured(settings, Path(folder), python), f"{settings.clients:,} clients"
-            ratios += compared(title, found, settings)
-            details[title] = described(found, settings)
-    return Measured(ratios, details)
+    with tempfile.TemporaryDirectory() as folder:
+        if size is QUICK:
+            write_noise(Path(folder) / "data.npz")
+        settings = Settings(**{**BASE, **size, **({"data_dir": folder} if size is QUICK else {})})
+        found, title = measured(settings, Path(folder), python), f"{settings.clients:,} clients"
+        return Measured(compared(title, found, settings), {title: described(found, settings)})
 
 
 def write_noise(path: Path) -> None:
