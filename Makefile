@@ -29,7 +29,7 @@ demo: $(VENV)/ready  ## four sites with folders of their own, real processes ove
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# In parallel, since most of the time is spent waiting until Flower notices that a process is gone; the longest first.
+# In parallel, since much of the time is spent waiting until Flower notices that a process is gone; the longest first.
 test-faults: $(VENV)/ready  ## real processes over TLS: killed, cut off, refused, and every phase undisturbed
 	$(BIN)/python -m pytest -m faults -n 3 --dist worksteal tests/faults/test_undisturbed.py tests/faults \
 	  tests/simulation/test_enrolled.py $(ARGS)

@@ -285,7 +285,7 @@ def unpacked(message: str, contents: dict[str, bytes], most: int) -> Message:
             if size > most:
                 raise ValueError(f"arrays of more than {most} bytes")
     found = inflate_object_from_contents(message, contents, objects=_joined(contents, chunks))
-    contents.clear()  # whoever holds what this was called with holds the reply only once
+    contents.clear()  # so that the caller, who still has the mapping, does not hold the reply twice
     if not isinstance(found, Message):
         raise ValueError(f"the reply is a {type(found).__name__}")
     return found
