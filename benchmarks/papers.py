@@ -22,6 +22,8 @@ FIELDS = ("table", "setting", "row", "method", "column", "unit", "mean", "sd")
 AVERAGE = "average"
 #: Keys of a `paper` entry of a protocol that are no settings.
 KEYS = ("name", "table", "column", "why", "baseline-table")
+#: Methods that the papers propose; all others are baselines.
+PROPOSED = ("fedthe", "fedthe_plus", "btfl", "atp", "bbn", "fedicon", "fedicon_us")
 #: Separates a method from its collaboration in the label of a row.
 WITH = " @ "
 

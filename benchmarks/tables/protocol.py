@@ -19,6 +19,7 @@ column = "{alpha}"                       # ... and a cell with a single test dis
 [tables.both]
 title = "Both degrees of heterogeneity"
 baseline = "fedavg"                      # gains over this row are shown
+against = ["fedavg", "fixed_mix"]        # paired differences to these rows, and to the best baseline (the default)
 [quick]                                  # --quick: which cells, and what all of them change
 cells = ["dir-0.1"]
 rounds = 1
@@ -52,7 +53,8 @@ CELL_KEYS = (
     "title", "paper", "weighting", "from", "table", "column", "columns", "suffix", "realtime", "each"
 )  # fmt: skip
 NETWORK_KEYS = ("train", "epochs", "threads", "file", "each")
-TABLE_KEYS = ("title", "baseline", "measure", "cells-of")
+AGAINST = ("fedavg", "fixed_mix")
+TABLE_KEYS = ("title", "baseline", "measure", "cells-of", "against")
 
 
 @dataclass(frozen=True)
@@ -142,13 +144,24 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells whose rows are shown together; `measure` is a kept number other than the accuracy."""
+    """Cells whose rows are shown together.
+
+    Parameters
+    ----------
+    baseline : str
+        The row over which gains are shown.
+    measure : str
+        A kept number other than the accuracy.
+    against : tuple of str
+        Rows that paired differences are taken to, as far as the table has them.
+    """
 
     name: str
     title: str
     cells: tuple[Cell, ...]
     baseline: str = ""
     measure: str = ""
+    against: tuple[str, ...] = AGAINST
 
 
 @dataclass(frozen=True)
@@ -376,7 +389,8 @@ def _tables(
     for name, own in grouped.items():
         about = sections.get(name, {})
         title = str(about.get("title", own[0].title))
-        found.append(Table(name, title, tuple(own), str(about.get("baseline", ""))))
+        against = tuple(about.get("against", AGAINST))
+        found.append(Table(name, title, tuple(own), str(about.get("baseline", "")), against=against))
         found += [
             Table(other, str(more.get("title", other)), tuple(own), measure=str(more.get("measure", "")))
             for other, more in sections.items()

@@ -1,0 +1,150 @@
+"""Paired differences: a row's accuracy minus a baseline's on the same clients, with bootstrap intervals.
+
+The bootstrap has two levels, as the samples do: it draws seeds, and within each drawn seed clients, both with
+replacement, and pairs rows by client. With one seed it draws clients alone, so its interval says nothing about other
+trainings. Intervals are percentiles (Bradley Efron, Robert Tibshirani: An Introduction to the Bootstrap, 1993, ch. 13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedtta.benchmarks.papers import AVERAGE, PROPOSED, WITH
+from fedtta.benchmarks.tables.comparison import Comparison
+from fedtta.benchmarks.tables.protocol import Cell, Table
+from fedtta.benchmarks.tables.results import CONSTANT, Content
+
+#: row → column → seed → accuracy of each client in percent, [N].
+ClientValues = Mapping[str, Mapping[str, Mapping[int, NDArray[np.float64]]]]
+
+DRAWS = 2_000
+LEVEL = 0.95  # coverage of an interval
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean paired difference in points, the bounds of its interval, and what it was taken over."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+    clients: int
+
+    @property
+    def sign(self) -> int:
+        """Return 1 or -1 if the interval lies on one side of 0, else 0."""
+        return int(self.low > 0) - int(self.high < 0)
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+
+
+def difference(
+    own: Mapping[int, NDArray[np.float64]], base: Mapping[int, NDArray[np.float64]], draws: int = DRAWS
+) -> Difference | None:
+    """Return own - base over the seeds that both have; None if they share none.
+
+    Parameters
+    ----------
+    own, base : mapping
+        seed → accuracy of each client [N]; the same clients in both, equally many for each seed.
+    draws : int
+        Bootstrap samples; they come from a fixed seed.
+    """
+    shared = [seed for seed in sorted(own) if seed in base]
+    if not shared:
+        return None
+    gaps = np.stack([own[seed] - base[seed] for seed in shared])  # (S, N)
+    seeds, clients = gaps.shape
+    generator = np.random.default_rng(0)
+    seed = generator.integers(seeds, size=(draws, seeds, 1))
+    client = generator.integers(clients, size=(draws, seeds, clients))
+    samples = gaps[seed, client].mean((1, 2))  # (draws,)
+    low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Difference(float(gaps.mean()), float(low), float(high), seeds, clients)
+
+
+def client_values(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> ClientValues:
+    """Return the accuracies of clients of all rows of a table, and each client's average over the columns.
+
+    Rows that were kept without them are left out. Where clients are columns, the average has all of them in turn.
+    """
+    found: dict[str, dict[str, dict[int, NDArray[np.float64]]]] = {}
+    for cell in table.cells:
+        for seed, content in sorted(kept.get(cell.name, {}).items()):
+            for label, row in content["rows"].items():
+                own = f"{label} ({cell.suffix})" if cell.suffix else label
+                for column, values in clients_of(cell, row).items():
+                    found.setdefault(own, {}).setdefault(column, {})[seed] = values
+    columns = list(dict.fromkeys(column for row in found.values() for column in row))
+    apart = any(cell.columns for cell in table.cells)
+    for row in found.values() if len(columns) > 1 else ():
+        averages = {}
+        for seed in row.get(columns[0], {}):
+            parts = [row[column][seed] for column in columns if seed in row.get(column, {})]
+            if len(parts) == len(columns) and len({len(part) for part in parts}) == 1:
+                averages[seed] = np.concatenate(parts) if apart else np.mean(parts, axis=0)
+        if averages:
+            row[AVERAGE] = averages
+    return found
+
+
+def clients_of(cell: Cell, row: Content) -> dict[str, NDArray[np.float64]]:
+    """Return column → accuracy of each client of a kept row."""
+    key = "per_client_percent"
+    shifts = {name: np.array(one[key].split(), float) for name, one in row["shifts"].items() if key in one}
+    return {cell.column: next(iter(shifts.values()))} if cell.column and len(shifts) == 1 else shifts
+
+
+def is_proposed(label: str) -> bool:
+    """Tell whether a row is a method that one of the papers proposes, and not a baseline of it."""
+    return label.partition(WITH)[0].partition("[")[0].partition(" ")[0] in PROPOSED
+
+
+def compared_columns(table: Table, found: Comparison) -> list[str]:
+    """Return the columns whose differences are shown: the average, or each column where cells are columns."""
+    return [one for one in found.columns if one != AVERAGE] if table.cells[0].column else found.columns[-1:]
+
+
+def baselines(table: Table, found: Comparison, column: str) -> list[str]:
+    """Return the rows that the others are compared with: those that the table names, and the best baseline."""
+    known = [label for label in table.against if column in found.values.get(label, {})]
+    means = {
+        label: float(np.mean(list(row[column].values())))
+        for label, row in found.values.items()
+        if row.get(column) and label != CONSTANT and not is_proposed(label)
+    }
+    best = max(means, key=lambda label: means[label], default=None)
+    return list(dict.fromkeys([*known, *([best] if best else [])]))
+
+
+@dataclass(frozen=True)
+class Order:
+    """Two rows in the paper's order in a column, and whether it holds here: 1, -1 (the opposite does), 0 (neither)."""
+
+    column: str
+    better: str
+    worse: str
+    holds: int
+
+
+def orders(found: Comparison, clients: ClientValues, columns: Sequence[str]) -> list[Order]:
+    """Return the paper's order of each two rows, one of which is proposed by a paper, and whether it holds.
+
+    Rows without their clients' accuracies are left out.
+    """
+    result = []
+    for column in columns:
+        printed = {label: row[column].mean for label, row in found.paper.items() if column in row and label in clients}
+        for one, other in combinations(sorted(printed, key=lambda label: -printed[label]), 2):
+            if printed[one] == printed[other] or not (is_proposed(one) or is_proposed(other)):
+                continue
+            measured = difference(clients[one].get(column, {}), clients[other].get(column, {}))
+            result.append(Order(column, one, other, measured.sign if measured else 0))
+    return result

@@ -1,0 +1,166 @@
+"""Paired differences against distributions that can be written down, and the orders that follow from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedtta.benchmarks.papers import Printed
+from fedtta.benchmarks.tables.comparison import Comparison, compare
+from fedtta.benchmarks.tables.pages import differences_table, orders_lines
+from fedtta.benchmarks.tables.pairs import (
+    Difference,
+    baselines,
+    client_values,
+    compared_columns,
+    difference,
+    is_proposed,
+    orders,
+)
+from fedtta.benchmarks.tables.protocol import Cell, Table
+from fedtta.settings import Settings
+
+
+def vectors(**seeds: list[float]) -> dict[int, np.ndarray]:
+    return {int(name[1:]): np.array(values, float) for name, values in seeds.items()}
+
+
+def row(**shifts: str) -> dict[str, Any]:
+    def mean(text: str) -> float:
+        return float(np.mean([float(word) for word in text.split()]))
+
+    return {
+        "training": "t",
+        "shifts": {
+            name: {"accuracy_percent": mean(text), "by_samples_percent": mean(text), "per_client_percent": text}
+            for name, text in shifts.items()
+        },
+    }
+
+
+def table_of(*cells: Cell, **more: Any) -> Table:
+    return Table("t", "Made up", cells, **more)
+
+
+def test_two_clients_give_three_bootstrap_means() -> None:
+    # The mean of two draws from {0, 8} is 0, 4 or 8 with 1/4, 1/2, 1/4: the quantiles at 2.5 and 97.5 % are 0 and 8.
+    found = difference(vectors(s1=[10, 20]), vectors(s1=[10, 12]))
+    assert found == Difference(4.0, 0.0, 8.0, seeds=1, clients=2)
+    assert (found.sign, str(found)) == (0, "+4.00 [+0.00, +8.00]")
+
+
+def test_the_same_gap_everywhere_has_no_width() -> None:
+    base = vectors(s1=[10, 20, 30], s3=[1, 2, 3])
+    found = difference({seed: one - 2 for seed, one in base.items()}, base)
+    assert found == Difference(-2.0, -2.0, -2.0, seeds=2, clients=3)
+    assert found.sign == -1
+
+
+def test_seeds_that_disagree_widen_the_interval() -> None:
+    # Without variation between clients only the choice of seeds varies: means 0, 5 and 10 with 1/4, 1/2, 1/4.
+    zero = vectors(s1=[0, 0, 0], s2=[0, 0, 0])
+    found = difference(vectors(s1=[0, 0, 0], s2=[10, 10, 10]), zero)
+    assert found == Difference(5.0, 0.0, 10.0, seeds=2, clients=3)
+
+
+def test_only_shared_seeds_count() -> None:
+    found = difference(vectors(s1=[1, 1], s2=[9, 9]), vectors(s1=[0, 0], s3=[5, 5]))
+    assert found is not None
+    assert (found.mean, found.seeds) == (1.0, 1)
+    assert difference(vectors(s1=[1]), vectors(s2=[1])) is None
+
+
+def test_interval_against_the_normal_approximation() -> None:
+    gaps = np.random.default_rng(3).normal(1.0, 2.0, 400)
+    found = difference({1: gaps}, {1: np.zeros(400)}, draws=20_000)
+    assert found is not None
+    half = 1.96 * gaps.std() / np.sqrt(400)
+    assert found.low == pytest.approx(gaps.mean() - half, abs=0.02)
+    assert found.high == pytest.approx(gaps.mean() + half, abs=0.02)
+
+
+def test_intervals_cover_the_mean_of_all_clients() -> None:
+    draw = np.random.default_rng(5)
+    trials = [draw.normal(0.5, 1.0, 40) for _ in range(400)]
+    found = [difference({1: gaps}, {1: np.zeros(40)}, draws=400) for gaps in trials]
+    covered = sum(one is not None and one.low <= 0.5 <= one.high for one in found)
+    assert 355 <= covered <= 397  # 95 % of 400 is 380; percentile intervals of 40 clients are a little short
+
+
+def test_clients_average_over_the_columns_and_rows_without_clients_are_left_out() -> None:
+    old = {"training": "t", "shifts": {"a": {"accuracy_percent": 1.0}, "b": {"accuracy_percent": 1.0}}}
+    kept = {"c": {1: {"rows": {"fedavg": row(a="10 20", b="30 60"), "old": old}}}}
+    found = client_values(table_of(Cell("c", "C", Settings())), kept)
+    assert set(found) == {"fedavg"}
+    assert found["fedavg"]["average"][1].tolist() == [20, 40]
+
+
+def test_where_clients_are_columns_the_average_has_all_of_them() -> None:
+    kept = {"c": {1: {"rows": {"fedavg": row(mnist="10", usps="30")}}}}
+    cell = Cell("c", "C", Settings(), columns=("mnist", "usps"))
+    assert client_values(table_of(cell), kept)["fedavg"]["average"][1].tolist() == [10, 30]
+
+
+def test_proposed_methods() -> None:
+    assert all(map(is_proposed, ("bbn @ pfedbbn[share=all]", "fedthe[history=batch]", "atp (x)", "fedicon_us")))
+    assert not any(map(is_proposed, ("fedavg[training=fedicon;base=personalised]", "tent @ pfedbbn", "personal")))
+
+
+ROWS = {
+    "fedavg": row(a="50 50 50", b="50 50 50"),
+    "tent": row(a="60 60 60", b="56 56 56"),
+    "btfl": row(a="70 71 72", b="70 71 72"),
+    "fedthe": row(a="70 72 73", b="70 71 72"),
+}
+
+
+def test_baselines_are_the_named_ones_and_the_best_other() -> None:
+    table = table_of(Cell("c", "C", Settings()), against=("fedavg", "fixed_mix"))
+    found = compare(table, {"c": {1: {"rows": ROWS}}})
+    assert compared_columns(table, found) == ["average"]
+    assert baselines(table, found, "average") == ["fedavg", "tent"]
+
+
+def test_pages_state_differences_and_orders() -> None:
+    table = table_of(Cell("c", "C", Settings()))
+    kept = {"c": {1: {"rows": ROWS}}}
+
+    def of(mean: float) -> Printed:
+        return Printed("1", {}, "A", "a", "average", "%", mean, None)
+
+    paper = {"btfl": {"average": of(80)}, "fedthe": {"average": of(79)}, "fedavg": {"average": of(81)}}
+    found = compare(table, kept)
+    found = Comparison(found.title, found.values, found.seeds, {**paper, "old": {"average": of(1)}})
+    assert differences_table(table, found, kept).splitlines()[2:] == [
+        "| row | − `fedavg` | − `tent` |",
+        "| --- | --: | --: |",
+        "| `fedavg` |  | -8.00 [-8.00, -8.00] |",
+        "| `tent` | +8.00 [+8.00, +8.00] |  |",
+        "| `btfl` | +21.00 [+20.00, +22.00] | +13.00 [+12.00, +14.00] |",
+        "| `fedthe` | +21.33 [+20.00, +22.50] | +13.33 [+12.00, +14.50] |",
+    ]
+    told = [(one.better, one.worse, one.holds) for one in orders(found, client_values(table, kept), ["average"])]
+    assert told == [("fedavg", "btfl", -1), ("fedavg", "fedthe", -1), ("btfl", "fedthe", 0)]
+
+
+def test_a_line_names_the_orders() -> None:
+    table, kept = table_of(Cell("c", "C", Settings())), {"c": {1: {"rows": ROWS}}}
+    found = compare(table, kept)
+    paper = {
+        name: {"average": Printed("1", {}, "A", name, "average", "%", mean, None)}
+        for name, mean in (("btfl", 80.0), ("fedavg", 70.0), ("fedthe", 60.0))
+    }
+    found = Comparison(found.title, found.values, found.seeds, paper)
+    assert orders_lines(table, found, kept) == [
+        "The paper's orders, average: hold: `btfl` > `fedavg`; are reversed: `fedavg` > `fedthe`; "
+        "cannot be told: `btfl` > `fedthe`."
+    ]
+
+
+def test_rows_without_clients_have_no_intervals() -> None:
+    old = {"training": "t", "shifts": {"a": {"accuracy_percent": 1.0}}}
+    table, kept = table_of(Cell("c", "C", Settings())), {"c": {1: {"rows": {"fedavg": old}}}}
+    assert "not kept" in differences_table(table, compare(table, kept), kept)
+    assert orders_lines(table, compare(table, kept), kept) == []
