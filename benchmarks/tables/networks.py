@@ -118,10 +118,10 @@ def train_network(network: Network, seed: int, path: Path, folder: Path, console
         if network.train == "central":
             done = train_centrally(settings, load_federation(settings), network.epochs, console)
         else:
-            done = train_source(settings, source_parts(settings), network.epochs, console)
+            done = train_source(settings, source_parts(settings), network.epochs, console, network.half)
     finally:
         torch.set_num_threads(threads)
-    save_model(path, done.model, done.spec)
+    save_model(path, done.model.half() if network.half else done.model, done.spec)
     write_label(path, network.train, settings, {**done.content, **provenance()}, done.trained_on)
 
 

@@ -52,7 +52,7 @@ SOURCE: dict[str, Any] = {
 CELL_KEYS = (
     "title", "paper", "weighting", "from", "table", "column", "columns", "suffix", "realtime", "each"
 )  # fmt: skip
-NETWORK_KEYS = ("train", "epochs", "threads", "file", "each")
+NETWORK_KEYS = ("train", "epochs", "threads", "file", "half", "each")
 AGAINST = ("fedavg", "fixed_mix")
 TABLE_KEYS = ("title", "baseline", "measure", "cells-of", "against")
 
@@ -73,6 +73,8 @@ class Network:
         with its own seed, serves the cells of every seed.
     threads : int
         Processor threads; with 1, equal seeds give equal bits.
+    half : bool
+        Round the weights of a source model to half precision, in which its file keeps them, before it is measured.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Network:
     file: str
     settings: Settings
     threads: int = 1
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,11 @@ def _network(
     if epochs < 1:
         raise SettingsError(f"{where}: epochs = {epochs}; allowed is 1 or more")
     file = str(about.get("file", f"{protocol}/{name}-{{seed}}.safetensors"))
-    return Network(name, train, 1 if small and not source else epochs, file, settings, int(about.get("threads", 1)))
+    half = bool(about.get("half", False))
+    if half and not source:
+        raise SettingsError(f"{where}: half = true; allowed with train = 'source' only")
+    epochs = 1 if small and not source else epochs
+    return Network(name, train, epochs, file, settings, int(about.get("threads", 1)), half)
 
 
 def _cell(

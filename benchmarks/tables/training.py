@@ -100,8 +100,10 @@ def train_centrally(
     return Trained(model, spec, content, (images, index))
 
 
-def train_source(settings: Settings, parts: Parts, epochs: int, console: Console) -> Trained:
+def train_source(settings: Settings, parts: Parts, epochs: int, console: Console, half: bool = False) -> Trained:
     """Train a source model on `parts.training` with the batch size and the SGD of the settings.
+
+    With `half` its weights are rounded to half precision, and its accuracy is that of the rounded network.
 
     Raises
     ------
@@ -119,11 +121,15 @@ def train_source(settings: Settings, parts: Parts, epochs: int, console: Console
     draws = partial(generator, settings.seed, "source")
     on = validation, np.arange(len(validation))
     model, spec, history = _train(settings, images, index, on, recipe, draws, console)
+    measured = history[-1]["validation_accuracy"]
+    if half:
+        model.half().float()
+        measured = accuracy(model, *on, torch.device("cpu"), settings.eval_batch_size)
     content = {
         "recipe": recipe.as_json(),
         "training_samples": len(images),
         "validation_samples": len(validation),
-        "accuracy": history[-1]["validation_accuracy"],
+        "accuracy": measured,
         "measured_on": parts.measured_on,
         "threads": torch.get_num_threads(),
         "seconds": round(time.perf_counter() - start, 1),

@@ -115,6 +115,18 @@ def test_equal_seeds_give_equal_source_models(source: training.Trained) -> None:
     assert not torch.equal(first["head.weight"], other["head.weight"])
 
 
+def test_half_precision_is_what_is_measured_and_kept(source: training.Trained, tmp_path: Path) -> None:
+    network = Network("source", "source", 1, "source.safetensors", SMALL, half=True)
+    path = tmp_path / network.file
+    train_network(network, 1, path, tmp_path, QUIET)
+    kept, _ = load_model(path)
+    for name, value in source.model.state_dict().items():
+        assert torch.equal(kept.state_dict()[name], value.half() if value.is_floating_point() else value), name
+    parts = source_parts(SMALL)
+    measured = accuracy(kept.float(), parts.validation, np.arange(len(parts.validation)), CPU, 256)
+    assert read_label(path)["accuracy"] == measured
+
+
 def test_a_data_set_with_parts_is_trained_on_one_and_measured_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = np.random.default_rng(0)
     pixels = {part: draw.integers(0, 256, (20, 3, 32, 32), np.uint8) for part in ("train", "test")}
