@@ -48,7 +48,7 @@ from fedtta.tta.statistics import Statistics, discretise
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["BTFL", "discretise", "mixing_weight"]
+__all__ = ["BTFL", "Reading", "discretise", "mixing_weight"]
 
 NEEDS_RELU = "btfl needs features that are not negative: a ReLU before the heads (model-options features=relu)"
 
