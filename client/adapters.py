@@ -48,7 +48,7 @@ def make_adapter(
     variant_rates = (rates or {}).get(str(row.options.get("adapt", "all")))
     declared_options = info(row.adapter).options
     applied = {name: value for name, value in given.items() if name in declared_options}
-    options = {**_defaults(row.adapter, settings), **applied, **row.options}
+    options = {**_defaults(row, settings), **applied, **row.options}
     network: Any = model  # of the adapters that take an `ExportedNetwork`, none asks for more than it has
     adapter = create(
         row.adapter, network, statistics, variant_rates, neighbours.store if neighbours else None, **options
@@ -61,14 +61,15 @@ def make_adapter(
     return adapter
 
 
-def _defaults(adapter: str, settings: Settings) -> dict[str, Any]:
-    """Return the options of an adapter that follow from the run's settings, where a row does not set them."""
+def _defaults(row: AdapterRow, settings: Settings) -> dict[str, Any]:
+    """Return the options of a row's adapter that follow from the run's settings, where the row does not set them."""
     follow: dict[str, Any] = {"seed": settings.seed}
-    if views := info(adapter).views:
+    adapter = info(row.adapter)
+    if views := adapter.views:
         from fedtta.data import DATASETS  # imports torch, as the views do
 
         dataset_info = DATASETS[settings.dataset]
         follow["augment"] = views.for_data(flip=dataset_info.flip, crop=dataset_info.crop)
-    if settings.leave_one_out:
+    if settings.leave_one_out or row.options.get("reading") == "published":  # which needs the number of clients
         follow["leave_one_out"] = settings.clients
-    return {name: value for name, value in follow.items() if name in info(adapter).options}
+    return {name: value for name, value in follow.items() if name in adapter.options}

@@ -296,6 +296,13 @@ def _misfit(row: MethodRow, settings: Settings) -> str:
     if row.recipe.partial and not AGGREGATIONS[settings.aggregation].aggregates_partial:
         fitting = ", ".join(name for name, one in AGGREGATIONS.items() if one.aggregates_partial)
         return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is {fitting}"
+    if row.options.get("leave_one_out", row.options.get("reading") == "published"):
+        uniform = settings.statistics_weighting == "uniform"
+        if not uniform or AGGREGATIONS[settings.aggregation].byzantine_robust:
+            return (
+                "takes a client's own share out of a mean over clients: allowed with statistics-weighting = 'uniform' "
+                "and an aggregation that is not robust"
+            )
     return ""
 
 

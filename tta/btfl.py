@@ -11,14 +11,18 @@ posterior mean of m (eq. 21). No gradient anywhere; only the two counts are sequ
 Where the paper is ambiguous: (a) eq. 8 lets internal events raise m; here m ~ Beta(a, b) with a = 1 + external and
 b = 1 + internal events, as in the published code. (b) Frequencies are smoothed, p → s + (1-2s) p, as in the published
 code: a unit that never or always fires would divide by zero in eq. 9. (c) Eq. 15 as printed multiplies the likelihoods
-by u = exp((H - H̄)/H); text and published code raise them to the power u (`rectify`). (d) The mean of eq. 21 is exact;
-the published code takes 100 points on [0.01, 0.99], up to 0.14 off.
+by u = exp((H - H̄)/H); the text raises them to the power u (`rectify`).
+
+The published code departs from the paper: six readings, each an option, and all of them `reading="published"`
+(`Reading`). It departs in training, too, which is not offered: σ‖z‖₁/32 is added to the loss (σ = 1e-3 for the CNN,
+1e-4 for CCT). One fault of it is not repeated: where τ̂ is exactly 1, its squash gives 0; here it stays 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -29,21 +33,22 @@ from fedtta.tta.arrays import (
     class_major,
     from_tensor,
     namespace,
+    softmax,
     softmax_entropy,
     softmax_of,
     to_device_of,
     to_tensor,
 )
 from fedtta.tta.base import Adapter
-from fedtta.tta.checks import Checks, check_choice, check_number
+from fedtta.tta.checks import Checks, check_choice, check_least, check_number, class_count
 from fedtta.tta.heads import check_two_heads, statistic_vector, two_heads
-from fedtta.tta.posterior import BetaRule, mixing_weight
+from fedtta.tta.posterior import LARGEST_LOG, BetaRule, GridRule, mixing_weight
 from fedtta.tta.statistics import Statistics, discretise
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["BTFL", "discretise", "mixing_weight"]
+__all__ = ["BTFL", "Reading", "discretise", "mixing_weight"]
 
 NEEDS_RELU = "btfl needs features that are not negative: a ReLU before the heads (model-options features=relu)"
 
@@ -54,6 +59,70 @@ SMALL, TINY = 1e-290, 1e-300
 
 #: With `smoothing=0` a frequency keeps this distance from 0 and 1.
 CLIP = 1e-6
+
+#: ln u stays within this where it has no bound of its own; τ̂ is 0 or ∞ long before.
+LARGEST_TRUST = 30.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What paper and published code do differently; the defaults are the paper's.
+
+    Parameters
+    ----------
+    strength : float
+        λ, above 0. The paper: 16. The code: 5 (CNN), 300 (CCT; ImageNet), 3000 (ResNet), 50 (OfficeHome).
+    leave_one_out : int or None
+        N >= 2: take the client's own share out of p^g, a uniform mean over N clients; 0: leave it in; None: N is
+        missing. The code always takes it out.
+    mixing : "probability" or "log"
+        Y = e Y_g + (1-e) Y_l (eq. 21), or ∝ exp(e ln Y_g + (1-e) ln Y_l).
+    denominators : "paper" or "code"
+        u = exp((H - H̄)/H) of each head, or u_l = exp((H_l - H̄_l)/H̄_l) and u_g = exp((H_g - ln C)/ln C), in which H̄_g
+        has no part. Events compare with H̄_l and H̄_g in both.
+    classes : int or None
+        C of that constant, at least 2; None: the network's number of classes. The code: 100 for every data set.
+    squash : float
+        k_b >= 0; 0: off. τ̂ > 1 → 1 + k_b tanh(τ̂ - 1), τ̂ < 1 → 1/(1 + k_b tanh(1/τ̂ - 1)). The code: 4, 10 for ResNet.
+    prune : "paper" or "code"
+        Above λ, a → 1 + a/(a+b), or a → 1 + (λ/10) a/(a+b), and b alike.
+    integral : "exact" or "grid"
+        The mean of eq. 21, or trapezoids between 100 points (`GridRule`), up to 0.14 off.
+    prior : "sample" or "batch"
+        (a, b) of every sample, or one for a whole batch, whose events are counted and pruned together after it.
+    """
+
+    strength: float = 16
+    leave_one_out: int | None = 0
+    mixing: Literal["probability", "log"] = "probability"
+    denominators: Literal["paper", "code"] = "paper"
+    classes: int | None = None
+    squash: float = 0
+    prune: Literal["paper", "code"] = "paper"
+    integral: Literal["exact", "grid"] = "exact"
+    prior: Literal["sample", "batch"] = "sample"
+
+    def __post_init__(self) -> None:
+        check_number("strength", self.strength, 0, math.inf, open_low=True)
+        check_choice("mixing", self.mixing, ("probability", "log"))
+        check_choice("denominators", self.denominators, ("paper", "code"))
+        check_number("squash", self.squash, 0, math.inf)
+        check_choice("prune", self.prune, ("paper", "code"))
+        check_choice("integral", self.integral, ("exact", "grid"))
+        check_choice("prior", self.prior, ("sample", "batch"))
+        if self.classes is not None:
+            check_least(2, classes=self.classes)
+
+    @property
+    def pruned(self) -> float:
+        """Return what the counts above 1 sum to after pruning."""
+        return 1.0 if self.prune == "paper" else self.strength / 10
+
+
+READINGS = {
+    "paper": Reading(),
+    "published": Reading(5, None, "log", "code", None, 4, "code", "grid", "batch"),
+}
 
 
 class BTFL(Adapter):
@@ -66,18 +135,19 @@ class BTFL(Adapter):
         that features may be negative is refused; external networks get a ReLU by their option `features = "relu"`.
     statistics : Statistics
         `dle_local` p^l and `dle_global` p^g ([d], in [0, 1]), `entropy_local` H̄_l and `entropy_global` H̄_g (nats).
-    strength : float
-        λ of Algorithm 1, above 0: once a + b exceeds it, the history is pruned.
     smoothing : float
         s in [0, 0.5]; 0 is the paper to the letter, clipped to [1e-6, 1 - 1e-6].
     rectify : "power", "product" or "none"
         ln τ̂ = (u_l ln q_l - u_g ln q_g)/d, or (ln q_l - ln q_g)/d + ln u_l - ln u_g with each ln u clipped to ±30, or
         (ln q_l - ln q_g)/d.
-    leave_one_out : int
-        N >= 2: take the client's own share out of p^g, a mean over N clients; 0: leave it in.
+    reading : "paper" or "published"
+        What the options below say where they are None: the paper, or all that the published code does.
+    strength, leave_one_out, mixing, denominators, classes, squash, prune, integral, prior
+        See `Reading`. With `reading="published"`, leave_one_out has to be given: the number of clients. With
+        `prior="batch"` results depend on the batches.
     record : bool
-        Keep the report: `weight` e, `log_tau` (raw) and `log_tau_hat` (rectified) [n], `prior` (a, b) as used [n, 2],
-        `event` [n]: 1 external, -1 internal, 0 none.
+        Keep the report: `weight` e, `log_tau` (raw) and `log_tau_hat` (rectified, squashed) [n], `prior` (a, b) as used
+        [n, 2], `event` [n]: 1 external, -1 internal, 0 none.
 
     Raises
     ------
@@ -96,10 +166,18 @@ class BTFL(Adapter):
         self,
         model: nn.Module,
         statistics: Statistics | None = None,
-        strength: float = 16,
+        strength: float | None = None,
         smoothing: float = 0.2,
         rectify: Literal["power", "product", "none"] = "power",
-        leave_one_out: int = 0,
+        leave_one_out: int | None = None,
+        reading: Literal["paper", "published"] = "paper",
+        mixing: Literal["probability", "log"] | None = None,
+        denominators: Literal["paper", "code"] | None = None,
+        classes: int | None = None,
+        squash: float | None = None,
+        prune: Literal["paper", "code"] | None = None,
+        integral: Literal["exact", "grid"] | None = None,
+        prior: Literal["sample", "batch"] | None = None,
         record: bool = True,
     ) -> None:
         features = check_two_heads(model, "btfl")
@@ -107,22 +185,36 @@ class BTFL(Adapter):
             raise ValueError(NEEDS_RELU)
         statistics = statistics or Statistics()
         statistics.require("btfl", "dle_local", "dle_global", "entropy_local", "entropy_global")
-        check_number("strength", strength, 0, math.inf, open_low=True)
         check_number("smoothing", smoothing, 0, 0.5)
         check_choice("rectify", rectify, RECTIFICATIONS)
+        check_choice("reading", reading, tuple(READINGS))
+        said = {
+            "strength": strength, "leave_one_out": leave_one_out, "mixing": mixing, "denominators": denominators,
+            "classes": classes, "squash": squash, "prune": prune, "integral": integral, "prior": prior,
+        }  # fmt: skip
+        given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        self.reading = replace(READINGS[reading], **given)
         super().__init__(model, record=record)
-        self.strength, self.rectify = strength, rectify
+        self.rectify = rectify
+        self.per = self.reading.prior
         local = _frequency("dle_local", statistics.dle_local, features)
         global_ = _frequency("dle_global", statistics.dle_global, features)
-        global_ = without_own_share(global_, local, leave_one_out)
+        global_ = without_own_share(global_, local, self.reading.leave_one_out)
         table, offset = likelihood_table(smooth(local, smoothing), smooth(global_, smoothing))
         self._mean_entropy = _mean_entropies(statistics)
-        pace = np.maximum(np.array(self._mean_entropy)[:, None], SMALL)  # H̄ above a fraction line, (2, 1)
-        self._fixed = Constants(table=table, offset=offset, pace=pace)
-        # An event adds one count to at most `strength`, and pruning leaves a sum of 3.
-        self._largest = max(float(strength), 3.0)
-        self._rule = BetaRule(np.array([[1.0, self._largest - 1.0]]))
+        pace = np.array([[self._mean_entropy[0]], [self._global_pace()]])  # what a fraction line divides, (2, 1)
+        self._fixed = Constants(table=table, offset=offset, pace=np.maximum(pace, SMALL))
+        # An event adds one count to at most `strength`, and pruning leaves this sum.
+        self._largest = max(float(self.reading.strength), 2 + self.reading.pruned)
+        exact = self.reading.integral == "exact"
+        self._rule = BetaRule(np.array([[1.0, self._largest - 1.0]])) if exact else GridRule()
         self._prior = (1.0, 1.0)  # a, b
+
+    def _global_pace(self) -> float:
+        """Return H̄_g, or ln C."""
+        if self.reading.denominators == "paper":
+            return self._mean_entropy[1]
+        return math.log(class_count(self.model, self.reading.classes))
 
     def _predict(self, x: Tensor) -> Tensor:
         checks = Checks()
@@ -139,16 +231,20 @@ class BTFL(Adapter):
         features = from_tensor(z)  # (B, d)
         xp, fixed = namespace(features), self._fixed.on(features)
         require_non_negative(features, len(fixed["table"]), checks)
-        probabilities, entropy = softmax_entropy(class_major(logits_personal, logits_global))  # (K, 2, B), (2, B)
+        logits = class_major(logits_personal, logits_global)  # (K, 2, B)
+        probabilities, entropy = softmax_entropy(logits)  # (K, 2, B), (2, B)
         likelihood = xp.tanh(features).round() @ fixed["table"] + fixed["offset"]  # ln q_l, ln q_g, ln τ: (B, 3)
         log_tau = likelihood[:, 2]
         evidence = checks.read(xp.stack((log_tau, entropy[0], entropy[1]), axis=1)).tolist()  # the only wait for a GPU
         events = [detect_event(ratio, entropies, self._mean_entropy) for ratio, *entropies in evidence]
-        path, prior = prior_path(events, self._prior, self.strength)
+        path, prior = prior_path(events, self._prior, self.reading)
         priors = to_device_of(np.array(path), features)  # (B, 2)
-        log_tau_hat = self._rectified(likelihood, entropy)
+        log_tau_hat = squashed(self._rectified(likelihood, entropy), self.reading.squash)
         e = self._rule.mean(priors, log_tau_hat)  # (B,)
-        mixed = probabilities[:, 0] + e * (probabilities[:, 1] - probabilities[:, 0])  # (K, B)
+        if self.reading.mixing == "log":  # in which the logits' own constants cancel
+            mixed = softmax(e * logits[:, 1] + (1 - e) * logits[:, 0])  # (K, B)
+        else:
+            mixed = probabilities[:, 0] + e * (probabilities[:, 1] - probabilities[:, 0])
         self._prior = prior
         self._note(weight=e, prior=priors, log_tau=log_tau, log_tau_hat=log_tau_hat, event=np.array(events))
         return to_tensor(mixed.T, like=logits_global)
@@ -159,13 +255,22 @@ class BTFL(Adapter):
         features = len(fixed["table"])
         if self.rectify == "none":
             return likelihood[:, 2] / features
-        # ln u, (2, B). H = 0 gives ln u < -1e9, also when H̄ = 0: SMALL stands in for that.
-        log_trust = 1 - fixed["pace"] / (entropy + TINY)
+        log_trust = self._log_trust(entropy)
         if self.rectify == "product":
-            log_trust = xp.clip(log_trust, -30.0, 30.0)
+            log_trust = xp.clip(log_trust, -LARGEST_TRUST, LARGEST_TRUST)
             return likelihood[:, 2] / features + log_trust[0] - log_trust[1]
         trusted = xp.exp(log_trust) * likelihood[:, :2].T  # ln q^u, (2, B)
-        return (trusted[0] - trusted[1]) / features
+        log_tau_hat = (trusted[0] - trusted[1]) / features
+        if self.reading.denominators == "paper":  # u <= e
+            return log_tau_hat
+        return xp.clip(log_tau_hat, -LARGEST_LOG, LARGEST_LOG)
+
+    def _log_trust(self, entropy: Array) -> Array:
+        """Return ln u [2, B] from the heads' entropies [2, B]."""
+        pace = self._fixed.on(entropy)["pace"]
+        if self.reading.denominators == "code":
+            return namespace(entropy).clip(entropy / pace - 1, -LARGEST_TRUST, LARGEST_TRUST)
+        return 1 - pace / (entropy + TINY)  # H = 0 gives less than -1e9, also when H̄ = 0: SMALL stands in for that
 
     def _reset(self) -> None:
         self._prior = (1.0, 1.0)
@@ -201,25 +306,49 @@ def detect_event(log_tau: float, entropy: Sequence[float], mean_entropy: tuple[f
 
 
 def prior_path(
-    events: list[int], prior: tuple[float, float], strength: float
+    events: list[int], prior: tuple[float, float], reading: Reading
 ) -> tuple[list[tuple[float, float]], tuple[float, float]]:
-    """Return the prior (a, b) before each event, and after the last one (eq. 11, Algorithm 1).
+    """Return the prior (a, b) of each sample, and the one after the last (eq. 11, Algorithm 1).
 
-    An external event (1) raises a, an internal one (-1) raises b; a sum above `strength` is then pruned to 3, in the
-    proportion of the counts, both with the old sum.
+    An external event (1) raises a, an internal one (-1) raises b, from the next sample on, or from the next batch.
     """
-    a, b = prior
+    if reading.prior == "batch":
+        a, b = prior[0] + events.count(1), prior[1] + events.count(-1)
+        return [prior] * len(events), prune(a, b, reading)
     path = []
     for event in events:
-        path.append((a, b))
+        path.append(prior)
+        a, b = prior
         if event > 0:
             a += 1
         elif event < 0:
             b += 1
-        total = a + b
-        if total > strength:
-            a, b = 1 + a / total, 1 + b / total
-    return path, (a, b)
+        prior = prune(a, b, reading)
+    return path, prior
+
+
+def prune(a: float, b: float, reading: Reading) -> tuple[float, float]:
+    """Return (a, b), or in their proportion 1 each and `reading.pruned` together if they exceed the strength."""
+    total = a + b
+    if total > reading.strength:
+        return 1 + reading.pruned * a / total, 1 + reading.pruned * b / total
+    return a, b
+
+
+def squashed(log_tau: Array, bound: float) -> Array:
+    """Return the logarithm of 1 + k_b tanh(τ - 1) for τ >= 1, of its inverse in 1/τ below; ln τ itself for k_b = 0.
+
+    Parameters
+    ----------
+    log_tau : Array [B]
+        In ± `LARGEST_LOG`.
+    bound : float
+        k_b.
+    """
+    if bound == 0:
+        return log_tau
+    xp = namespace(log_tau)
+    return xp.sign(log_tau) * xp.log1p(bound * xp.tanh(xp.expm1(abs(log_tau))))
 
 
 def require_non_negative(features: Array, width: int, checks: Checks) -> None:
@@ -239,11 +368,11 @@ def smooth(frequency: np.ndarray, smoothing: float) -> np.ndarray:
     return smoothing + (1 - 2 * smoothing) * frequency
 
 
-def without_own_share(global_: np.ndarray, local: np.ndarray, clients: int) -> np.ndarray:
+def without_own_share(global_: np.ndarray, local: np.ndarray, clients: int | None) -> np.ndarray:
     """Return (N p^g - p^l)/(N-1) in [0, 1], the mean over the other clients; p^g itself for `clients` = 0."""
     if clients == 0:
         return global_
-    if clients < 2:
+    if clients is None or clients < 2:
         raise ValueError(f"leave_one_out={clients}: give the number of clients, at least 2, or 0 for off")
     return np.clip((clients * global_ - local) / (clients - 1), 0, 1)
 

@@ -2,11 +2,13 @@
 
 In x = logit m the density is a·ln m + b·ln(1-m) in the logarithm, smooth and with exponential tails, where the
 trapezoid rule converges geometrically; the other factor is 1 / (1 + τ e^-x), which needs no exponential per sample.
-The closed form with ₂F₁ fails in scipy where a or b is exactly 1 and for |ln τ| beyond about 30.
+The closed form with ₂F₁ fails in scipy where a or b is exactly 1 and for |ln τ| beyond about 30. `GridRule` is the
+coarser integral of the published code.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,35 @@ class BetaRule:
             odds = xp.exp(log_tau)[:, None] * arrays["odds"]
         odds += 1
         return (density / odds).sum(1) / density.sum(1)
+
+
+class GridRule:
+    """The integral of BTFL's published code: trapezoids between 100 points of m in [0.01, 0.99].
+
+    What lies outside is lost: for a = b = τ = 1 it gives 0.49 in place of 0.5, for a = 15, b = 1 it is 0.14 too low. A
+    density that is narrower than the points are apart could make more than 1 of it; that is cut to 1.
+    """
+
+    def __init__(self) -> None:
+        m, step = np.linspace(0.01, 0.99, 100, retstep=True)
+        share = np.full(len(m), step)
+        share[[0, -1]] /= 2
+        self._arrays = Constants(density=np.stack((np.log(m), np.log1p(-m))), odds=(1 - m) / m, share=share)
+
+    def mean(self, shapes: Array, log_tau: Array) -> Array:
+        """Return e [n] for the priors (a, b) `shapes` [n, 2], at least 1, and ln τ [n] in ± `LARGEST_LOG`."""
+        xp, arrays = namespace(shapes), self._arrays.on(shapes)
+        log_norm = log_gamma(shapes.sum(1)) - log_gamma(shapes).sum(1)  # -ln B(a, b)
+        density = xp.exp((shapes - 1) @ arrays["density"] + log_norm[:, None]) * arrays["share"]  # (n, 100)
+        weight = (density / (1 + xp.exp(log_tau)[:, None] * arrays["odds"])).sum(1)
+        return xp.clip(weight, 0.0, 1.0)
+
+
+def log_gamma(values: Array) -> Array:
+    """Return ln Γ of positive values; numpy has none, and scipy takes most of a second to import."""
+    if isinstance(values, np.ndarray):
+        return np.array([math.lgamma(value) for value in values.ravel().tolist()]).reshape(values.shape)
+    return values.lgamma()
 
 
 def log_beta(shapes: np.ndarray) -> np.ndarray:

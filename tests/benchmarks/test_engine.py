@@ -195,7 +195,7 @@ def test_quick_is_small_and_has_a_folder_of_its_own(
 ) -> None:
     monkeypatch.setattr(engine, "QUICK", tmp_path / "quick")
     assert main(["run", "btgfl", "--quick", *ROWS]) == 0
-    assert [one[0] for one in asked] == [1, 1]
+    assert [one[0] for one in asked] == [1, 1, 1]
     content = json.loads((tmp_path / "quick/btgfl/one-by-one-1.json").read_text())
     assert (content["settings"]["dataset"], content["settings"]["rounds"]) == ("digits", 1)
 

@@ -184,6 +184,8 @@ def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> di
         (Row("btfl", "btfl", {"strength": 4.0}), True, 3),
         (Row("btfl", "btfl", {"leave_one_out": 0}), True, 0),
         (Row("btfl", "btfl"), False, 0),
+        (Row("btfl", "btfl", {"reading": "published"}), False, 3),
+        (Row("btfl", "btfl", {"reading": "published", "leave_one_out": 0}), True, 0),
         (Row("fedthe", "fedthe"), True, 0),
         (Row("fedavg", "none"), True, 0),
     ],

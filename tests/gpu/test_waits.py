@@ -19,6 +19,7 @@ from fedtta.client.agent.live import Live
 from fedtta.client.algorithms import ALGORITHMS
 from fedtta.models import accelerator
 from fedtta.tta import ADAPTERS
+from fedtta.tta.btfl import READINGS
 from tests.client import tiny
 from tests.gpu.cases import adapter, contract, local_context, served
 from tests.gpu.devices import gpu, product_waits
@@ -36,9 +37,9 @@ BOUNDS: dict[str, float] = {
 Work = Callable[[torch.device], Callable[[], object]]
 
 
-def batch(name: str, device: torch.device) -> Callable[[], object]:
+def batch(name: str, device: torch.device, **options: object) -> Callable[[], object]:
     """An adapter that has seen one batch, and its next one."""
-    made, x = adapter(contract.Case(name), device), contract.images(8, seed=2).to(device)
+    made, x = adapter(contract.Case(name), device, **options), contract.images(8, seed=2).to(device)
     made.predict(contract.images(8).to(device))
     return lambda: made.predict(x)
 
@@ -81,6 +82,19 @@ def test_the_host_waits_at_most_so_often(name: str) -> None:
     places = ", ".join(f"{place} {count:g}" for place, count in found.most_common())
     print(f"{name}: {found.total():g} waits, at most {BOUNDS[name]}: {places}")
     assert found.total() <= BOUNDS[name], places
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        {"reading": "published", "leave_one_out": 3},
+        *({name: value} for name, value in vars(READINGS["published"]).items() if value is not None),
+    ],
+    ids=str,
+)
+def test_no_reading_of_btfl_waits_more_often(reading: dict[str, object]) -> None:
+    found = waits(partial(batch, "btfl", **reading))
+    assert found.total() <= BOUNDS["btfl"], found
 
 
 def test_every_adapter_has_a_bound() -> None:

@@ -1,5 +1,6 @@
 """Rows of the methods table: parsing, grouping by training, refusals."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,16 @@ def test_methods_that_adapt_batchnorm_need_a_network_with_it(method: str) -> Non
     ):
         plan(Settings(methods=method, model="cnn"))
     assert plan(Settings(methods=method, model="resnet20-bn"))
+
+
+@pytest.mark.parametrize("row", ["btfl[reading=published]", "btfl[leave_one_out=20]"])
+def test_the_own_share_is_taken_out_of_a_uniform_mean_alone(row: str) -> None:
+    for changes in ({"statistics_weighting": "examples"}, {"aggregation": "fedmedian"}):
+        told = rf"methods: {re.escape(row)} takes a client's own share out of .*statistics-weighting = 'uniform'"
+        with pytest.raises(SettingsError, match=told):
+            plan(Settings(methods=row, **changes))
+        assert plan(Settings(methods="btfl,btfl[reading=published;leave_one_out=0]", **changes))
+    assert plan(Settings(methods=row))
 
 
 def test_unknown_model_lists_what_exists() -> None:

@@ -20,11 +20,13 @@ def entropy(logits: Tensor) -> Tensor:
     return -(logs.exp() * logs).sum()
 
 
-def fedthe(z, logits_g, logits_l, known: Statistics, alpha=0.1, beta=0.3, steps=20, lr=0.1, objective="slw"):
-    """FedTHE's Algorithm 2, lines 1 to 8: probabilities [n, K] and e [n]."""
+def fedthe(z, logits_g, logits_l, known: Statistics, alpha=0.1, beta=0.3, steps=20, lr=0.1, objective="slw", batch=0):
+    """FedTHE's Algorithm 2, lines 1 to 8: probabilities [n, K] and e [n]; with the published history of batches."""
     past = z[0].clone()
     rows, weights = [], []
-    for h, y_g, y_l in zip(z, logits_g, logits_l, strict=True):
+    for position, (h, y_g, y_l) in enumerate(zip(z, logits_g, logits_l, strict=True)):
+        if batch and position % batch:
+            past = alpha * h + (1 - alpha) * past
         smoothed = beta * h + (1 - beta) * past
         far_g, far_l = (smoothed - known.descriptor_global).norm(), (smoothed - known.descriptor_local).norm()
         p_g, p_l = torch.softmax(y_g, 0), torch.softmax(y_l, 0)
@@ -42,7 +44,8 @@ def fedthe(z, logits_g, logits_l, known: Statistics, alpha=0.1, beta=0.3, steps=
         e = torch.softmax(pair, 0)[0].detach()
         rows.append(torch.softmax(e * y_g + (1 - e) * y_l, 0))
         weights.append(e)
-        past = alpha * h + (1 - alpha) * past
+        if not batch:
+            past = alpha * h + (1 - alpha) * past
     return torch.stack(rows), torch.stack(weights)
 
 

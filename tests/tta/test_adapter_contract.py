@@ -33,7 +33,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        shown = {key: value for key, value in self.options.items() if key in ("scope", "mode", "history", "proximal")}
+        keys = ("scope", "mode", "history", "proximal", "reading")
+        shown = {key: value for key, value in self.options.items() if key in keys}
         return "-".join([self.name, *(f"{key}={value}" for key, value in shown.items())])
 
     @property
@@ -55,6 +56,7 @@ CASES = [
     Case("fedthe"),
     Case("fedthe", {"history": "batch"}),
     Case("btfl", {"strength": 4.0}),
+    Case("btfl", {"reading": "published", "leave_one_out": 3}),
     Case("memo", {**SMALL, "lr": 0.3}),
     Case("memo", {**SMALL, "lr": 0.3, "mode": "vmap", "head": "personal"}),
     Case("fedthe_plus", {**SMALL, "tune_lr": 0.3}),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedtta.models.two_head import TwoHead
-from fedtta.tta.btfl import BTFL, detect_event, discretise, prior_path, without_own_share
+from fedtta.tta.btfl import BTFL, Reading, detect_event, discretise, prior_path, without_own_share
 from fedtta.tta.statistics import Statistics
 from tests.tta import reference
 from tests.tta.streams import make_stream
@@ -112,7 +112,7 @@ def test_events_by_hand():
 
 def test_prior_by_hand():
     """λ = 4 from (1, 1): external, external, internal → sum 5 > 4: (1 + 3/5, 1 + 2/5)."""
-    path, last = prior_path([1, 1, -1, 0], (1.0, 1.0), 4)
+    path, last = prior_path([1, 1, -1, 0], (1.0, 1.0), Reading(strength=4))
     assert path == [(1, 1), (2, 1), (3, 1), (1.6, 1.4)]
     assert last == (1.6, 1.4)
 
@@ -120,7 +120,7 @@ def test_prior_by_hand():
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([-1, 0, 1]), max_size=60), st.floats(2, 40))
 def test_prior_stays_in_range(events, strength):
-    path, last = prior_path(events, (1.0, 1.0), strength)
+    path, last = prior_path(events, (1.0, 1.0), Reading(strength=strength))
     assert all(min(pair) >= 1 and sum(pair) <= max(strength, 3) + 1e-9 for pair in [*path, last])
 
 

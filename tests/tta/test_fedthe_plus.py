@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import pytest
 import torch
@@ -109,9 +110,10 @@ def test_it_is_algorithm_2(augment: object, norm: nn.Module | None, mode: str) -
     assert float((got - untuned).abs().max()) > 1e-3
 
 
-def test_weight_and_history_are_fedthes() -> None:
-    x, plus = samples(), make_adapter()
-    plain = FedTHE(make_network(), make_statistics())
+@pytest.mark.parametrize("history", ["sample", "batch"])
+def test_weight_and_history_are_fedthes(history: Literal["sample", "batch"]) -> None:
+    x, plus = samples(), make_adapter(history=history)
+    plain = FedTHE(make_network(), make_statistics(), history=history)
     for part in x.split(3):
         plus.predict(part)
         plain.predict(part)
@@ -120,7 +122,7 @@ def test_weight_and_history_are_fedthes() -> None:
     for name, value in plain.state_dict().items():
         assert torch.equal(plus.state_dict()[name], value)
     assert plus.report()["loss"].shape == (7, 3)
-    assert plus.per == "sample"
+    assert plus.per == history
 
 
 def test_without_steps_it_is_fedthe() -> None:
@@ -128,10 +130,6 @@ def test_without_steps_it_is_fedthe() -> None:
     want = FedTHE(make_network(), make_statistics(), objective="em", beta=1.0).predict(x)
     got = make_adapter(tune_steps=0, objective="em", beta=1.0).predict(x)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
-
-
-def test_history_by_batch_makes_it_per_batch() -> None:
-    assert make_adapter(history="batch").per == "batch"
 
 
 def test_what_is_missing_is_named() -> None:

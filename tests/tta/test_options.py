@@ -26,7 +26,11 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
     "fedthe": {
         "alpha": [1.5], "beta": [-0.1], "steps": [0], "lr": [0.0, math.nan], "objective": ["x"], "history": ["x"],
     },
-    "btfl": {"strength": [0, math.inf], "smoothing": [0.6], "rectify": ["x"], "leave_one_out": [1]},
+    "btfl": {
+        "strength": [0, math.inf], "smoothing": [0.6], "rectify": ["x"], "leave_one_out": [1], "reading": ["x"],
+        "mixing": ["x"], "denominators": ["x"], "classes": [1], "squash": [-1.0, math.nan], "prune": ["x"],
+        "integral": ["x"], "prior": ["x"],
+    },
     "memo": {
         "views": [0], "steps": [-1], "seed": [-1], "lr": [-1.0, math.nan], "chunk": [0], "mode": ["fast"],
         "head": ["mix"],
@@ -109,7 +113,7 @@ def test_text_becomes_typed_options():
     ("name", "options", "message"),
     [
         ("tnet", {}, "unknown adapter 'tnet'; there are: atp, bbn, .*personal"),
-        ("btfl", {"beta": "1"}, "btfl has no option 'beta'; there are: .*smoothing, strength"),
+        ("btfl", {"beta": "1"}, "btfl has no option 'beta'; there are: .*smoothing, squash, strength"),
         ("fedthe", {"beta": "much"}, "beta='much' is not a number"),
         ("fedthe", {"steps": "1.5"}, "steps='1.5' is not an integer"),
         ("fedthe", {"objective": "x"}, "one of slw, em, fa, half"),

@@ -49,6 +49,7 @@ ROWS: list[tuple[str, dict[str, Any], bool]] = [
     *((name, {}, False) for name in LIGHT),
     *((name, {}, True) for name in ("btfl", "t3a", "em")),
     ("btfl", {"rectify": "product"}, False),
+    ("btfl", {"reading": "published"}, True),
     ("fedthe", {"history": "batch"}, True),
     ("t3a", {"support": 3, "prototype": "direction", "head": "personal"}, False),
     ("t3a", {"support": 0}, False),
