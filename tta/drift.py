@@ -184,6 +184,8 @@ class DriftTest:
         for name, value in state.items():
             if value.shape != like[name].shape or not np.isfinite(value).all():
                 raise ValueError(f"state {name!r} of a drift test does not fit, or is not finite")
+        if state["seen"] >= 0 and (state["urn"] <= 0).any():
+            raise ValueError("state 'urn' of a drift test has bins without a spacing")
         self.position = int(state["position"])
         self._state = {name: state[name].astype(like[name].dtype) for name in self._state}
 
@@ -211,7 +213,7 @@ class DriftTest:
 
     def _collect(self, row: Float) -> None:
         self._state["collected"] = np.vstack((self._state["collected"], row))
-        if len(self._state["collected"]) == self.renewal:
+        if len(self._state["collected"]) >= self.renewal:
             self._anchor(self._state["collected"])
 
     def _anchor(self, reference: Float) -> None:

@@ -286,6 +286,7 @@ def test_states_that_do_not_fit() -> None:
         (without, "has the names"),
         (DriftTest(normal(0, 10, 3), window=4).state_dict(), "the state has 3 columns, the reference 2"),
         (DriftTest(normal(0, 10, 2), window=5).state_dict(), "state 'counts' of a drift test does not fit"),
+        (good | {"urn": 0 * good["urn"]}, "state 'urn' of a drift test has bins without a spacing"),
         (good | {"logs": np.full((4, 2), np.nan)}, "state 'logs' of a drift test does not fit, or is not finite"),
     ):
         with pytest.raises(ValueError, match=message):
