@@ -99,7 +99,7 @@ class DriftTest:
         reference: Array | None = None,
         *,
         false_alarms: float = 0.001,
-        window: int = 50,
+        window: int = 100,
         renewal: int = 50,
         bins: int = 5,
         seed: int = 0,

@@ -12,9 +12,19 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedtta.benchmarks import drift
-from fedtta.benchmarks.drift import SEVERITIES, Mmd, distances, drift_page, first_in, measure, mmd, streams_of, summary
 from fedtta.benchmarks.provenance import write_json
+from fedtta.benchmarks.tables import drift
+from fedtta.benchmarks.tables.drift import (
+    SEVERITIES,
+    Mmd,
+    distances,
+    drift_page,
+    first_in,
+    measure,
+    mmd,
+    streams_of,
+    summary,
+)
 from fedtta.client.resources import federation_of, network_spec
 from fedtta.data import Federation
 from fedtta.models import TwoHead, build
