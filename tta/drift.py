@@ -27,7 +27,8 @@ Guarantee: R_t is at most a nonnegative submartingale with mean t, so that by Do
     P(an alarm in the first t samples) <= t false_alarms    for every t,
 
 for any n, d, `window` and dependence between columns; nothing is estimated or simulated. The mean distance between
-false alarms is therefore at least 1 / (2 false_alarms), and near 1 / false_alarms in practice.
+false alarms is therefore at least 1 / (2 false_alarms); measured, it was above 1 / false_alarms. t counts from each new
+reference.
 
 Why this test: with windows and permutations, as of the maximum mean discrepancy (MMD), a rate holds for one window, but
 a stream has one for each sample; thresholds for streams have to be simulated on each device. Here a sample costs some

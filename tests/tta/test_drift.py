@@ -78,6 +78,18 @@ def test_over_all_orders_the_mean_evidence_is_the_number_of_samples(bins: int, v
     assert sums / len(orders) == pytest.approx([1, 2, 3], rel=0.05 if tied else 1e-9)
 
 
+def test_equal_values_fall_into_the_bins_by_their_spacings() -> None:
+    """The 5 spacings of 4 samples in 3 bins are 2, 1, 2; every place of a fifth sample is equally probable."""
+    counts = np.zeros(3)
+    for seed in range(3000):
+        test = DriftTest(np.zeros((4, 1)), bins=3, seed=seed)
+        before = test.state_dict()["urn"]
+        test.update(np.zeros((1, 1)))
+        assert before[:, 0].tolist() == [2, 1, 2]
+        counts += (test.state_dict()["urn"] - before)[:, 0]
+    assert counts / 3000 == pytest.approx([0.4, 0.2, 0.4], abs=0.036)  # four standard errors
+
+
 def test_a_window_only_lowers_the_evidence() -> None:
     reference, values = normal(3, 20, 1), normal(4, 40, 1) + 1
     short, long = (evidences(DriftTest(reference, window=window, false_alarms=1e-9), values) for window in (5, 50))
