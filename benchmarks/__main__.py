@@ -15,7 +15,7 @@ from fedtta.benchmarks import poisoning, privacy
 from fedtta.benchmarks.gpu import command as gpu
 from fedtta.benchmarks.speed import command as speed
 from fedtta.benchmarks.speed import fleet
-from fedtta.benchmarks.tables import engine, index, methods, pages
+from fedtta.benchmarks.tables import drift, engine, index, methods, pages
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "fleet": (fleet, "many light devices: our server beside Flower's own FedAvg"),
     "poisoning": (poisoning, "measure what poisoners among ten clients cost the others"),
     "privacy": (privacy, "what messages tell of a client's class mix, and what hiding it costs"),
+    "drift": (drift, "measure delay and false alarms of the drift test on streams that switch"),
     "methods": (methods, "every method: what it trains, adapts, needs and costs at test time"),
 }
 

@@ -282,6 +282,7 @@ def kept() -> dict[str, str]:
     from fedtta.benchmarks.gpu import command as gpu
     from fedtta.benchmarks.poisoning import poisoning_page, read_poisoning
     from fedtta.benchmarks.speed import command, fleet
+    from fedtta.benchmarks.tables.drift import drift_page, read_drift
     from fedtta.benchmarks.tables.pages import protocol_page
     from fedtta.benchmarks.tables.protocol import read_protocol
     from fedtta.benchmarks.tables.results import read_results_of
@@ -293,6 +294,7 @@ def kept() -> dict[str, str]:
     found["fleet"] = [f"# Fleet\n{command.tables_of(command.read_speed(RESULTS / fleet.FILE)).replace('## ', '### ')}"]
     found["gpu"] = [gpu.gpu_page(gpu.read_gpu(RESULTS / gpu.FILE))]
     found["poisoning"] = [poisoning_page(read_poisoning())]
+    found["drift"] = [drift_page(read_drift())]
     for path in sorted(RESULTS.rglob("*.safetensors.json")):
         name = path.stem.removesuffix(".safetensors") if path.parent == RESULTS else path.parent.name
         label = f"## Kept arrays: {path.stem}\n\n{as_markdown(json.loads(path.read_text()), 3)}"
