@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from one of three sources, and CIFAR-10.1.
+"""CIFAR-10 and CIFAR-100 in any of three forms or from the hub, and CIFAR-10.1.
 
 A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. The training part (50,000) and the test
 part (10,000) are merged, train first, as FedTHE and BTFL do before they partition the images.
@@ -10,26 +10,58 @@ L. Schmidt, V. Shankar, "Do CIFAR-10 Classifiers Generalize to CIFAR-10?", 2018.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from .base import Dataset, Raw, Request
-from .files import as_labels, class_names, read_array, read_arrays, read_tiles
+from .files import (
+    as_labels,
+    class_names,
+    labelled_files,
+    read_array,
+    read_arrays,
+    read_images,
+    read_pickle,
+    read_tiles,
+    reading,
+    subfolders,
+)
 
 PARTS = {"all": ("train", "test"), "train": ("train",), "test": ("test",)}
-SOURCES = ("auto", "packed", "torchvision", "hub")
+SOURCES = ("auto", "packed", "torchvision", "folders", "hub")
 VERSIONS = ("v6", "v4")
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIZE = 32
 
-#: Name → (torchvision's folder, number of classes, label column of uoft-cs/<name> on the hub).
+
+@dataclass(frozen=True)
+class _Facts:
+    """What differs between the two: torchvision's folder with its files and keys, classes, the hub's label column."""
+
+    archive: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    meta: str
+    labels: str
+    names: str
+    classes: int
+    column: str
+
+
 _FACTS = {
-    "cifar10": ("cifar-10-batches-py", 10, "label"),
-    "cifar100": ("cifar-100-python", 100, "fine_label"),
-}
+    "cifar10": _Facts(
+        "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",),
+        "batches.meta", "labels", "label_names", 10, "label",
+    ),
+    "cifar100": _Facts(
+        "cifar-100-python", ("train",), ("test",), "meta", "fine_labels", "fine_label_names", 100, "fine_label"
+    ),
+}  # fmt: skip
 
 
 def load_cifar(request: Request, *, name: str, source: str = "auto", part: str = "all") -> Raw:
@@ -41,17 +73,19 @@ def load_cifar(request: Request, *, name: str, source: str = "auto", part: str =
     name : str
         "cifar10" or "cifar100".
     source : str
-        "packed": mosaics in `<root>/<name>/`. "torchvision": its extracted archive in `<root>`. "hub": the Hugging Face
-        hub through flwr-datasets (has its own cache; needs `download=True`). "auto": the first of packed and
-        torchvision that is present; otherwise, with `download=True`, torchvision's download into the root, or the hub
-        without a root.
+        "packed": mosaics in `<root>/<name>/`. "torchvision": its extracted archive in `<root>`. "folders": images in
+        `<root>/<name>/train/<class>/` and `test/<class>/`, labels in the order of the class names. "hub": the Hugging
+        Face hub through flwr-datasets (has its own cache; needs `download=True`). "auto": the one of the first three
+        that is present; without any and with `download=True`, torchvision's download into the root, or the hub without
+        a root.
     part : str
         "all" (train, then test), "train" or "test".
 
     Raises
     ------
     ValueError
-        Unknown source or part, or a damaged file.
+        Unknown source or part, several forms with "auto", a folder of this name in none of the forms, or a damaged
+        file.
     FileNotFoundError
         No data found; the message lists the searched paths and how to allow a download.
     """
@@ -60,23 +94,46 @@ def load_cifar(request: Request, *, name: str, source: str = "auto", part: str =
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; there are: {', '.join(SOURCES)}")
     chosen = _choose(request, name) if source == "auto" else source
-    read = {"packed": _from_mosaics, "torchvision": _from_torchvision, "hub": _from_hub}[chosen]
+    read = {"packed": _from_mosaics, "torchvision": _from_torchvision, "folders": _from_folders, "hub": _from_hub}[
+        chosen
+    ]
     return read(request, name, PARTS[part])
 
 
-def _is_packed(folder: Path) -> bool:
-    return (folder / "labels.npz").is_file()
+def _forms(root: Path, name: str) -> dict[str, Path]:
+    """Return what marks each form in a root folder: a file or folder that exists where the form is present."""
+    return {
+        "packed": root / name / "labels.npz",
+        "torchvision": root / _FACTS[name].archive,
+        "folders": root / name / "train",
+    }
 
 
 def _choose(request: Request, name: str) -> str:
     """Return the source that "auto" stands for."""
-    if request.root is not None and _is_packed(request.root / name):
-        return "packed"
-    if request.root is not None and (request.root / _FACTS[name][0]).is_dir():
-        return "torchvision"
+    if request.root is None:
+        if not request.download:
+            raise _not_found(request, name)
+        return "hub"
+    forms = _forms(request.root, name)
+    found = [form for form, mark in forms.items() if mark.exists()]
+    if len(found) > 1:
+        there = " and ".join(f"{forms[form]} ({form})" for form in found)
+        raise ValueError(
+            f"{name} is there in {len(found)} forms, {there}: remove one, or choose with the option source"
+        )
+    if found:
+        return found[0]
+    folder = request.root / name
+    if folder.is_dir() and (inside := sorted(entry.name for entry in folder.iterdir())):
+        listed = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "")
+        raise ValueError(
+            f"{folder} holds {listed}: allowed are mosaics with labels.npz, or images in train/<class> and "
+            f"test/<class>; torchvision's files go into {forms['torchvision']}"
+        )
     if not request.download:
         raise _not_found(request, name)
-    return "hub" if request.root is None else "torchvision"
+    return "torchvision"
 
 
 def _not_found(request: Request, name: str) -> FileNotFoundError:
@@ -84,16 +141,22 @@ def _not_found(request: Request, name: str) -> FileNotFoundError:
     if request.root is None:
         where = "no data folder is set (give root, or set FEDTTA_DATA)"
     else:
-        where = f"looked for {request.root / name / 'labels.npz'} and {request.root / _FACTS[name][0]}"
+        packed, torchvision, folders = _forms(request.root, name).values()
+        where = f"looked for {packed}, {torchvision} and {folders}"
     return FileNotFoundError(f"{name} not found: {where}; a download is allowed with download=True")
+
+
+def _mark(request: Request, name: str, form: str) -> Path:
+    """Return what marks a form in the root, which has to be there."""
+    if request.root is None or not _forms(request.root, name)[form].exists():
+        raise _not_found(request, name)
+    return _forms(request.root, name)[form]
 
 
 def _from_mosaics(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
     """Read `train_00.webp`, ..., `test_00.webp`, ... and `labels.npz`; labels are in tile order."""
-    if request.root is None or not _is_packed(request.root / name):
-        raise _not_found(request, name)
-    folder = request.root / name
-    label_file, classes = folder / "labels.npz", _FACTS[name][1]
+    label_file, classes = _mark(request, name, "packed"), _FACTS[name].classes
+    folder = label_file.parent
     stored = read_arrays(label_file, *parts, "classes")
     names = class_names(stored, classes, label_file)
     pixels = [_part(folder, part, len(stored[part])) for part in parts]
@@ -120,22 +183,63 @@ def _part(folder: Path, part: str, count: int) -> np.ndarray:
 
 
 def _from_torchvision(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
-    """Read torchvision's files (verified by MD5), downloading them if allowed."""
-    if request.root is None:
-        raise _not_found(request, name)
-    folder = request.root / _FACTS[name][0]
-    if not folder.is_dir() and not request.download:
-        raise _not_found(request, name)
-    from torchvision import datasets  # lazily: it takes seconds to import
+    """Read the files that torchvision extracts, downloading them if allowed; no pickled code is run."""
+    facts = _FACTS[name]
+    if request.root is not None and request.download and not (request.root / facts.archive).is_dir():
+        from torchvision import datasets  # lazily: it takes seconds to import
 
-    kind = datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100
-    try:
-        loaded = [kind(str(request.root), train=part == "train", download=request.download) for part in parts]
-    except RuntimeError as error:
-        raise ValueError(f"{folder}: files are missing or damaged ({error})") from error
-    pixels = np.concatenate([one.data for one in loaded]).transpose(0, 3, 1, 2)
-    labels = np.concatenate([np.asarray(one.targets, np.int64) for one in loaded])
-    return Raw(np.ascontiguousarray(pixels), labels, tuple(loaded[0].classes))
+        (datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100)(str(request.root), download=True)
+    folder = _mark(request, name, "torchvision")
+    files = [folder / file for part in parts for file in getattr(facts, part)]
+    if missing := [path.name for path in (*files, folder / facts.meta) if not path.is_file()]:
+        raise ValueError(f"{folder}: files are missing: {', '.join(missing)}")
+    names = class_names(
+        {"classes": np.asarray(_stored(folder / facts.meta, facts.names))}, facts.classes, folder / facts.meta
+    )
+    batches = [_batch(path, facts) for path in files]
+    return Raw(np.concatenate([one for one, _ in batches]), np.concatenate([one for _, one in batches]), names)
+
+
+def _stored(path: Path, key: str) -> Any:
+    """Return one entry of a pickled dictionary of plain values and arrays."""
+    stored = read_pickle(path)
+    if not isinstance(stored, dict) or key not in stored:
+        there = ", ".join(map(str, stored)) if isinstance(stored, dict) else type(stored).__name__
+        raise ValueError(f"{path}: no entry {key!r}; there is: {there}")
+    return stored[key]
+
+
+def _batch(path: Path, facts: _Facts) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images [n, 3, 32, 32] and labels [n] of one of torchvision's files."""
+    data = np.asarray(_stored(path, "data"))
+    if data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != 3 * SIZE * SIZE:
+        raise ValueError(f"{path}: data must be uint8 [n, 3072], got {data.dtype} {data.shape}")
+    labels = as_labels(np.asarray(_stored(path, facts.labels)), len(data), facts.classes, path)
+    return data.reshape(-1, 3, SIZE, SIZE), labels
+
+
+def _from_folders(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
+    """Read `train/<class>/*.png` and `test/<class>/*.png`; both parts have all classes, every image 32 x 32."""
+    top, count = _mark(request, name, "folders").parent, _FACTS[name].classes
+    files: list[Path] = []
+    labels: list[np.ndarray] = []
+    classes = subfolders(top / "train")
+    for part in parts:
+        folder = top / part
+        if not folder.is_dir():
+            raise ValueError(f"{top}: there is no folder {part} beside {', '.join(subfolders(top))}")
+        if len(own := subfolders(folder)) != count:
+            raise ValueError(f"{folder}: {count} class folders are expected, got {len(own)}")
+        if odd := sorted(set(own) ^ set(classes)):
+            raise ValueError(f"{folder} and {top / 'train'} differ in classes: {', '.join(odd)}")
+        found, numbers = labelled_files([folder / one for one in classes])
+        files.extend(found)
+        labels.append(numbers)
+    for path in files:
+        with reading(path), Image.open(path) as image:
+            if image.size != (SIZE, SIZE):
+                raise ValueError(f"{SIZE} x {SIZE} pixels are expected, got {image.width} x {image.height}")
+    return Raw(read_images(files, SIZE), np.concatenate(labels), tuple(classes))
 
 
 def _from_hub(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
@@ -145,7 +249,7 @@ def _from_hub(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
     from flwr_datasets import FederatedDataset  # lazily: it takes seconds to import
 
     hub = FederatedDataset(dataset=f"uoft-cs/{name}", partitioners=dict.fromkeys(parts, 1), shuffle=False)
-    column = _FACTS[name][2]
+    column = _FACTS[name].column
     pixels: list[np.ndarray] = []
     labels: list[int] = []
     classes: tuple[str, ...] = ()

@@ -5,12 +5,14 @@ Every reader reports a damaged file by its name.
 
 from __future__ import annotations
 
+import pickle
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -67,6 +69,36 @@ def read_array(path: Path) -> np.ndarray:
         if not isinstance(array, np.ndarray):
             raise ValueError("not an .npy array")
         return array
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads plain values and numpy arrays; everything else that a pickle can name is refused before it runs."""
+
+    _ALLOWED = frozenset(
+        {("numpy", "ndarray"), ("numpy", "dtype")}
+        | {(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")}
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not data")
+        # numpy 2 moved `_reconstruct`; the old place warns.
+        return super().find_class(module.replace("numpy.core.", "numpy._core."), name)
+
+
+def read_pickle(path: Path) -> Any:
+    """Read a pickle of plain values and numpy arrays, also of Python 2; nothing that it names is run.
+
+    Raises
+    ------
+    ValueError
+        The file is damaged, or contains anything else.
+    """
+    with reading(path), path.open("rb") as file:
+        try:
+            return _PlainUnpickler(file, encoding="latin1").load()
+        except (pickle.UnpicklingError, AttributeError, IndexError, TypeError, OverflowError, MemoryError) as error:
+            raise ValueError(str(error) or type(error).__name__) from error
 
 
 def as_labels(values: np.ndarray, count: int, num_classes: int, path: Path) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,60 @@ def cifar(root: Path, name: str = "cifar10", classes: Any = CIFAR10_CLASSES, suf
     labels = {"train": np.arange(24, dtype=np.uint8) % 10, "test": np.arange(11, dtype=np.uint8) % 10}
     np.savez(root / name / "labels.npz", **labels, classes=np.array(classes))
     return np.concatenate([train, test]).transpose(0, 3, 1, 2)
+
+
+class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
+    """Writes text and bytes as Python 2 wrote its `str`, in which CIFAR's archives are published (protocol 2)."""
+
+    dispatch = pickle._Pickler.dispatch.copy()  # type: ignore[attr-defined]
+
+    def _save_str2(self, value: str | bytes) -> None:
+        plain = value.encode("latin1") if isinstance(value, str) else value
+        self.write(pickle.BINSTRING + struct.pack("<i", len(plain)) + plain)
+        self.memoize(value)
+
+    dispatch[str] = dispatch[bytes] = _save_str2
+
+
+def python2_pickle(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        Python2Pickler(file, protocol=2).dump(content)
+
+
+def archive(root: Path, name: str, train: tuple[Any, Any], test: tuple[Any, Any], classes: Any) -> Path:
+    """Write images [n, 3, 32, 32] and labels as torchvision's archive of `name`; return its folder."""
+    small = name == "cifar10"
+    folder = root / ("cifar-10-batches-py" if small else "cifar-100-python")
+    files = {**{f"data_batch_{i + 1}": i for i in range(5)}, "test_batch": -1} if small else {"train": 0, "test": -1}
+    for file, number in files.items():
+        x, y = train if number >= 0 else test
+        if small and number >= 0:
+            x, y = np.array_split(x, 5)[number], np.array_split(y, 5)[number]
+        content = {"data": x.reshape(len(x), 3072), "labels" if small else "fine_labels": [int(one) for one in y]}
+        python2_pickle(folder / file, content if small else {**content, "coarse_labels": [0] * len(y)})
+    python2_pickle(
+        folder / ("batches.meta" if small else "meta"), {"label_names" if small else "fine_label_names": [*classes]}
+    )
+    return folder
+
+
+def class_folders(root: Path, name: str, train: tuple[Any, Any], test: tuple[Any, Any], classes: Any) -> Path:
+    """Write images [n, 3, 32, 32] and labels as `<root>/<name>/<part>/<class>/<number>.png`."""
+    for part, (x, y) in (("train", train), ("test", test)):
+        for number, (image, label) in enumerate(zip(x, y, strict=True)):
+            path = root / name / part / str(classes[label]) / f"{number:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image.transpose(1, 2, 0)).save(path)
+    return root / name
+
+
+def packed(root: Path, name: str, train: tuple[Any, Any], test: tuple[Any, Any], classes: Any) -> Path:
+    """Write images [n, 3, 32, 32] and labels as mosaics."""
+    for part, (x, _) in (("train", train), ("test", test)):
+        mosaic(root / name / f"{part}_00.webp", x.transpose(0, 2, 3, 1))
+    np.savez(root / name / "labels.npz", train=train[1], test=test[1], classes=np.array(classes))
+    return root / name
 
 
 def cifar10_1(root: Path, version: str = "v6", count: int = 20) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -93,40 +95,112 @@ def test_mosaics_that_do_not_match_their_labels(tmp_path: Path, damage: Callable
         load("cifar10", root=tmp_path)
 
 
-@pytest.mark.parametrize("source", ["auto", "packed", "torchvision"])
+@pytest.mark.parametrize("source", ["auto", "packed", "torchvision", "folders"])
 def test_missing_cifar_says_how_to_download(tmp_path: Path, source: str) -> None:
-    with pytest.raises(FileNotFoundError, match=r"looked for .*labels\.npz and .*cifar-10-batches-py.*download=True"):
+    with pytest.raises(
+        FileNotFoundError, match=r"looked for .*labels\.npz, .*cifar-10-batches-py and .*train.*download=True"
+    ):
         load("cifar10", root=tmp_path, source=source)
     with pytest.raises(FileNotFoundError, match="give root, or set FEDTTA_DATA"):
         load("cifar10", source=source)
 
 
-class FakeCIFAR:
-    """torchvision's interface with a few images."""
-
-    classes = files.CIFAR10_CLASSES
-
-    def __init__(self, root: str, train: bool, download: bool) -> None:
-        self.data = files.noise(6 if train else 4, seed=int(train))
-        self.targets = list(range(len(self.data)))
+HUNDRED = tuple(f"class {k:02d}" for k in range(100))
 
 
-@pytest.mark.parametrize("download", [False, True])
-def test_cifar_from_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: bool) -> None:
-    monkeypatch.setattr("torchvision.datasets.CIFAR10", FakeCIFAR)
-    if not download:
-        (tmp_path / "cifar-10-batches-py").mkdir()
-    made = load("cifar10", root=tmp_path, download=download)
-    expected = np.concatenate([files.noise(6, 1), files.noise(4, 0)]).transpose(0, 3, 1, 2)
-    np.testing.assert_array_equal(made.pixels, expected)
-    assert made.labels.tolist() == [*range(6), *range(4)]
-    assert made.classes == files.CIFAR10_CLASSES
+def two_parts(classes: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Two training images and one test image of every class, in the order of the classes."""
+    parts = [(files.noise(n * classes, n).transpose(0, 3, 1, 2), np.repeat(np.arange(classes), n)) for n in (2, 1)]
+    return parts[0], parts[1]
 
 
-def test_damaged_torchvision_files(tmp_path: Path) -> None:
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    (tmp_path / "cifar-10-batches-py" / "data_batch_1").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="cifar-10-batches-py: files are missing or damaged"):
+@pytest.mark.parametrize("write", [files.archive, files.packed, files.class_folders])
+@pytest.mark.parametrize(("name", "classes"), [("cifar10", files.CIFAR10_CLASSES), ("cifar100", HUNDRED)])
+def test_all_forms_give_the_same_images(tmp_path: Path, name: str, classes: tuple[str, ...], write: Any) -> None:
+    train, test = two_parts(len(classes))
+    write(tmp_path, name, train, test, classes)
+    made = load(name, root=tmp_path)
+    np.testing.assert_array_equal(made.pixels, np.concatenate([train[0], test[0]]))
+    np.testing.assert_array_equal(made.labels, np.concatenate([train[1], test[1]]))
+    assert made.classes == classes
+    np.testing.assert_array_equal(load(name, root=tmp_path, part="test").pixels, test[0])
+    source = {files.archive: "torchvision", files.packed: "packed", files.class_folders: "folders"}[write]
+    np.testing.assert_array_equal(load(name, root=tmp_path, source=source).pixels, made.pixels)
+
+
+def test_torchvision_downloads_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, test = two_parts(100)
+
+    def download(root: str, download: bool) -> None:
+        assert download
+        files.archive(Path(root), "cifar100", train, test, HUNDRED)
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR100", download)
+    assert len(load("cifar100", root=tmp_path, download=True)) == 300
+
+
+def test_several_forms_or_none_of_them(tmp_path: Path) -> None:
+    parts = two_parts(100)
+    archive = files.archive(tmp_path, "cifar100", *parts, HUNDRED)
+    folder = files.class_folders(tmp_path, "cifar100", *parts, HUNDRED)
+    with pytest.raises(ValueError, match=r"in 2 forms, .*cifar-100-python \(torchvision\) and .*train \(folders\)"):
+        load("cifar100", root=tmp_path)
+    assert len(load("cifar100", root=tmp_path, source="folders")) == 300
+    archive.rename(tmp_path / "elsewhere")
+    (folder / "train").rename(folder / "training")
+    with pytest.raises(ValueError, match=r"cifar100 holds test, training: allowed are mosaics with labels\.npz"):
+        load("cifar100", root=tmp_path)
+
+
+class Harmful:
+    """What a pickle must not be able to do."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("harm"),)
+
+
+def entry(file: str, **changes: Any) -> Callable[[Path], Any]:
+    return lambda folder: files.python2_pickle(folder / file, changes)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "test").unlink(), "cifar-100-python: files are missing: test"),
+        (lambda f: (f / "meta").write_bytes(b"nonsense"), "meta is damaged or has another format"),
+        (lambda f: (f / "train").write_bytes((f / "train").read_bytes()[:-5000]), "train is damaged or has another"),
+        (lambda f: (f / "train").write_bytes(pickle.dumps(Harmful())), r"train is damaged .* which is not data"),
+        (lambda f: (f / "train").write_bytes(pickle.dumps([1])), "train: no entry 'data'; there is: list"),
+        (entry("meta", fine_label_names=["a"]), "meta: 100 class names are expected, got 1"),
+        (entry("test", data=np.zeros((1, 3072), np.uint8), labels=[0]), "test: no entry 'fine_labels'; there is: data"),
+        (entry("test", data=np.zeros((1, 3072), np.uint8), fine_labels=[100]), "test: label 100 at 0"),
+        (entry("test", data=np.zeros((1, 768), np.uint8), fine_labels=[0]), r"must be uint8 \[n, 3072\], got uint8"),
+    ],
+)  # fmt: skip
+def test_bad_torchvision_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    damage(files.archive(tmp_path, "cifar100", *two_parts(100), HUNDRED))
+    with pytest.raises(ValueError, match=message):
+        load("cifar100", root=tmp_path)
+    assert not Path("harm").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: shutil.rmtree(f / "test"), "cifar10: there is no folder test beside train"),
+        (lambda f: shutil.rmtree(f / "test" / "cat"), "test: 10 class folders are expected, got 9"),
+        (lambda f: (f / "test" / "cat").rename(f / "test" / "lion"), "differ in classes: cat, lion"),
+        (lambda f: (f / "test" / "cat" / "0003.png").unlink(), "cat contains no image"),
+        (lambda f: (f / "test" / "cat" / "0003.png").write_bytes(b"x"), r"0003\.png is damaged"),
+        (lambda f: Image.new("RGB", (64, 32)).save(f / "test" / "cat" / "0003.png"), "32 x 32 pixels are expected"),
+    ],
+)  # fmt: skip
+def test_bad_class_folders(tmp_path: Path, damage: Callable[[Path], Any], message: str) -> None:
+    damage(files.class_folders(tmp_path, "cifar10", *two_parts(10), files.CIFAR10_CLASSES))
+    with pytest.raises(ValueError, match=message):
         load("cifar10", root=tmp_path)
 
 

@@ -94,7 +94,7 @@ def test_every_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"name": "mnits"}, "unknown data set 'mnits'; there are: digits, cifar10, cifar100, cifar10.1, folder, npz"),
-        ({"name": "cifar10", "source": "web"}, "unknown source 'web'; there are: auto, packed, torchvision, hub"),
+        ({"name": "cifar10", "source": "web"}, "there are: auto, packed, torchvision, folders, hub"),
         ({"name": "cifar10", "part": "val"}, "unknown part 'val'; there are: all, train, test"),
         ({"name": "cifar10.1", "version": "v5"}, "unknown version 'v5'; there are: v6, v4"),
         ({"name": "npz", "layout": "hwcn"}, "unknown layout 'hwcn'; there are: auto, nchw, nhwc"),
