@@ -19,6 +19,8 @@ Decisions and deviations:
   definition. On ATP's CNN these are the paper's five; of a ResNet ATP takes the four stages and the last layer instead.
 - ATP's code never moves running statistics: `adapt="params"` is what it computes. The default moves them, since the
   paper counts them among a block's modules.
+- In a federated run the clients measure `block_scores` with the defaults, whatever the options of a row; with
+  `adapt="params"` the block can be another than the one that its own scores would choose (`block` sets it).
 - Personal and rotation head and frozen parameters are in no block.
 """
 
