@@ -146,6 +146,17 @@ def adapters() -> str:
     return table(["adapter", "adapts", "paper", "collaborates"], rows)
 
 
+def constants() -> str:
+    """Return the table of every method's constants: paper, published code, ours, and why."""
+    from fedtta.benchmarks.constants import constants
+
+    rows = [
+        [f"`{one.method}`", one.constant, one.paper, one.code, one.default, f"`{one.at}`" if one.at else "", one.why]
+        for one in constants()
+    ]
+    return table(["method", "constant", "paper", "published code", "ours", "set by", "why"], rows)
+
+
 def trainings() -> str:
     """Return the table of federated trainings with their papers."""
     from fedtta.server.trainings import TRAININGS
@@ -257,6 +268,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "methods": methods,
     "adapters": adapters,
+    "constants": constants,
     "trainings": trainings,
     "collaborations": collaborations,
     "models": models,

@@ -19,6 +19,7 @@ Deviations, where the paper is silent or its formula fails:
 - `gamma` (for many classes, of which a batch shows few; the paper has none): sample i moves class k by the weight
   (1-γ) η_k [ĉ_i = k] + γ min(η/K, 1/B) instead of η_k [ĉ_i = k]. So γ = 1 is a BatchNorm that knows no classes, of
   momentum min(ηB/K, 1). The weights of a class still sum to at most one, so σ²_k ≥ 0.
+- `between="sample"` divides the sum of (μ_k - μ)² in eq. 4 by K - 1, as does the code of TRIBE, its source.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+
+#: The divisor of the variance between classes: K or K - 1.
+Between = Literal["population", "sample"]
 
 
 def default_momentum(num_classes: int) -> float:
@@ -57,6 +61,8 @@ class BalancedBatchNorm(nn.Module):
         η in (0, 1]; None: max(0.0005 K, 0.01).
     gamma : float or None
         γ in [0, 1], interpolation with the statistics of the whole batch; None: 0, the paper's method.
+    between : "population" or "sample"
+        Variance between the classes' means: their squared distances over K (eq. 4), or over K - 1, for K above 1.
 
     Attributes
     ----------
@@ -73,7 +79,13 @@ class BalancedBatchNorm(nn.Module):
     class_variance: Tensor
 
     def __init__(
-        self, layer: _BatchNorm, num_classes: int, momentum: float | None = None, *, gamma: float | None = None
+        self,
+        layer: _BatchNorm,
+        num_classes: int,
+        momentum: float | None = None,
+        *,
+        gamma: float | None = None,
+        between: Between = "population",
     ) -> None:
         super().__init__()
         self.train(layer.training)
@@ -85,6 +97,11 @@ class BalancedBatchNorm(nn.Module):
         self.gamma = 0.0 if gamma is None else gamma
         if not 0 <= self.gamma <= 1:
             raise ValueError(f"gamma={gamma} is outside [0, 1]")
+        if between not in get_args(Between):
+            raise ValueError(f"between={between!r} must be one of {', '.join(get_args(Between))}")
+        if between == "sample" and num_classes < 2:
+            raise ValueError(f"between='sample' divides by K - 1 and needs two classes, num_classes={num_classes}")
+        self.between = between
         if layer.running_mean is None or layer.running_var is None:
             raise ValueError(f"{layer} keeps no running statistics to start from")
         self.num_classes = num_classes
@@ -106,7 +123,10 @@ class BalancedBatchNorm(nn.Module):
     def balanced(self) -> tuple[Tensor, Tensor]:
         """Return μ [C] and σ² [C] (eq. 4)."""
         mean = self.class_mean.mean(0)
-        return mean, (self.class_variance + (self.class_mean - mean) ** 2).mean(0)
+        apart = (self.class_mean - mean) ** 2  # [K, C]
+        if self.between == "sample":
+            return mean, self.class_variance.mean(0) + apart.sum(0) / (self.num_classes - 1)
+        return mean, (self.class_variance + apart).mean(0)
 
     @torch.no_grad()
     def update(self, x: Tensor, labels: Tensor) -> None:
@@ -174,7 +194,12 @@ def sample_moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balance(
-    model: nn.Module, num_classes: int, momentum: float | None = None, *, gamma: float | None = None
+    model: nn.Module,
+    num_classes: int,
+    momentum: float | None = None,
+    *,
+    gamma: float | None = None,
+    between: Between = "population",
 ) -> nn.Module:
     """Return a deep copy of a BatchNorm network in which every BatchNorm layer is a `BalancedBatchNorm`.
 
@@ -184,7 +209,7 @@ def balance(
     ----------
     model : nn.Module
         Not changed; the copy has the same module and parameter names.
-    num_classes, momentum, gamma
+    num_classes, momentum, gamma, between
         See `BalancedBatchNorm`.
 
     Raises
@@ -201,7 +226,7 @@ def balance(
         if layer.running_mean is None or layer.running_var is None:
             raise ValueError(f"{name} keeps no running statistics to start from")
         copied = copy.deepcopy(layer, memo)
-        memo[id(layer)] = BalancedBatchNorm(copied, num_classes, momentum, gamma=gamma)
+        memo[id(layer)] = BalancedBatchNorm(copied, num_classes, momentum, gamma=gamma, between=between)
     return copy.deepcopy(model, memo)
 
 

@@ -265,9 +265,22 @@ class Settings:
     ditto_lambda: float = setting(
         1.0, "Ditto: λ, pull of the personal model towards the received one", low=0, group="training"
     )
+    apfl_weighs: str = setting(
+        "local",
+        "APFL: the model that α weighs in the mixture: local (the paper), or global, with α moving as if it were local "
+        "(FedTHE's code)",
+        choices=("local", "global"),
+        group="training",
+    )
     rotation_weight: float = setting(1.0, "TTT: weight of the rotation loss in training", low=0, group="training")
     temperature: float = setting(
         0.1, "FedICON: temperature of the loss that trains the encoder", above=0, group=("training", "adapter")
+    )
+    base_temperature: float = setting(
+        0.0,
+        "FedICON: the encoder's loss counts temperature / base-temperature times, 0.07 in published code (0: once)",
+        low=0,
+        group="training",
     )
     classifier_rounds: int = setting(
         10, "FedICON: rounds of the classifier on the frozen encoder", low=0, group="training"

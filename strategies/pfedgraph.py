@@ -4,7 +4,8 @@ Row i of W minimises ‖W_i - p‖² - α Σ_j W_ij cos_ij over the simplex: p a
 θ_i - θ_0 and θ_j - θ_0, the similarity of two clients' steps from the common start. Completing the square, it is the
 point of the simplex nearest to p + (α/2) cos_i, found in closed form. Here at test time, over the shared arrays.
 
-Decisions: a client that has not moved has cosine 0 with the others and 1 with itself. α = 1.25.
+Decisions: a client that has not moved has cosine 0 with the others and 1 with itself. α = 1.25. Published code counts
+cosines above 0.9 as 1, which the paper does not mention: `round_above=0.9`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def project_simplex(points: NDArray[Any]) -> Float:
 
 
 def pfedgraph_weights(
-    theta: Clients, start: Client, shares: Sequence[float] | NDArray[Any], alpha: float = 1.25
+    theta: Clients,
+    start: Client,
+    shares: Sequence[float] | NDArray[Any],
+    alpha: float = 1.25,
+    round_above: float = 1.0,
 ) -> Float:
     """Return W [N, N].
 
@@ -58,14 +63,18 @@ def pfedgraph_weights(
         The clients' numbers of samples; p is their share of the sum.
     alpha : float
         α ≥ 0; 0 gives W_i = p, a large one gives weight only to clients that moved in the same direction.
+    round_above : float
+        A cosine above it counts as 1; in [-1, 1], and 1 changes none. The published code: 0.9.
 
     Raises
     ------
     ValueError
-        α is negative or not finite, a share is not positive, or the arrays do not fit each other.
+        α or `round_above` is out of range, a share is not positive, or the arrays do not fit each other.
     """
     _require_alpha(alpha)
+    _require_cosine(round_above)
     cosine, p = cosines(theta, start), _require_shares(shares)
+    cosine[cosine > round_above] = 1.0
     if len(p) != len(cosine):
         raise ValueError(f"{len(p)} data shares do not fit {len(cosine)} clients")
     return project_simplex(p + alpha / 2 * cosine)
@@ -76,6 +85,13 @@ def _require_alpha(alpha: float) -> float:
     if not 0 <= alpha < float("inf"):
         raise ValueError(f"alpha = {alpha!r}; allowed is a finite number, 0 or more")
     return alpha
+
+
+def _require_cosine(round_above: float) -> float:
+    """Return the threshold, or raise ValueError when it is no cosine."""
+    if not -1 <= round_above <= 1:
+        raise ValueError(f"round_above = {round_above!r}; allowed is a number from -1 to 1")
+    return round_above
 
 
 def _require_shares(shares: Sequence[float] | NDArray[Any]) -> Float:
@@ -93,21 +109,22 @@ class PFedGraph(Collaborative):
     ----------
     network : ArrayRecord, optional
         See `Collaborative`.
-    alpha : float
+    alpha, round_above : float
         See `pfedgraph_weights`.
 
     Raises
     ------
     ValueError
-        `alpha` is negative or not finite.
+        `alpha` is negative or not finite, or `round_above` is no cosine.
     """
 
     needs_start = True
 
-    def __init__(self, network: ArrayRecord | None = None, alpha: float = 1.25) -> None:
+    def __init__(self, network: ArrayRecord | None = None, alpha: float = 1.25, round_above: float = 1.0) -> None:
         super().__init__(network)
-        self.alpha = _require_alpha(alpha)
+        self.alpha, self.round_above = _require_alpha(alpha), _require_cosine(round_above)
 
     def weigh(self, replies: Replies) -> Float:
         """Return W over the shared arrays; p are the samples of this round."""
-        return pfedgraph_weights(replies.shared, self.start_arrays or {}, replies.examples, self.alpha)
+        start = self.start_arrays or {}
+        return pfedgraph_weights(replies.shared, start, replies.examples, self.alpha, self.round_above)

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedtta.models import PERSONAL_PREFIX
-from fedtta.models.balanced import BalancedBatchNorm, balance, pseudo_labels
+from fedtta.models.balanced import BalancedBatchNorm, Between, balance, pseudo_labels
 from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
@@ -70,6 +70,8 @@ class BBN(Collaborator):
     gamma : float or None
         Interpolation of class statistics with those of the batch, in [0, 1], see `fedtta.models.balanced`; None: 0.
         TRIBE takes 0.1 for 100 classes.
+    between : "population" or "sample"
+        Variance between classes: over K (the paper), or over K - 1 (TRIBE's code), which needs two classes.
     h0 : float or None
         δ / ln K, finite, 0 or more; None: 0.05 below 100 classes, 0.2 from there on.
     consistency : float
@@ -105,6 +107,7 @@ class BBN(Collaborator):
         *,
         momentum: float | None = None,
         gamma: float | None = None,
+        between: Between = "population",
         h0: float | None = None,
         consistency: float = 0.5,
         lr: float = 1e-3,
@@ -131,7 +134,7 @@ class BBN(Collaborator):
         names = [name for name in batchnorm_layers(model) if not name.startswith(PERSONAL_PREFIX)]
         if not names:
             raise ValueError(f"{type(model).__name__} has no BatchNorm layer outside the personal head")
-        self._teacher = balance(model, self.num_classes, momentum, gamma=gamma).requires_grad_(False)
+        self._teacher = balance(model, self.num_classes, momentum, gamma=gamma, between=between).requires_grad_(False)
         # The student is a copy that shares every parameter with the teacher: what differs are the class statistics.
         self._student = copy.deepcopy(self._teacher, {id(value): value for value in self._teacher.parameters()})
         self._layers = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar, get_args
 from fedtta.models import PERSONAL_PREFIX, ROTATION_PREFIX
 from fedtta.tta.arrays import copied, namespace, untracked
 from fedtta.tta.base import Adapter
+from fedtta.tta.checks import check_choice
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 #: What a collaborating adapter lets others mix.
 Share = Literal["affine", "statistics", "all"]
 SHARES: tuple[Share, ...] = get_args(Share)
+#: Whose weights and biases are trained: those of all BatchNorm layers, or of BatchNorm2d alone.
+AffineLayers = Literal["batchnorm", "batchnorm2d"]
 Layer = TypeVar("Layer", bound="nn.Module")
 #: Endings of the names of arrays that hold variances.
 VARIANCES = ("running_var", "variance")
@@ -185,16 +188,25 @@ def shared_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def affine_names(model: nn.Module, *, required: bool = True) -> list[str]:
+def affine_names(model: nn.Module, *, required: bool = True, layers: AffineLayers = "batchnorm") -> list[str]:
     """Return the names of the BatchNorm weights and biases that may be trained, in order of definition.
 
     Raises
     ------
     ValueError
-        There is no BatchNorm layer or, if `required`, none that may be trained.
+        There is no BatchNorm layer, `layers` is unknown or, if `required`, there is nothing that may be trained.
     """
-    affine = {f"{layer}.{part}".lstrip(".") for layer in batchnorm_layers(model) for part in ("weight", "bias")}
+    check_choice("layers", layers, get_args(AffineLayers))
+    chosen = [name for name, layer in batchnorm_layers(model).items() if layers == "batchnorm" or _is_2d(layer)]
+    affine = {f"{layer}.{part}".lstrip(".") for layer in chosen for part in ("weight", "bias")}
     names = [name for name in shared_parameters(model) if name in affine]
     if required and not names:
-        raise ValueError(f"no BatchNorm layer of {type(model).__name__} has weights that may be trained")
+        kind = {"batchnorm": "BatchNorm", "batchnorm2d": "BatchNorm2d"}[layers]
+        raise ValueError(f"no {kind} layer of {type(model).__name__} has weights that may be trained")
     return names
+
+
+def _is_2d(layer: nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(layer, nn.BatchNorm2d)

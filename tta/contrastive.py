@@ -23,9 +23,11 @@ Decisions and deviations:
   with every row are 0, and it gets no gradient.
 - An anchor without a positive is left out, and the mean runs over those that have one; where no anchor has one the loss
   is 0. With two views of each image there is always one.
-- The paper does not tell τ. Without labels 0.5 is SimCLR's for CIFAR-10. With labels 0.1 is Khosla et al.'s; with 0.5
-  the encoder learns several times more slowly (Digit-5, two rounds, a linear probe on validation images: 70.6 % right
-  against 84.5 %; 0.05: 85.8, 0.2: 83.3).
+- The published code of Khosla et al., and of FedICON's authors (COALA), multiplies the loss by τ/τ_base, τ_base = 0.07
+  whatever τ is: `base_temperature`. By default there is no such factor, as in eq. 2.
+- The paper does not tell τ. COALA takes 0.1 for both losses. Without labels 0.5 is SimCLR's for CIFAR-10. With labels
+  0.1 is Khosla et al.'s; with 0.5 the encoder learns several times more slowly (Digit-5, two rounds, a linear probe on
+  validation images: 70.6 % right against 84.5 %; 0.05: 85.8, 0.2: 83.3).
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ TRIES = 10  # boxes that are drawn before the middle of the image is taken
 DRAWS = 2 * TRIES + 2 + 1 + 1 + 2 * len(JITTER) + 1
 
 
-def supervised_contrastive(z: Tensor, labels: Tensor, temperature: float = 0.1) -> Tensor:
+def supervised_contrastive(
+    z: Tensor, labels: Tensor, temperature: float = 0.1, base_temperature: float | None = None
+) -> Tensor:
     """Return L_sup (see the module), a scalar of the dtype of `z`, 0 or more.
 
     Parameters
@@ -61,13 +65,17 @@ def supervised_contrastive(z: Tensor, labels: Tensor, temperature: float = 0.1) 
         Integer labels of the rows.
     temperature : float
         τ, finite, above 0.
+    base_temperature : float or None
+        τ_base, finite, above 0; None: τ, a factor of 1.
 
     Raises
     ------
     ValueError
-        `temperature` is out of range, or a shape or type is another.
+        A temperature is out of range, or a shape or type is another.
     """
     check_number("temperature", temperature, 0, math.inf, open_low=True)
+    if base_temperature is not None:
+        check_number("base_temperature", base_temperature, 0, math.inf, open_low=True)
     if z.ndim != 2 or not z.is_floating_point():
         raise ValueError(f"z must be floating-point features [n, d], got {z.dtype} of shape {tuple(z.shape)}")
     if labels.shape != z.shape[:1] or labels.is_floating_point():
@@ -80,10 +88,13 @@ def supervised_contrastive(z: Tensor, labels: Tensor, temperature: float = 0.1) 
     itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
     log_p = products - products.masked_fill(itself, -math.inf).logsumexp(1, keepdim=True)
     losses = log_p.masked_fill(~positive, 0).sum(1) / positive.sum(1).clamp(min=1)  # [n]; 0 without a positive
-    return -(losses.sum() / positive.any(1).sum().clamp(min=1))
+    loss = -(losses.sum() / positive.any(1).sum().clamp(min=1))
+    return loss if base_temperature is None else loss * (temperature / base_temperature)
 
 
-def self_contrastive(first: Tensor, second: Tensor, temperature: float = 0.5) -> Tensor:
+def self_contrastive(
+    first: Tensor, second: Tensor, temperature: float = 0.5, base_temperature: float | None = None
+) -> Tensor:
     """Return L_us (see the module): of two views of each image, either is the positive of the other.
 
     One image alone has no negatives: its loss is 0, and so is the gradient.
@@ -92,8 +103,8 @@ def self_contrastive(first: Tensor, second: Tensor, temperature: float = 0.5) ->
     ----------
     first, second : Tensor [B, d]
         Features of one view of each image, and of another, in the same order.
-    temperature : float
-        τ, finite, above 0.
+    temperature, base_temperature : float
+        See `supervised_contrastive`.
 
     Returns
     -------
@@ -103,12 +114,12 @@ def self_contrastive(first: Tensor, second: Tensor, temperature: float = 0.5) ->
     Raises
     ------
     ValueError
-        `temperature` is out of range, or the views differ in shape or are no features.
+        A temperature is out of range, or the views differ in shape or are no features.
     """
     if first.shape != second.shape:
         raise ValueError(f"views differ in shape: {tuple(first.shape)} and {tuple(second.shape)}")
     images = torch.arange(len(first), device=first.device).repeat(2)
-    return supervised_contrastive(torch.cat((first, second)), images, temperature)
+    return supervised_contrastive(torch.cat((first, second)), images, temperature, base_temperature)
 
 
 def unit(z: Tensor) -> Tensor:

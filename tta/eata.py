@@ -22,7 +22,8 @@ Decisions and deviations:
   squares them sample by sample, which with batch statistics has no one meaning (`batch_size=1` is the nearest).
 - The loss is a mean over the kept samples, as in the published code; eq. 2 is a minimum over all x.
 - Only BatchNorm leaves evaluation mode; a layer with one value a channel falls back to the source (see `bn_adapt`).
-- BatchNorm parameters that are frozen, or in the personal head, are left alone.
+- BatchNorm parameters that are frozen, or in the personal head, are left alone. All BatchNorm layers are trained; the
+  published code trains BatchNorm2d alone: `layers="batchnorm2d"`. Batch statistics normalise in every layer there, too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised, with_batch_statistics
 from fedtta.tta.checks import Checks, check_finite, check_least, check_number, class_count
-from fedtta.tta.collaborator import affine_names
+from fedtta.tta.collaborator import AffineLayers, affine_names
 
 
 def sample_weights(logits: Tensor, average: Tensor, margin: float, redundancy: float) -> Tensor:
@@ -126,7 +127,7 @@ class EATA(BatchNormalised):
     ----------
     model : nn.Module
         Any network with BatchNorm; `fedtta.models.TwoHead` predicts with its global head.
-    optimizer, lr, momentum, steps
+    optimizer, lr, momentum, steps, layers
         See `Tent`; the paper takes one step of SGD a batch.
     margin : float
         E_0 / ln K, in (0, 1].
@@ -170,6 +171,7 @@ class EATA(BatchNormalised):
         fisher_strength: float = 1.0,
         fisher: Mapping[str, Tensor] | None = None,
         fisher_batches: int = 1,
+        layers: AffineLayers = "batchnorm",
         num_classes: int | None = None,
         record: bool = True,
         proximal: float = 0.0,
@@ -188,7 +190,7 @@ class EATA(BatchNormalised):
         self.margin = margin * math.log(self.classes)  # E_0, nats
         self._optimizer = FunctionalOptimizer(optimizer, lr, momentum)
         parameters = dict(self._network.named_parameters())
-        self._source = {name: parameters[name].detach() for name in affine_names(model)}
+        self._source = {name: parameters[name].detach() for name in affine_names(model, layers=layers)}
         self._given = None if fisher is None else _fitting(fisher, self._source)
         self.reset()
 

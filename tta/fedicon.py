@@ -6,7 +6,7 @@ section 3.2 and the test phase of Algorithm 1. From the aggregated encoder θ, f
     θ ← θ - η ∇_θ L_us,   L_us of eq. 5: two random views of an image attract, the batch's other views repel
 
 and the classifier, which is not tuned, predicts from the tuned features. Loss and views are in `contrastive`, the
-training phase in `client.rules.contrastive`. `mode`:
+training phase in `client.algorithms.fedicon`. `mode`:
 
 - "online": a call is one batch, tuned on for `epochs` steps and then predicted; what is learned stays for the batches
   that follow.
@@ -19,6 +19,9 @@ Decisions and deviations:
   same optimization strategy". Training's η = 0.01 undoes what labels have taught the encoder: on Digit-5, corrupted
   validation images (seed 1, one pass), 87.0 % are right untuned, 85.1 % with 0.01, 88.8 % with 0.003, 88.3 % with 0.001
   (τ = 0.5; with training's 0.1: 76.0, 87.1, 87.8). Weight decay of 5e-4 is left out: it would take 2e-6 of a weight.
+- The public code of the authors' group (COALA) has τ = 0.1 (the loss times 0.1/0.07, here a factor of η), η = 0.005,
+  momentum 0.9, weight decay 5e-4 and 5 epochs in batches of 128, but this step is commented out: it tests with Tent on
+  BatchNorm2d. The cell `published` of the protocol `fedicon` has both.
 - The paper does not tell τ, nor what a view is: see `contrastive`. z' of eq. 5 is read as the
   other one of two views, as in training; the image as it is takes no part.
 - All parameters of the encoder are tuned, as copies, whatever their `requires_grad`.

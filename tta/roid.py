@@ -18,6 +18,7 @@ Decisions and deviations:
 - The prior multiplies probabilities, as Bayes' rule wants; the published code multiplies logits by it, whatever their
   sign. The most probable class can differ.
 - Where all d (or all c) of a batch are equal, as for one sample, they are 0 (in the published code 0/0): w = 1.
+- The published code divides the loss by the configured batch size, also that of a short last batch: `divide="batch"`.
 - Views are those of the published code: no blur and no noise, images continued by reflection.
 - Only BatchNorm leaves evaluation mode; a layer with one value a channel falls back to the source (see `bn_adapt`).
 - BatchNorm parameters that are frozen, or in the personal head, are left alone.
@@ -26,6 +27,7 @@ Decisions and deviations:
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,7 @@ from fedtta.models.optim import FunctionalOptimizer
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised
-from fedtta.tta.checks import Checks, check_least, check_number, class_count
+from fedtta.tta.checks import Checks, check_choice, check_least, check_number, class_count
 from fedtta.tta.collaborator import affine_names
 from fedtta.tta.views import Augment, Views, augmented, seeded
 
@@ -97,6 +99,8 @@ class ROID(BatchNormalised):
         τ, finite, above 0.
     use_consistency, use_prior_correction : bool
         Whether 3. and 6. take place.
+    divide : "samples" or "batch"
+        B of 4.: the samples of this batch, or of the largest one since the last reset.
     num_classes : int or None
         K; None: `model.num_classes`.
     augment : callable or None
@@ -130,6 +134,7 @@ class ROID(BatchNormalised):
         temperature: float = 1 / 3,
         use_consistency: bool = True,
         use_prior_correction: bool = True,
+        divide: Literal["samples", "batch"] = "samples",
         num_classes: int | None = None,
         augment: Augment | None = None,
         seed: int = 0,
@@ -139,10 +144,12 @@ class ROID(BatchNormalised):
         check_number("momentum_src", momentum_src, 0, 1)
         check_number("momentum_probs", momentum_probs, 0, 1)
         check_number("temperature", temperature, 0, math.inf, open_low=True)
+        check_choice("divide", divide, ("samples", "batch"))
         check_least(0, seed=seed)
         super().__init__(model, record=record, proximal=proximal)
         self.momentum_src, self.momentum_probs, self.temperature = momentum_src, momentum_probs, temperature
         self.use_consistency, self.use_prior_correction, self.seed = use_consistency, use_prior_correction, seed
+        self.divide = divide
         self.augment = Views(blur=False, noise=0.0, padding="reflection") if augment is None else augment
         self.classes = class_count(model, num_classes)
         self._optimizer = FunctionalOptimizer("adam", lr)
@@ -159,6 +166,7 @@ class ROID(BatchNormalised):
         self._memory = self._optimizer.init(self._source)
         self._average = next(iter(self._source.values())).new_full((self.classes,), 1 / self.classes)  # p̄
         self._batches = torch.zeros((), dtype=torch.int64)
+        self._largest = torch.zeros((), dtype=torch.int64)  # samples of the largest batch
 
     def _adapt(self, x: Tensor) -> Tensor:
         checks = Checks()
@@ -178,6 +186,7 @@ class ROID(BatchNormalised):
         self._affine = {name: value.requires_grad_() for name, value in ensembled.items()}
         self._average = torch.lerp(probabilities.mean(0), self._average, self.momentum_probs)
         self._memory, self._domain, self._batches = memory, domain, self._batches + 1
+        self._largest = self._largest.clamp(min=len(x))
         self._note(loss_weight=weights, entropy=entropy_of_logits(logits))
         return prior_corrected(probabilities) if self.use_prior_correction else probabilities
 
@@ -189,8 +198,11 @@ class ROID(BatchNormalised):
             view = augmented(self.augment, x[kept], seeded(self.seed, int(self._batches)))
             losses = losses + symmetric_cross_entropy(logits[kept], self._logits(view, checks, self._affine))
         checks.finite("the loss", losses)
-        return (weights[kept] * losses).sum() / len(x)
+        size = max(len(x), int(self._largest)) if self.divide == "batch" else len(x)
+        return (weights[kept] * losses).sum() / size
 
     def _state(self) -> dict[str, Tensor]:
         memory = prefixed("optimizer", self._memory)
-        return {**super()._state(), **self._affine, **memory, "average": self._average, "batches.step": self._batches}
+        learned = {**super()._state(), **self._affine, **memory, "average": self._average}
+        size = {"largest.step": self._largest} if self.divide == "batch" else {}
+        return {**learned, "batches.step": self._batches, **size}

@@ -8,8 +8,8 @@ data to decide which blocks to adapt"). For every batch, from the source weights
     w[l] = w_G[l] - η ∂/∂w[l] mean_b H(p(f(x_b; w_G)))      parameters l of the block
     w[l] = w_G[l] + η (batch statistic - w_G[l])            running means and variances of the block's BatchNorms
 
-and the batch is predicted with w; nothing is carried on, as in ATP's code. It is ATP with the rate η for the modules of
-one block and 0 for all others, so the steps are those of `atp` (the clamp of variances included).
+and the batch is predicted with w; nothing is carried on. It is ATP with the rate η for the modules of one block and 0
+for all others, so the steps are those of `atp` (the clamp of variances included).
 
 Defaults: η = 0.1 and one step, those of ATP's code; the paper chose its own on validation data and does not report it.
 
@@ -17,7 +17,10 @@ Decisions and deviations:
 
 - A block is a layer with parameters of its own together with the normalisation layers that follow it, in order of
   definition. On ATP's CNN these are the paper's five; of a ResNet ATP takes the four stages and the last layer instead.
-- `adapt="params"` leaves the running statistics alone.
+- ATP's code never moves running statistics: `adapt="params"` is what it computes. The default moves them, since the
+  paper counts them among a block's modules.
+- In a federated run the clients measure `block_scores` with the defaults, whatever the options of a row; with
+  `adapt="params"` the block can be another than the one that its own scores would choose (`block` sets it).
 - Personal and rotation head and frozen parameters are in no block.
 """
 
@@ -124,7 +127,7 @@ class Surgical(Adapter):
     steps : int
         Steps a batch, at least 1.
     adapt : "all" or "params"
-        Whether the block's running statistics move too.
+        "params": weights and biases alone, the running statistics stay, as in ATP's code; "all": both.
     record : bool
         Keep the report.
 

@@ -12,7 +12,8 @@ Decisions and deviations:
 
 - `optimizer="sgd"` is the paper's "SGD with momentum", 0.9, without the Nesterov term of the published settings.
 - Only BatchNorm leaves evaluation mode; a layer with one value a channel falls back to the source (see `bn_adapt`).
-- BatchNorm parameters that are frozen, or in the personal head, are left alone.
+- BatchNorm parameters that are frozen, or in the personal head, are left alone. All BatchNorm layers are trained; the
+  published code trains BatchNorm2d alone: `layers="batchnorm2d"`. Batch statistics normalise in every layer there, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.base import prefixed
 from fedtta.tta.bn_adapt import BatchNormalised
 from fedtta.tta.checks import Checks, check_least
-from fedtta.tta.collaborator import affine_names
+from fedtta.tta.collaborator import AffineLayers, affine_names
 
 
 class Tent(BatchNormalised):
@@ -48,6 +49,8 @@ class Tent(BatchNormalised):
         Of SGD, in [0, 1].
     steps : int
         Steps a batch, at least 1. The paper takes 1.
+    layers : "batchnorm" or "batchnorm2d"
+        Whose weights and biases are trained: those of all BatchNorm layers, or of BatchNorm2d alone.
     record, proximal
         See `Collaborator`.
 
@@ -69,6 +72,7 @@ class Tent(BatchNormalised):
         lr: float = 1e-3,
         momentum: float = 0.9,
         steps: int = 1,
+        layers: AffineLayers = "batchnorm",
         record: bool = True,
         proximal: float = 0.0,
     ) -> None:
@@ -76,7 +80,7 @@ class Tent(BatchNormalised):
         super().__init__(model, record=record, proximal=proximal)
         self.steps = steps
         self._optimizer = FunctionalOptimizer(optimizer, lr, momentum)
-        self._names = affine_names(model)
+        self._names = affine_names(model, layers=layers)
         self.reset()
 
     def trained(self) -> dict[str, Tensor]:

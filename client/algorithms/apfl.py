@@ -1,6 +1,7 @@
 """APFL: "Adaptive Personalized Federated Learning", Deng, Kamani and Mahdavi, 2020 (arXiv 2003.13461), Algorithm 1.
 
-A client keeps a local model v and tests with the mixture v̄ = α v + (1-α) w. On each batch, from the values before it:
+A client keeps a local model v and tests with the mixture v̄ = α v + (1-α) w: α weighs the local model, and α = 0
+is FedAvg. On each batch, from the values before it:
 w ← w - η ∇f(w), the global model as in FedAvg;  v ← v - η α ∇f(v̄);
 and on the first batch of a round, from the second batch on in effect, α ← clip(α - η <v - w, ∇f(v̄)>, 0, 1).
 
@@ -9,6 +10,9 @@ The first batch decides, as in the published codes: there w is the global model,
 
 Decisions and deviations
 - Weights are mixed, as in the paper; FedTHE's code mixes logits instead.
+- FedTHE's code weighs the global model with α (α times its logits, 1-α times the personal model's), but moves α along
+  <v - w, ·>, as if it weighed the local one: α moves away from the model that helps. `apfl-weighs = "global"` does so,
+  too: v̄ = α w + (1-α) v, v ← v - η (1-α) ∇f(v̄), α as above. Until α leaves 0.5, both readings are one.
 - The published codes add 0.02 α to the slope of α; the paper has no such term, and neither is it here.
 - v̄ has BatchNorm statistics of its own, from its own passes. Running statistics are not mixed.
 - w and v have an optimizer of the run's kind each; weight decay acts on v, not on v̄. α always moves by a plain step.
@@ -73,7 +77,7 @@ class APFL(LocalAlgorithm):
             loss = local.loss(local.outputs(local.model, x), labels)
             minimise(loss, w, descent_w)
             for value, slope in zip(v, slopes, strict=True):
-                value.grad = None if slope is None else mixture.alpha.to(slope) * slope
+                value.grad = None if slope is None else mixture.share.to(slope) * slope
             descent_v.step()
             if first:
                 mixture.alpha.copy_((mixture.alpha - settings.learning_rate * towards).clamp(0, 1))
@@ -90,7 +94,7 @@ class APFL(LocalAlgorithm):
 
     @torch.no_grad()
     def personalize(self, local: LocalContext) -> None:
-        """Turn w into α v + (1-α) w, with v̄'s BatchNorm statistics; a client without a v keeps w."""
+        """Turn w into v̄, with v̄'s BatchNorm statistics; a client without a v keeps w."""
         if ALPHA in local.own:
             mixture = self._mixture(local)
             local.model.load_global_state({**mixture.personal.global_state(), **mixture.weights()})
@@ -112,7 +116,8 @@ class APFL(LocalAlgorithm):
             raise ValueError(f"{ALPHA} is there, but no model that belongs to it")
         personal = kept_network(local.model, local.own, PREFIX)
         number = alpha.detach().to(local.data.labels.device, torch.float64).reshape(()).clone()
-        return _Mixture(number, personal, local.model.shared_parameters(), personal.shared_parameters())
+        weighs_local = local.settings.apfl_weighs == "local"
+        return _Mixture(number, personal, local.model.shared_parameters(), personal.shared_parameters(), weighs_local)
 
 
 @dataclass
@@ -123,11 +128,18 @@ class _Mixture:
     personal: TwoHead
     w: dict[str, nn.Parameter]
     v: dict[str, nn.Parameter]
+    weighs_local: bool = True
+
+    @property
+    def share(self) -> Tensor:
+        """The share [] of v in v̄: α, or 1-α where α weighs the global model."""
+        return self.alpha if self.weighs_local else 1 - self.alpha
 
     def weights(self) -> dict[str, Tensor]:
-        """Return α v + (1-α) w as new tensors, detached."""
+        """Return v̄ as new tensors, detached."""
+        share = self.share
         pairs = {name: (v.detach(), self.w[name].detach()) for name, v in self.v.items()}
-        return {name: self.alpha.to(v) * v + (1 - self.alpha).to(w) * w for name, (v, w) in pairs.items()}
+        return {name: share.to(v) * v + (1 - share).to(w) * w for name, (v, w) in pairs.items()}
 
     def slopes(self, local: LocalContext, x: Tensor, labels: Tensor) -> list[Tensor | None]:
         """Return ∇f(v̄) on a batch, in the order of the parameters; the pass updates v̄'s BatchNorm statistics."""
@@ -137,7 +149,7 @@ class _Mixture:
 
     @torch.no_grad()
     def slope_of_alpha(self, slopes: list[Tensor | None]) -> Tensor:
-        """Return <v - w, ∇f(v̄)> [], the derivative of f(v̄) by α."""
+        """Return <v - w, ∇f(v̄)> [], the derivative of f(v̄) by the share of v."""
         total = torch.zeros_like(self.alpha)
         for (name, v), slope in zip(self.v.items(), slopes, strict=True):
             if slope is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedtta.client.algorithms.base import LocalAlgorithm, LocalContext, minimise, train_epochs
 from fedtta.client.algorithms.training import contrastive_views, optimizer, smallest_batch
+from fedtta.settings import Settings
 from fedtta.tta.contrastive import self_contrastive, supervised_contrastive
 
 
@@ -37,7 +38,7 @@ class Contrastive(LocalAlgorithm):
 
         def step(x: Tensor, labels: Tensor) -> Tensor:
             both = torch.cat([views(x, local.draw), views(x, local.draw)])
-            loss = self._loss(local.outputs(model.features, both), labels, local.settings.temperature)
+            loss = self._loss(local.outputs(model.features, both), labels, local.settings)
             minimise(loss, weights, descent)
             return loss.detach()
 
@@ -48,12 +49,13 @@ class Contrastive(LocalAlgorithm):
         model.eval()
         return loss
 
-    def _loss(self, z: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    def _loss(self, z: Tensor, labels: Tensor, settings: Settings) -> Tensor:
         """Return the loss of z [2B, d], first views first."""
+        temperatures = settings.temperature, settings.base_temperature or None
         if self.labels:
-            return supervised_contrastive(z, labels.repeat(2), temperature)
+            return supervised_contrastive(z, labels.repeat(2), *temperatures)
         first, second = z.chunk(2)
-        return self_contrastive(first, second, temperature)
+        return self_contrastive(first, second, *temperatures)
 
     def personalize(self, local: LocalContext) -> None:
         """Leave the encoder as it is: it is the classifier that becomes the client's own."""

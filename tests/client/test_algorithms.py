@@ -166,21 +166,24 @@ def mixed(alpha: float, v: TwoHead, w: TwoHead) -> TwoHead:
 
 
 @both
-def test_apfl_over_three_rounds(norm: bool) -> None:
+@pytest.mark.parametrize("weighs", ["local", "global"])
+def test_apfl_over_three_rounds(norm: bool, weighs: str) -> None:
+    """α weighs v (the paper), or w; it always moves along <v - w, ∇f(v̄)> (FedTHE's code)."""
     own: dict[str, Tensor] = {}
     v, alpha, alphas = network64(norm, seed=0), 0.5, []
     for round in (1, 2, 3):
         model, w = network64(norm, seed=round - 1), network64(norm, seed=round - 1)
-        APFL().train(turn(model, seed=round, own=own))
+        APFL().train(turn(model, seed=round, own=own, apfl_weighs=weighs))
         w.train()
         for step, (x, y) in enumerate(batches(EPOCHS, draw(round), 1 + norm)):
-            mixture = mixed(alpha, v, w).train()
+            share = alpha if weighs == "local" else 1 - alpha  # of v
+            mixture = mixed(share, v, w).train()
             slopes = torch.autograd.grad(objective(mixture(x), y), shared(mixture))
             along = sum(
                 float(((a - b) * s).sum().detach()) for a, b, s in zip(shared(v), shared(w), slopes, strict=True)
             )
             descend(shared(w), torch.autograd.grad(objective(w(x), y), shared(w)))
-            descend(shared(v), [alpha * s for s in slopes])
+            descend(shared(v), [share * s for s in slopes])
             for kept, new in zip(v.buffers(), mixture.buffers(), strict=True):
                 kept.copy_(new)
             if step == 0:
@@ -192,8 +195,8 @@ def test_apfl_over_three_rounds(norm: bool) -> None:
     assert len(set(alphas)) == 3
     assert set(own) == {"apfl.alpha", *(f"apfl.{name}" for name in v.global_state())}
     received = network64(norm, seed=7)
-    expected = mixed(alpha, v, received).global_state()
-    APFL().personalize(turn(received, own=own))
+    expected = mixed(alpha if weighs == "local" else 1 - alpha, v, received).global_state()
+    APFL().personalize(turn(received, own=own, apfl_weighs=weighs))
     for name, value in expected.items():
         torch.testing.assert_close(received.global_state()[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
@@ -212,16 +215,18 @@ def test_the_slope_of_alpha_by_finite_differences() -> None:
     assert float(own["apfl.alpha"]) == pytest.approx(0.5 - 1e-3 * slope, abs=1e-9)
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_apfl_at_its_ends(alpha: float) -> None:
-    """α = 0: v never moves but for decay, and the client tests with w; α = 1: it tests with v."""
+@pytest.mark.parametrize("weighs", ["local", "global"])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_apfl_at_its_ends(share: float, weighs: str) -> None:
+    """v has no share: it never moves but for decay, and the client tests with w; it has all: it tests with v."""
     model, own = network64(False), {}
+    alpha = share if weighs == "local" else 1 - share
     start = model.global_state()["head.weight"].clone()
-    APFL(alpha).train(turn(model, own=own, weight_decay=0.0))
-    assert torch.equal(own["apfl.head.weight"], start) == (alpha == 0)
+    APFL(alpha).train(turn(model, own=own, weight_decay=0.0, apfl_weighs=weighs))
+    assert torch.equal(own["apfl.head.weight"], start) == (share == 0)
     received = network64(False, seed=4)
-    expected = received.head.weight.clone() if alpha == 0 else own["apfl.head.weight"]
-    APFL().personalize(turn(received, own=own))
+    expected = received.head.weight.clone() if share == 0 else own["apfl.head.weight"]
+    APFL().personalize(turn(received, own=own, apfl_weighs=weighs))
     torch.testing.assert_close(received.head.weight, expected)
 
 

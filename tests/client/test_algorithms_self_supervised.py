@@ -56,19 +56,20 @@ def contrastive(z: Tensor, labels: list[int]) -> Tensor:
 
 
 @both
-@pytest.mark.parametrize("with_labels", [True, False])
-def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels: bool) -> None:
+@pytest.mark.parametrize(("with_labels", "base"), [(True, 0.0), (False, 0.0), (True, 0.07)])
+def test_encoder_rounds(monkeypatch: pytest.MonkeyPatch, norm: bool, with_labels: bool, base: float) -> None:
     views = ContrastiveViews(flip=DATASETS["npz"].flip)
     monkeypatch.setattr(rounds, "contrastive_views", lambda settings: lambda x, g: views(x, g).double())
     model, twin, g = network64(norm), network64(norm), draw(3)
     algorithm = find_algorithm("supervised_contrastive" if with_labels else "self_contrastive")
-    loss = algorithm.train(turn(model))
+    loss = algorithm.train(turn(model, base_temperature=base))
     twin.train()
     losses, sizes = [], []
     for x, y in batches(EPOCHS, g, 1 + norm):
         x = x.float()  # what views are made of
         z = twin.features(torch.cat([views(x, g), views(x, g)]).double())
         value = contrastive(z, (y if with_labels else torch.arange(len(y))).repeat(2).tolist())
+        value = value * (TEMPERATURE / base) if base else value
         descend(list(twin.encoder.parameters()), torch.autograd.grad(value, list(twin.encoder.parameters())))
         losses.append(value.item())
         sizes.append(len(y))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Generator, Tensor, nn
 
-from fedtta.models.balanced import BalancedBatchNorm, balance, default_momentum, pseudo_labels, sample_moments
+from fedtta.models.balanced import BalancedBatchNorm, Between, balance, default_momentum, pseudo_labels, sample_moments
 
 K, C = 4, 3
 SHAPES: dict[str, tuple[type[nn.modules.batchnorm._BatchNorm], tuple[int, ...]]] = {
@@ -24,14 +25,16 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     return torch.randn(*shape, generator=Generator().manual_seed(seed), dtype=dtype)
 
 
-def make_layer(kind: str = "2d", momentum: float | None = 0.1, gamma: float | None = None) -> BalancedBatchNorm:
+def make_layer(
+    kind: str = "2d", momentum: float | None = 0.1, gamma: float | None = None, between: Between = "population"
+) -> BalancedBatchNorm:
     """A layer whose classes differ already."""
     source = SHAPES[kind][0](C).double()
     source.running_mean, source.running_var = random(C, seed=1), random(C, seed=2).exp()
     with torch.no_grad():
         source.weight.copy_(random(C, seed=3))
         source.bias.copy_(random(C, seed=4))
-    layer = BalancedBatchNorm(source, K, momentum, gamma=gamma)
+    layer = BalancedBatchNorm(source, K, momentum, gamma=gamma, between=between)
     layer.class_mean = layer.class_mean + random(K, C, seed=5)
     layer.class_variance = layer.class_variance * random(K, C, seed=6).exp()
     return layer
@@ -88,6 +91,29 @@ def test_balanced_statistics_by_hand() -> None:
     layer = BalancedBatchNorm(nn.BatchNorm1d(1), 2)
     layer.class_mean, layer.class_variance = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [3.0]])
     assert [value.item() for value in layer.balanced()] == [1.0, 3.0]
+
+
+def test_the_sample_variance_between_classes_by_hand_and_by_numpy() -> None:
+    # As above with K - 1: μ = 1, σ² = (1 + 3)/2 + ((0 - 1)² + (2 - 1)²)/1 = 4.
+    layer = BalancedBatchNorm(nn.BatchNorm1d(1), 2, between="sample")
+    layer.class_mean, layer.class_variance = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [3.0]])
+    assert [value.item() for value in layer.balanced()] == [1.0, 4.0]
+    many = make_layer(between="sample")
+    means, variances = many.class_mean.numpy(), many.class_variance.numpy()
+    np.testing.assert_allclose(many.balanced()[0].numpy(), means.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(many.balanced()[1].numpy(), variances.mean(0) + means.var(0, ddof=1), rtol=1e-12)
+    x = random(6, C, 2, 3)
+    want = (x.numpy() - means.mean(0)[None, :, None, None]) / np.sqrt(
+        (variances.mean(0) + means.var(0, ddof=1))[None, :, None, None] + many.eps
+    )
+    want = many.weight.detach().numpy()[None, :, None, None] * want + many.bias.detach().numpy()[None, :, None, None]
+    np.testing.assert_allclose(many(x).detach().numpy(), want, rtol=1e-11, atol=1e-12)
+
+
+def test_the_sample_variance_needs_two_classes() -> None:
+    with pytest.raises(ValueError, match="between='sample' divides by K - 1 and needs two classes, num_classes=1"):
+        balance(nn.BatchNorm1d(2), 1, between="sample")
+    assert torch.equal(BalancedBatchNorm(nn.BatchNorm1d(2), 1).balanced()[1], torch.ones(2))
 
 
 def test_a_class_that_fills_the_batch_takes_its_statistics() -> None:
@@ -297,6 +323,7 @@ def test_labels_are_gone_when_a_pass_fails() -> None:
         ({"num_classes": 2, "momentum": 0.0}, r"momentum=0.0 is outside \(0, 1\]"),
         ({"num_classes": 2, "momentum": 1.5}, r"momentum=1.5 is outside \(0, 1\]"),
         ({"num_classes": 2, "momentum": float("nan")}, "momentum=nan"),
+        ({"num_classes": 2, "between": "half"}, "between='half' must be one of population, sample"),
         ({"num_classes": 2, "gamma": -0.1}, r"gamma=-0.1 is outside \[0, 1\]"),
     ],
 )

@@ -306,15 +306,19 @@ def _bits(reply: Adapted) -> dict[str, dict[str, bytes]]:
 
 
 def test_collaborations_are_parsed_with_their_options() -> None:
-    found = parse_collaborations("none, fedprox[proximal=0.5],pfedbbn[share=statistics; temperature=1]", "affine")
+    found = parse_collaborations(
+        "none, fedprox[proximal=0.5],pfedbbn[share=statistics; temperature=1],pfedgraph[round_above=0.9]", "affine"
+    )
     assert [(one.label, one.rule, one.options, one.share) for one in found] == [
         ("none", "none", {}, "affine"),
         ("fedprox[proximal=0.5]", "fedprox", {"proximal": 0.5}, "affine"),
         ("pfedbbn[share=statistics;temperature=1]", "pfedbbn", {"temperature": 1}, "statistics"),
+        ("pfedgraph[round_above=0.9]", "pfedgraph", {"round_above": 0.9}, "affine"),
     ]
     strategies = [one.strategy() for one in found]
     assert [type(strategy) for strategy in strategies] == [COLLABORATIONS[one.rule] for one in found]
     assert strategies[1].proximal == 0.5
+    assert strategies[3].round_above == 0.9
     assert found[1].strategy() is not strategies[1]
 
 
@@ -328,6 +332,7 @@ def test_collaborations_are_parsed_with_their_options() -> None:
         ("pfedbbn[temprature=1]", "temprature"),
         ("pfedbbn[temperature=0]", "temperature"),
         ("fedprox[proximal=-1]", "proximal"),
+        ("pfedgraph[round_above=1.1]", "round_above"),
     ],
 )
 def test_collaborations_that_do_not_exist_are_refused(text: str, told: str) -> None:

@@ -43,6 +43,15 @@ def test_rows_with_options_are_typed() -> None:
     assert "training" not in rows[2].options
 
 
+def test_rows_as_in_published_code_are_parsed() -> None:
+    norms = "tent[layers=batchnorm2d],eata[layers=batchnorm2d]"
+    rows = parse_rows(f"roid[divide=batch],bbn[between=sample],surgical[adapt=params],{norms}")
+    options = [{"divide": "batch"}, {"between": "sample"}, {"adapt": "params"}, *2 * [{"layers": "batchnorm2d"}]]
+    assert [row.options for row in rows] == options
+    with pytest.raises(SettingsError, match="one of samples, batch"):
+        parse_rows("roid[divide=most]")
+
+
 def test_methods_of_one_training_share_it() -> None:
     trainings = plan(Settings(methods="fedavg,fedthe,personal,btfl,fedthe_plus,fedavg_ft"))
     assert [(t.name, [r.label for r in t.rows]) for t in trainings] == [

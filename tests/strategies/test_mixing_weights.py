@@ -158,6 +158,42 @@ def test_pfedgraph_of_clients_that_have_not_moved() -> None:
     np.testing.assert_allclose(ours, [[0.65, 0.35], [0.35, 0.65]], atol=1e-12)
 
 
+@quick
+@given(st.integers(1, 6), seeds, st.sampled_from([-1.0, 0.0, 0.3, 0.9, 1.0]))
+def test_pfedgraph_counts_high_cosines_as_one(clients: int, seed: int, above: float) -> None:
+    draw = np.random.default_rng(seed)
+    theta, start, counts = draw.normal(size=(clients, 2)), draw.normal(size=2), draw.integers(1, 50, clients)
+    point = np.zeros((clients, clients))
+    for i, j in itertools.product(range(clients), repeat=2):
+        a, b = theta[i] - start, theta[j] - start
+        cosine = float(a @ b) / (np.sqrt(a @ a) * np.sqrt(b @ b))
+        point[i, j] = counts[j] / counts.sum() + 1.25 / 2 * (1.0 if i == j or cosine > above else cosine)
+    ours = pfedgraph_weights(theta, start, counts, round_above=above)
+    np.testing.assert_allclose(ours, project_simplex(point), atol=1e-9)
+    row_stochastic(ours)
+    if above == 1:
+        np.testing.assert_array_equal(ours, pfedgraph_weights(theta, start, counts))
+
+
+def test_pfedgraph_as_published_by_hand() -> None:
+    # Directions (1, 0), (12, 5)/13, (0, 1): cosines 12/13 = 0.923 > 0.9, so 1, and 0, 5/13. p = 1/3, α = 1.2:
+    # row 0 = Π(1/3 + 0.6, 1/3 + 0.6, 1/3) = (1/2, 1/2, 0): less 13/30, and 1/3 < 13/30.
+    theta = np.array([[1.0, 0.0], [12.0, 5.0], [0.0, 1.0]])
+    ours = pfedgraph_weights(theta, np.zeros(2), [1, 1, 1], alpha=1.2, round_above=0.9)
+    np.testing.assert_allclose(ours[0], [1 / 2, 1 / 2, 0], atol=1e-12)
+    # row 2 keeps 0 and 5/13: 1/3, 1/3 + 3/13, 1/3 + 3/5, each less 18/65
+    expected = np.array([0, 3 / 13, 3 / 5]) + 1 / 3 - 18 / 65
+    np.testing.assert_allclose(ours[2], expected, atol=1e-12)
+    without = pfedgraph_weights(theta, np.zeros(2), [1, 1, 1], alpha=1.2)
+    assert without[0, 0] > without[0, 1] > 0.4
+
+
+@pytest.mark.parametrize("above", [-1.1, 1.5, float("nan")])
+def test_pfedgraph_refuses_thresholds_that_are_no_cosine(above: float) -> None:
+    with pytest.raises(ValueError, match=r"round_above = .*; allowed is a number from -1 to 1"):
+        pfedgraph_weights(np.eye(2), np.zeros(2), [1, 1], round_above=above)
+
+
 @pytest.mark.parametrize("shares", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, np.nan], [[1.0, 1.0]]])
 def test_pfedgraph_refuses_shares(shares: list) -> None:
     with pytest.raises(ValueError, match="data shares"):

@@ -33,7 +33,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        keys = ("scope", "mode", "history", "proximal", "reading")
+        keys = ("scope", "mode", "history", "proximal", "reading", "divide")
         shown = {key: value for key, value in self.options.items() if key in keys}
         return "-".join([self.name, *(f"{key}={value}" for key, value in shown.items())])
 
@@ -80,6 +80,7 @@ CASES = [
     Case("cotta", {**SMALL, "lr": 0.05, "restore": 0.2, "momentum_teacher": 0.9, "threshold": 1.0, "proximal": 1.0}),
     Case("rotta", {"augment": noise, "lr": 0.05, "capacity": 6, "update_every": 4, "nu": 0.1, "proximal": 1.0}),
     Case("roid", {"augment": noise, "lr": 0.05, "momentum_src": 0.9, "proximal": 1.0}),
+    Case("roid", {"augment": noise, "lr": 0.05, "momentum_src": 0.9, "divide": "batch"}),
     Case("bbn", {"augment": noise, "lr": 0.05, "h0": 0.99, "momentum": 0.3, "proximal": 0.3}),
 ]
 SHARING = [case for case in CASES if case.kind.collaborates]

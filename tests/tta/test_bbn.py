@@ -30,8 +30,10 @@ def make(network: nn.Module, **options: object) -> BBN:
 class Reference:
     """ALGORITHMS, section 4, steps (i) to (iii), for a Sequential: explicit loops, autograd and `torch.optim.Adam`."""
 
-    def __init__(self, network: nn.Sequential, consistency: float = 0.5, momentum: float = 0.01) -> None:
-        self.network = network.eval()
+    def __init__(
+        self, network: nn.Sequential, consistency: float = 0.5, momentum: float = 0.01, between: int = CLASSES
+    ) -> None:
+        self.network, self.between = network.eval(), between  # divisor of the variance between classes
         self.consistency, self.momentum, self.threshold = consistency, momentum, H0 * math.log(CLASSES)
         self.norms = [i for i, m in enumerate(network) if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         layers: dict[int, Any] = {i: network[i] for i in self.norms}
@@ -71,10 +73,10 @@ class Reference:
             change = change + eta * (((z - mean[:, None]) ** 2).mean(1) - variance)
         return mean + delta, variance - delta**2 + change
 
-    @staticmethod
-    def balanced(statistics: list[Moments]) -> Moments:
+    def balanced(self, statistics: list[Moments]) -> Moments:
         mean = sum(m for m, _ in statistics) / CLASSES
-        return mean, sum(v + (m - mean) ** 2 for m, v in statistics) / CLASSES  # type: ignore[return-value]
+        apart = sum((m - mean) ** 2 for m, _ in statistics) / self.between
+        return mean, sum(v for _, v in statistics) / CLASSES + apart  # type: ignore[return-value]
 
     def predict(self, x: Tensor, for_teacher: Tensor, for_student: Tensor) -> Tensor:
         with torch.no_grad():
@@ -128,6 +130,27 @@ def test_stream_equals_a_plain_reimplementation(kind: str, consistency: float) -
     assert 0 < sum(reference.confident) < 30  # the mask matters
     start = network.state_dict()
     assert not torch.allclose(adapter.trained()["1.weight"], start["1.weight"], atol=LR / 2)
+
+
+@pytest.mark.parametrize("kind", ["images", "vectors"])
+def test_the_ancestors_variance_between_classes(kind: str) -> None:
+    network, x = (conv_network(), 9 * images(30)) if kind == "images" else (mlp_network(), 3 * vectors(30))
+    adapter = make(network, between="sample", momentum=0.1)
+    reference = Reference(network, momentum=0.1, between=CLASSES - 1)
+    for batch in x.split([12, 1, 17]):
+        torch.testing.assert_close(adapter.predict(batch), reference.predict(batch, batch, batch), rtol=0, atol=1e-9)
+        check_equal(adapter, reference)
+    other = make(network, momentum=0.1)
+    other.predict(x)
+    adapter.reset()
+    adapter.predict(x)
+    assert float((other.predict(x) - adapter.predict(x)).abs().max()) > 1e-4
+
+
+def test_one_class_has_no_sample_variance() -> None:
+    network = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    with pytest.raises(ValueError, match="between='sample' divides by K - 1 and needs two classes"):
+        BBN(network, 1, augment=same, between="sample")
 
 
 def view_of(batches: int, x: Tensor) -> Tensor:

@@ -46,6 +46,24 @@ def test_supervised_is_the_sum_over_anchors(labels: list[int], temperature: floa
     assert float(got) == pytest.approx(by_anchor(z, of_labels(labels), temperature), abs=1e-12)
 
 
+@pytest.mark.parametrize(("temperature", "base"), [(0.1, 0.07), (0.5, 0.07), (0.2, 0.2)])
+def test_the_base_temperature_scales_the_loss_as_published(temperature: float, base: float) -> None:
+    """COALA's loss: -(τ/τ_base) times the mean log-probability of the positives."""
+    z, labels = features(6), [0, 1, 0, 2, 1, 0]
+    want = temperature / base * by_anchor(z, of_labels(labels), temperature)
+    got = supervised_contrastive(z, torch.tensor(labels), temperature, base)
+    assert float(got) == pytest.approx(want, abs=1e-12)
+    pairs = [[3], [4], [5], [0], [1], [2]]
+    got = self_contrastive(z[:3], z[3:], temperature, base)
+    assert float(got) == pytest.approx(temperature / base * by_anchor(z, pairs, temperature), abs=1e-12)
+    assert torch.equal(
+        supervised_contrastive(z, torch.tensor(labels), 0.2, 0.2), supervised_contrastive(z, torch.tensor(labels), 0.2)
+    )
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"base_temperature={wrong}"):
+            supervised_contrastive(z, torch.tensor(labels), temperature, wrong)
+
+
 @pytest.mark.parametrize("temperature", [0.1, 0.5])
 @pytest.mark.parametrize("images", [1, 2, 7])
 def test_the_positive_of_a_view_is_the_other_one(images: int, temperature: float) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedtta.tta.eata import EATA, fisher_diagonal, sample_weights
 from fedtta.tta.tent import Tent
 from tests.tta.networks import CLASSES, conv_network, images, mlp_network, two_head_network, vectors, weights
+from tests.tta.test_tent import both_kinds
 
 # Rates so large that the steps show, and limits that some samples of the small networks meet and others do not.
 OPTIONS: dict[str, Any] = {"lr": 0.05, "margin": 0.97, "redundancy": 0.93, "num_classes": CLASSES}
@@ -46,10 +47,12 @@ def squared(network: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {name: value.grad**2 for name, value in affine_of(network).items() if value.grad is not None}
 
 
-def reference(network: nn.Module, batches: list[Tensor], beta: float, steps: int = 1) -> tuple[list[Tensor], ...]:
+def reference(
+    network: nn.Module, batches: list[Tensor], beta: float, steps: int = 1, left_out: tuple[str, ...] = ()
+) -> tuple[list[Tensor], ...]:
     """EATA sample by sample: torch in training mode and torch.optim.SGD; ω from the first batch."""
     adapted = copy.deepcopy(network).train()
-    trained = affine_of(adapted)
+    trained = {name: value for name, value in affine_of(adapted).items() if not name.startswith(left_out)}
     start = {name: value.detach().clone() for name, value in trained.items()}
     fisher = squared(network, batches[0])
     descent = torch.optim.SGD(trained.values(), lr=OPTIONS["lr"], momentum=0.9)
@@ -99,6 +102,22 @@ def test_it_equals_the_reference(kind: str, beta: float, steps: int) -> None:
     assert 0 < int((weight > 0).sum()) < 24  # some of each, or the test says little
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert all(value.requires_grad for value in network.parameters())
+
+
+def test_batchnorm2d_alone_is_trained_as_in_the_published_code() -> None:
+    network, batches = both_kinds(), list(images(24).split([7, 8, 9]))
+    with torch.no_grad():
+        network[-1].weight *= 6
+        network[-1].bias -= copy.deepcopy(network).train()(images(24)).mean(0)
+    want, kept, trained = reference(network, batches, 30.0, left_out=("5.",))
+    eata = EATA(network, fisher_strength=30.0, layers="batchnorm2d", **OPTIONS)
+    for batch, rows in zip(batches, want, strict=True):
+        torch.testing.assert_close(eata.predict(batch), rows, atol=1e-10, rtol=0)
+    assert list(eata.trained()) == ["1.weight", "1.bias"]
+    assert {name for name in eata.state_dict() if name.startswith("fisher.")} == {"fisher.1.weight", "fisher.1.bias"}
+    for got, value in zip(eata.trained().values(), trained, strict=True):
+        torch.testing.assert_close(got.detach(), value, atol=1e-10, rtol=0)
+    assert 0 < int(torch.cat(kept).sum()) < 24
 
 
 def test_weights_by_hand() -> None:

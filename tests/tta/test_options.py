@@ -38,7 +38,8 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
     "fedthe_plus": {"views": [0]},
     "atp": {"mode": ["each"], "adapt": ["none"]},
     "bn_adapt": {"prior": [-1], "proximal": [-1.0]},
-    "tent": {"steps": [0], "lr": [-1.0, math.nan], "momentum": [1.5], "optimizer": ["lbfgs"], "proximal": [-1.0]},
+    "tent": {"steps": [0], "lr": [-1.0, math.nan], "momentum": [1.5], "optimizer": ["lbfgs"], "proximal": [-1.0],
+        "layers": ["linear"]},
     "cotta": {
         "views": [0], "seed": [-1], "lr": [-1.0], "restore": [1.1], "momentum_teacher": [-0.1],
         "threshold": [math.nan], "average": ["votes"], "proximal": [math.inf],
@@ -49,15 +50,15 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
     },
     "roid": {
         "momentum_src": [1.1], "momentum_probs": [-0.1], "temperature": [0.0], "seed": [-1], "lr": [-1.0],
-        "proximal": [-1.0],
+        "proximal": [-1.0], "divide": ["largest"],
     },
     "bbn": {
         "h0": [-0.1], "consistency": [math.inf], "lr": [-1.0], "seed": [-1], "momentum": [0.0], "gamma": [2.0],
-        "augment": ["both"], "proximal": [-1.0],
+        "augment": ["both"], "proximal": [-1.0], "between": ["half"],
     },
     "eata": {
         "margin": [0.0], "redundancy": [1.5], "momentum_probs": [-1.0], "fisher_strength": [math.inf],
-        "fisher_batches": [-1], "steps": [0], "lr": [-1.0],
+        "fisher_batches": [-1], "steps": [0], "lr": [-1.0], "layers": ["linear"],
     },
     "ttt": {"views": [0], "steps": [-1], "lr": [math.nan], "seed": [-1], "head": ["mix"]},
     "t3a": {"support": [-1], "prototype": ["sum"], "head": ["local"]},

@@ -146,9 +146,9 @@ def plain_roid(
     parameters = [p for i in norms for p in (network[i].weight, network[i].bias)]
     origin = [p.detach() for i in norms for p in (source[i].weight, source[i].bias)]
     moments = [[torch.zeros_like(p), torch.zeros_like(p)] for p in parameters]
-    average, results = [1 / CLASSES] * CLASSES, []
+    average, results, size = [1 / CLASSES] * CLASSES, [], 0
     for t, x in enumerate(batches):
-        logits = plain_forward(network, x)
+        logits, size = plain_forward(network, x), max(size, len(x))
         p = torch.softmax(logits, 1)
         weight = plain_weights(logits.detach(), average, options.get("temperature", 1 / 3))
         chosen = [i for i, w in enumerate(weight) if w]
@@ -161,7 +161,7 @@ def plain_roid(
             one = -(clipped * (clipped / (1 - clipped) + 1e-5).log()).sum()
             if options.get("use_consistency", True):
                 one = one - 0.5 * (p[i] * q[row].log()).sum() - 0.5 * (q[row] * p[i].log()).sum()
-            loss = loss + weight[i] * one / len(x)
+            loss = loss + weight[i] * one / (size if options.get("divide") == "batch" else len(x))
         gradients = torch.autograd.grad(loss, parameters)
         with torch.no_grad():
             for value, g, pair, old in zip(parameters, gradients, moments, origin, strict=True):
@@ -179,7 +179,13 @@ def plain_roid(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"use_consistency": False}, {"use_prior_correction": False, "temperature": 2.0}, {"momentum_src": 1.0}],
+    [
+        {},
+        {"use_consistency": False},
+        {"use_prior_correction": False, "temperature": 2.0},
+        {"momentum_src": 1.0},
+        {"divide": "batch"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(("make", "stream"), [(conv_network, images), (mlp_network, vectors)])
@@ -194,6 +200,28 @@ def test_a_stream_equals_the_definition(make: Callable, stream: Callable, change
     report = roid.report()
     assert report["loss_weight"].shape == report["entropy"].shape == (30,)
     assert 0 < int((report["loss_weight"] == 0).sum()) < 30
+
+
+def test_a_short_last_batch_is_divided_by_the_size_of_the_full_ones() -> None:
+    """The gradient of the short batch is n/B times that of the default; Adam's first moment shows it."""
+    x, views = images(12), {"augment": lambda x, generator: x + 0.1}
+    usual, published = (make_roid(divide=divide, momentum_src=1.0, **views) for divide in ("samples", "batch"))
+    for roid in (usual, published):
+        roid.predict(x[:9])
+    before = published.state_dict()
+    first = {name: value for name, value in before.items() if name.endswith(".first")}
+    assert first
+    assert all(torch.equal(value, usual.state_dict()[name]) for name, value in first.items())
+    usual.predict(x[9:])
+    published.predict(x[9:])
+    for name, old in first.items():
+        slope, small = ((roid.state_dict()[name] - 0.9 * old) / 0.1 for roid in (usual, published))
+        torch.testing.assert_close(small, slope * 3 / 9, atol=1e-12, rtol=0)
+    assert set(before) - set(usual.state_dict()) == {"largest.step"}
+    resumed = make_roid(divide="batch", momentum_src=1.0, **views)
+    resumed.load_state_dict(before)
+    resumed.predict(x[9:])
+    assert same(resumed.state_dict(), published.state_dict())
 
 
 def make_roid(**changes: object) -> ROID:

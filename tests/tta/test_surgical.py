@@ -68,6 +68,28 @@ def test_it_equals_the_reference_for_every_block(kind: str, adapt: Any, steps: i
     assert all(value.requires_grad and value.grad is None for value in network.parameters())
 
 
+def test_adapt_params_is_one_step_of_sgd_in_evaluation_mode_and_running_statistics_stay() -> None:
+    """ATP's code: torch.optim.SGD on the block's parameters, the network in evaluation mode, fresh for every batch."""
+    network, x = conv_network(), images(14)
+    for block, names in enumerate(blocks(network).values()):
+        adapter = Surgical(network, block=block, lr=LR, adapt="params")
+        for part in x.split(7):
+            own = copy.deepcopy(network).eval()
+            descent = torch.optim.SGD([value for name, value in own.named_parameters() if name in names], lr=LR)
+            p = torch.softmax(own(part), 1)
+            loss = -sum(value * value.log() for row in p for value in row) / len(part)
+            loss.backward()
+            descent.step()
+            want = torch.softmax(own(part), 1).detach()
+            torch.testing.assert_close(adapter.predict(part), want, atol=1e-10, rtol=0)
+        for name, value in adapter._network.named_buffers():
+            assert torch.equal(value, network.get_buffer(name)), name
+        moving = Surgical(network, block=block, lr=LR)
+        moving.predict(x)
+        moved = [not torch.equal(v, network.get_buffer(n)) for n, v in moving._network.named_buffers() if n in names]
+        assert all(moved)
+
+
 def test_it_is_atp_with_the_rate_in_one_block() -> None:
     network, x = two_head_network(), images(9)
     for block, names in enumerate(blocks(network).values()):

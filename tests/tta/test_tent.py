@@ -59,6 +59,34 @@ def test_it_equals_the_reference(kind: str, optimizer: Any, steps: int, mu: floa
         torch.testing.assert_close(value.detach(), adapted.get_parameter(name).detach(), atol=1e-10, rtol=0)
 
 
+def both_kinds() -> Any:
+    """BatchNorm2d behind a convolution, BatchNorm1d behind a linear layer."""
+    torch.manual_seed(3)
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5), nn.BatchNorm1d(5))
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(5, CLASSES)).double()
+
+
+def test_batchnorm2d_alone_is_trained_as_in_the_published_code() -> None:
+    network, batches = both_kinds(), list(images(15).split([6, 2, 7]))
+    want = copy.deepcopy(network).train()
+    trained = [p for m in want.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()]
+    descent = torch.optim.Adam(trained, lr=LR)
+    tent, plain = Tent(network, lr=LR, layers="batchnorm2d"), Tent(network, lr=LR)
+    for x in batches:
+        p = torch.softmax(want(x), 1)
+        descent.zero_grad()
+        (-(p * p.log()).sum() / len(x)).backward()
+        descent.step()
+        torch.testing.assert_close(tent.predict(x), p.detach(), atol=1e-10, rtol=0)
+        plain.predict(x)
+    assert set(tent.trained()) == {"1.weight", "1.bias"}
+    assert set(plain.trained()) == {"1.weight", "1.bias", "5.weight", "5.bias"}
+    for name, value in tent.trained().items():
+        torch.testing.assert_close(value.detach(), want.get_parameter(name).detach(), atol=1e-10, rtol=0)
+    with pytest.raises(ValueError, match="no BatchNorm2d layer of Sequential has weights that may be trained"):
+        Tent(mlp_network(), layers="batchnorm2d")
+
+
 def test_what_is_trained_is_batchnorms_weights_and_biases_only() -> None:
     network = two_head_network()
     tent = Tent(network, lr=LR)
