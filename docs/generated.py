@@ -253,6 +253,16 @@ def privacy() -> str:
     return "\n\n".join(parts)
 
 
+def leaders() -> str:
+    """Return the best rows of each test distribution, a table for each protocol."""
+    from fedtta.benchmarks.tables.pairs import leaders_table
+    from fedtta.benchmarks.tables.protocol import read_protocol
+    from fedtta.benchmarks.tables.results import read_results_of
+
+    tables = {name: leaders_table(read_protocol(name), cells) for name, cells in read_results_of(RESULTS).items()}
+    return "\n\n".join(f"### {name}\n\n{text}" for name, text in tables.items() if text)
+
+
 def _class_row(name: str, kind: type) -> list[str]:
     return [f"`{name}`", f"`{kind.__name__}`", (kind.__doc__ or "").strip().partition("\n")[0]]
 
@@ -276,6 +286,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "shifts": shifts,
     "protocols": protocols,
     "tuning": tuning,
+    "leaders": leaders,
     "metrics": metrics,
     "leaving": fields_that_leave,
     "privacy": privacy,

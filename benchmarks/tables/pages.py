@@ -18,7 +18,7 @@ from fedtta.benchmarks.speed.command import FILE, read_speed, speed_page
 from fedtta.benchmarks.tables import plots
 from fedtta.benchmarks.tables.comparison import Comparison, beyond, compare, entry_text, recovered, spread
 from fedtta.benchmarks.tables.methods import entries, kept_costs, methods_page
-from fedtta.benchmarks.tables.pairs import baselines, client_values, compared_columns, difference, orders
+from fedtta.benchmarks.tables.pairs import differences_table, orders_lines
 from fedtta.benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
 from fedtta.benchmarks.tables.results import Content, read_results_of
 from fedtta.benchmarks.tables.tuning import choices
@@ -160,55 +160,6 @@ def markdown_table(found: Comparison) -> str:
             texts.append((f"**{ours}**" if best else ours) + (f" \\| {theirs}" if bar else ""))
         lines.append(f"| `{label}` | {' | '.join(texts)} |")
     return "\n".join(lines)
-
-
-def differences_table(table: Table, found: Comparison, cells: Mapping[str, Mapping[int, Content]]) -> str:
-    """Return each row's paired differences to its baselines, or that its clients' accuracies were not kept."""
-    clients = client_values(table, cells)
-    if not clients:
-        return "Clients' accuracies were not kept with these rows, so their differences have no intervals."
-    pairs = [(base, column) for column in compared_columns(table, found) for base in baselines(table, found, column)]
-    several = len({column for _, column in pairs}) > 1
-    heads = [f"− `{base}`" + (f", {column}" if several else "") for base, column in pairs]
-    lines, counts = [], set()
-    for label in found.values:
-        texts = []
-        for base, column in pairs:
-            own, other = (clients.get(row, {}).get(column, {}) for row in (label, base))
-            measured = difference(own, other) if label != base else None
-            counts |= {(measured.seeds, measured.clients)} if measured else set()
-            texts.append(str(measured) if measured else "")
-        if any(texts):
-            lines.append(f"| `{label}` | {' | '.join(texts)} |")
-    if not lines:
-        return ""
-    over = " or ".join(f"{clients} clients in {seeds} seed{'s'[: seeds > 1]}" for seeds, clients in sorted(counts))
-    column = "" if several else f", {pairs[0][1]}"
-    return "\n".join(
-        [
-            f"Paired differences in points{column}, with 95 % bootstrap intervals over {over}; the last baseline is "
-            "the best row that none of the papers proposes:",
-            "",
-            f"| row | {' | '.join(heads)} |",
-            "| --- |" + " --: |" * len(heads),
-            *lines,
-        ]
-    )
-
-
-def orders_lines(table: Table, found: Comparison, cells: Mapping[str, Mapping[int, Content]]) -> list[str]:
-    """Return which of the paper's orders hold, which do not, and which cannot be told, a line for each column."""
-    lines = []
-    for column in compared_columns(table, found):
-        known = orders(found, client_values(table, cells), [column])
-        words = [
-            f"{name} {', '.join(f'`{one.better}` > `{one.worse}`' for one in known if one.holds == holds)}"
-            for name, holds in (("hold:", 1), ("are reversed:", -1), ("cannot be told:", 0))
-            if any(one.holds == holds for one in known)
-        ]
-        if words:
-            lines.append(f"The paper's orders, {column}: {'; '.join(words)}.")
-    return lines
 
 
 def recovered_lines(found: Comparison) -> list[str]:

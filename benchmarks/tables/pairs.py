@@ -15,14 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.benchmarks.papers import AVERAGE, PROPOSED, WITH
-from fedtta.benchmarks.tables.comparison import Comparison
-from fedtta.benchmarks.tables.protocol import Cell, Table
+from fedtta.benchmarks.tables.comparison import Comparison, compare
+from fedtta.benchmarks.tables.protocol import Cell, Protocol, Table
 from fedtta.benchmarks.tables.results import CONSTANT, Content
 
 #: row → column → seed → accuracy of each client in percent, [N].
 ClientValues = Mapping[str, Mapping[str, Mapping[int, NDArray[np.float64]]]]
 
 DRAWS = 2_000
+FEDAVG = "fedavg"  # the row that adapts nothing
 LEVEL = 0.95  # coverage of an interval
 
 
@@ -148,3 +149,89 @@ def orders(found: Comparison, clients: ClientValues, columns: Sequence[str]) -> 
             measured = difference(clients[one].get(column, {}), clients[other].get(column, {}))
             result.append(Order(column, one, other, measured.sign if measured else 0))
     return result
+
+
+def differences_table(table: Table, found: Comparison, cells: Mapping[str, Mapping[int, Content]]) -> str:
+    """Return each row's paired differences to its baselines, or that its clients' accuracies were not kept."""
+    clients = client_values(table, cells)
+    if not clients:
+        return "Clients' accuracies were not kept with these rows, so their differences have no intervals."
+    pairs = [(base, column) for column in compared_columns(table, found) for base in baselines(table, found, column)]
+    several = len({column for _, column in pairs}) > 1
+    heads = [f"− `{base}`" + (f", {column}" if several else "") for base, column in pairs]
+    lines, counts = [], set()
+    for label in found.values:
+        texts = []
+        for base, column in pairs:
+            own, other = (clients.get(row, {}).get(column, {}) for row in (label, base))
+            measured = difference(own, other) if label != base else None
+            counts |= {(measured.seeds, measured.clients)} if measured else set()
+            texts.append(str(measured) if measured else "")
+        if any(texts):
+            lines.append(f"| `{label}` | {' | '.join(texts)} |")
+    if not lines:
+        return ""
+    over = " or ".join(f"{clients} clients in {seeds} seed{'s'[: seeds > 1]}" for seeds, clients in sorted(counts))
+    column = "" if several else f", {pairs[0][1]}"
+    return "\n".join(
+        [
+            f"Paired differences in points{column}, with 95 % bootstrap intervals over {over}; the last baseline is "
+            "the best row that none of the papers proposes:",
+            "",
+            f"| row | {' | '.join(heads)} |",
+            "| --- |" + " --: |" * len(heads),
+            *lines,
+        ]
+    )
+
+
+def orders_lines(table: Table, found: Comparison, cells: Mapping[str, Mapping[int, Content]]) -> list[str]:
+    """Return which of the paper's orders hold, which do not, and which cannot be told, a line for each column."""
+    lines = []
+    for column in compared_columns(table, found):
+        known = orders(found, client_values(table, cells), [column])
+        words = [
+            f"{name} {', '.join(f'`{one.better}` > `{one.worse}`' for one in known if one.holds == holds)}"
+            for name, holds in (("hold:", 1), ("are reversed:", -1), ("cannot be told:", 0))
+            if any(one.holds == holds for one in known)
+        ]
+        if words:
+            lines.append(f"The paper's orders, {column}: {'; '.join(words)}.")
+    return lines
+
+
+def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]], most: int = 3) -> str:
+    """Return a table of the best rows of each shift of a protocol, with what they gain over FedAvg; empty without any.
+
+    Parameters
+    ----------
+    kept : mapping
+        Cell → seed → content.
+    most : int
+        Rows a shift, at most.
+    """
+    lines = []
+    for table in (one for one in protocol.tables if not one.measure):
+        found = compare(table, kept)
+        clients = client_values(table, kept)
+        for column in found.columns:
+            means = {
+                label: float(np.mean(list(row[column].values())))
+                for label, row in found.values.items()
+                if row.get(column) and label != CONSTANT
+            }
+            if FEDAVG not in means or len(means) < 2:
+                continue
+            texts = []
+            for label in sorted(means, key=lambda label: -means[label])[:most]:
+                measured = difference(clients.get(label, {}).get(column, {}), clients.get(FEDAVG, {}).get(column, {}))
+                gain = str(measured) if measured else f"{means[label] - means[FEDAVG]:+.2f}"
+                texts.append(f"`{label}`" + ("" if label == FEDAVG else f" {gain}"))
+            seeds = len(next(iter(found.values[FEDAVG].values())))
+            cells = [table.title, column, f"{means[FEDAVG]:.1f}", *texts, *[""] * (most - len(texts)), str(seeds)]
+            lines.append(f"| {' | '.join(cells)} |")
+    if not lines:
+        return ""
+    ranks = [("best", "second", "third")[place] if place < 3 else f"{place + 1}th" for place in range(most)]
+    head = ["table", "shift", f"`{FEDAVG}`, %", *ranks, "seeds"]
+    return "\n".join([f"| {' | '.join(head)} |", "| --- | --- | --: |" + " --- |" * most + " --: |", *lines])

@@ -9,17 +9,20 @@ import pytest
 
 from fedtta.benchmarks.papers import Printed
 from fedtta.benchmarks.tables.comparison import Comparison, compare
-from fedtta.benchmarks.tables.pages import differences_table, orders_lines
 from fedtta.benchmarks.tables.pairs import (
     Difference,
     baselines,
     client_values,
     compared_columns,
     difference,
+    differences_table,
     is_proposed,
+    leaders_table,
     orders,
+    orders_lines,
 )
-from fedtta.benchmarks.tables.protocol import Cell, Table
+from fedtta.benchmarks.tables.protocol import Cell, Protocol, Table
+from fedtta.benchmarks.tables.results import CONSTANT
 from fedtta.settings import Settings
 
 
@@ -164,3 +167,16 @@ def test_rows_without_clients_have_no_intervals() -> None:
     table, kept = table_of(Cell("c", "C", Settings())), {"c": {1: {"rows": {"fedavg": old}}}}
     assert "not kept" in differences_table(table, compare(table, kept), kept)
     assert orders_lines(table, compare(table, kept), kept) == []
+
+
+def test_leaders_of_each_shift() -> None:
+    protocol = Protocol("p", "", {}, (), (table_of(Cell("c", "C", Settings())),))
+    kept = {"c": {1: {"rows": {**ROWS, CONSTANT: row(a="99 99 99", b="99 99 99")}}}}
+    assert leaders_table(protocol, kept, most=2).splitlines() == [
+        "| table | shift | `fedavg`, % | best | second | seeds |",
+        "| --- | --- | --: | --- | --- | --: |",
+        "| Made up | a | 50.0 | `fedthe` +21.67 [+20.00, +23.00] | `btfl` +21.00 [+20.00, +22.00] | 1 |",
+        "| Made up | b | 50.0 | `btfl` +21.00 [+20.00, +22.00] | `fedthe` +21.00 [+20.00, +22.00] | 1 |",
+        "| Made up | average | 50.0 | `fedthe` +21.33 [+20.00, +22.50] | `btfl` +21.00 [+20.00, +22.00] | 1 |",
+    ]
+    assert leaders_table(protocol, {}) == ""
