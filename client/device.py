@@ -26,7 +26,7 @@ from fedtta.client.algorithms.training import (
     train_personal_head,
     validate,
 )
-from fedtta.client.evaluation import Neighbours, evaluate_row, memorize, memorizes
+from fedtta.client.evaluation import Calibrated, Labelled, Neighbours, calibrate_row, evaluate_row, memorize, memorizes
 from fedtta.client.network import (
     carried_entries,
     head_entries,
@@ -379,9 +379,12 @@ class Device:
             if rows and base == "personalised":
                 self._personalize(request, private)
             neighbours = self._neighbours(rows, request.round)
+            known = self.settings, rates, neighbours
+            calibrated = self._calibrated(rows, request, statistics, *known)
             for samples in streams:
                 for row in rows:
-                    results.append(evaluate_row(row, self.model, statistics, samples, self.settings, rates, neighbours))
+                    own = calibrated.get(row.label)
+                    results.append(evaluate_row(row, self.model, statistics, samples, *known, own))
         used = self._trained_on(request.rows, private, request.round)
         checked = sum(len(samples.y) for samples in streams)
         leaked = sum(int(self.federation.among(samples.index, used).sum()) for samples in streams)
@@ -479,6 +482,20 @@ class Device:
             return None
         self._require_source()
         return memorize(self.model, self.federation.in_round(round), self.partition, self.settings, self.device)
+
+    def _calibrated(
+        self, rows: Sequence[AdapterRow], request: Evaluate, statistics: Statistics | None, *known: Any
+    ) -> dict[str, Calibrated]:
+        """Return label → calibrations on the validation split; none where they are not asked for, or it has no labels.
+
+        `known`: settings, rates and neighbours, as `calibrate_row` takes them.
+        """
+        if not self.settings.estimate_accuracy or self.role == "target":
+            return {}
+        federation = self.federation.in_round(request.round)
+        validation = labelled(federation, federation.splits[self.partition].validation, self.device)
+        samples = Labelled(*validation, "personal_head" in self._algorithm(request.task).heads)
+        return {row.label: calibrate_row(row, self.model, statistics, samples, *known) for row in rows}
 
     def _trained_on(self, rows: Sequence[AdapterRow], private: Arrays, round: int) -> NDArray[np.int64]:
         """Return the samples that any client trained on, and those that this one uses beside them."""

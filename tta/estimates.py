@@ -1,31 +1,217 @@
-"""Accuracy without labels.
+"""Accuracy without labels, of any predictions: four estimates, calibrated on labelled samples, with intervals.
 
+Saurabh Garg, Sivaraman Balakrishnan, Zachary Lipton, Behnam Neyshabur, Hanie Sedghi: Leveraging Unlabeled Data to
+Predict Out-of-Distribution Performance. ICLR 2022.
 Devin Guillory, Vaishaal Shankar, Sayna Ebrahimi, Trevor Darrell, Ludwig Schmidt: Predicting with Confidence on Unseen
 Distributions. ICCV 2021.
 
-Difference of confidences: on a shifted distribution T a network loses as much accuracy as it loses mean confidence.
+Each replaces c, whether a sample is predicted correctly, by a stand-in v in [0, 1] that needs no label, and corrects
+its mean on samples T without labels by what it missed on labelled samples S:
 
-    C(D) = mean over x in D of max_k p_k(x)
-    Â(T) = A(S) - (C(S) - C(T))
+    Â(T) = mean over T of v + mean over S of (c - v)
 
-Deviations: Â is clipped to [0, 1]; the slope is 1, which the paper also fits on labelled shifts.
+    doc              v = max_k p_k, the confidence (difference of confidences)
+    atc_confidence   v = 1 if max_k p_k >= t, else 0 (average thresholded confidence)
+    atc_entropy      v = 1 if Σ_k p_k ln p_k >= t, else 0
+    heads            v = 1 where the global and the personal head predict the same class
+    unadapted        v = 1 where the prediction is that of the unadapted network
+
+The threshold t is the score below which lies a share of S that equals the error on S. Without ties of scores the
+correction of atc is then 0, as in the paper; samples whose scores tie at t would otherwise all count as right.
+
+The interval is for the accuracy of the distribution that T is drawn from, if the estimate's assumption holds there
+(that c - v has the mean that it has on S): Â ± z √(Var(v) / m + Var(c - v) / n), one more sample at either end counted
+in each mean, as Agresti and Caffo (2000) do for a difference of two proportions. For atc the second term is half the
+change of Â between the thresholds of one standard error more and less of errors on S. An assumption that fails is in no
+interval.
+
+Deviations: Â is clipped to [0, 1]; the slope of doc is 1, which the paper also fits on labelled shifts.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+#: Name → (the signal that it is computed from, whether it counts those above a threshold).
+ESTIMATES = {
+    "doc": ("confidence", False),
+    "atc_confidence": ("confidence", True),
+    "atc_entropy": ("entropy", True),
+    "heads": ("heads", False),
+    "unadapted": ("unadapted", False),
+}
+LEVEL = 0.95  # of the intervals
+Values = NDArray[np.float64]
+#: Name → value [n] of each sample.
+Signals = dict[str, Values]
 
-def confidences(probabilities: NDArray[Any]) -> NDArray[np.float64]:
+
+def confidences(probabilities: NDArray[Any]) -> Values:
     """Return the largest probability [B] of each row [B, K]."""
     return probabilities.max(1).astype(np.float64)
 
 
+def negative_entropies(probabilities: NDArray[Any]) -> Values:
+    """Return Σ_k p_k ln p_k [B] of each row [B, K], in nats."""
+    p = probabilities.astype(np.float64)
+    return (p * np.log(np.where(p > 0, p, 1))).sum(1)
+
+
+def signals(
+    predicted: NDArray[Any], unadapted: NDArray[Any] | None = None, personal: NDArray[Any] | None = None
+) -> Signals:
+    """Return what the estimates are computed from, of samples that were predicted.
+
+    Parameters
+    ----------
+    predicted : [B, K]
+        Probabilities.
+    unadapted, personal : [B, K] or None
+        Probabilities, or logits, of the unadapted network's global head and of its personal head, where it has one.
+    """
+    found = {"confidence": confidences(predicted), "entropy": negative_entropies(predicted)}
+    if unadapted is not None:
+        found["unadapted"] = (predicted.argmax(1) == unadapted.argmax(1)).astype(np.float64)
+        if personal is not None:
+            found["heads"] = (personal.argmax(1) == unadapted.argmax(1)).astype(np.float64)
+    return found
+
+
+def slid(window: Signals, batch: Signals, size: int) -> Signals:
+    """Return the last `size` values of a window followed by a batch; both stay as they are."""
+    return {name: np.concatenate((window.get(name, np.empty(0)), values))[-size:] for name, values in batch.items()}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An accuracy and the ends of its interval, `0 <= low <= accuracy <= high <= 1`."""
+
+    accuracy: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What labelled samples S say about one estimate.
+
+    Parameters
+    ----------
+    offset : float
+        Mean of c - v over S.
+    variance : float
+        Of that mean.
+    threshold : float or None
+        t; None for estimates without.
+    around : (float, float)
+        The thresholds of one standard error fewer and more of errors.
+    """
+
+    offset: float
+    variance: float
+    threshold: float | None = None
+    around: tuple[float, float] = (0.0, 0.0)
+
+    def stand_ins(self, values: Values) -> Values:
+        """Return v [m] of signals [m]."""
+        return values if self.threshold is None else (values >= self.threshold).astype(np.float64)
+
+    def estimate(self, values: Values, level: float = LEVEL) -> Estimate:
+        """Return the estimated accuracy on samples without labels.
+
+        Parameters
+        ----------
+        values : [m]
+            Their signals, m at least 1.
+        level : float
+            Of the interval, in (0, 1).
+        """
+        mean, error = self.difference(self.stand_ins(values), self._variance(values))
+        reach = NormalDist().inv_cdf((1 + level) / 2) * error
+        return Estimate(_share(mean), _share(mean - reach), _share(mean + reach))
+
+    def difference(self, stand_ins: Values, variance: float | None = None) -> tuple[float, float]:
+        """Return the mean of v [m] over T, corrected by the offset, and its standard error; neither is clipped."""
+        own = self.variance if variance is None else variance
+        return float(stand_ins.mean()) + self.offset, math.sqrt(own + _variance_of_mean(stand_ins, 0, 1))
+
+    def _variance(self, values: Values) -> float:
+        """Return the variance of Â that is due to S."""
+        if self.threshold is None:
+            return self.variance
+        low, high = (float((values >= one).mean()) for one in self.around)
+        return ((low - high) / 2) ** 2
+
+
+def calibrate(name: str, values: Values, correct: NDArray[Any]) -> Calibration:
+    """Return the calibration of an estimate.
+
+    Parameters
+    ----------
+    name : str
+        A key of `ESTIMATES`.
+    values : [n]
+        Its signal for labelled samples, n at least 1.
+    correct : bool [n]
+        Whether they were predicted correctly.
+    """
+    right = np.asarray(correct, np.float64)
+    if not ESTIMATES[name][1]:
+        return calibrated(right - values)
+    ranked, wrong = np.sort(values), int(len(right) - right.sum())
+    missed = right - (values >= _threshold(ranked, wrong))
+    variance = _variance_of_mean(missed, -1, 1)
+    more = max(1, math.ceil(math.sqrt(variance) * len(right)))
+    around = _threshold(ranked, max(wrong - more, 0)), _threshold(ranked, wrong + more)
+    return Calibration(float(missed.mean()), variance, _threshold(ranked, wrong), around)
+
+
+def calibrated(missed: Values) -> Calibration:
+    """Return the calibration of stand-ins v without a threshold, from c - v in [-1, 1] of labelled samples [n]."""
+    return Calibration(float(missed.mean()), _variance_of_mean(missed, -1, 1))
+
+
+def calibrations(found: Mapping[str, Values], correct: NDArray[Any]) -> dict[str, Calibration]:
+    """Return the calibration of every estimate whose signal is among those of labelled samples (`signals`)."""
+    return {name: calibrate(name, found[one], correct) for name, (one, _) in ESTIMATES.items() if one in found}
+
+
+def estimates(known: Mapping[str, Calibration], found: Mapping[str, Values]) -> dict[str, Estimate]:
+    """Return every calibrated estimate for samples without labels; none without samples."""
+    usable = {name: found[ESTIMATES[name][0]] for name in known if ESTIMATES[name][0] in found}
+    return {name: known[name].estimate(values) for name, values in usable.items() if len(values)}
+
+
+def of_others(others: Sequence[Calibration], values: Values, level: float = LEVEL) -> Estimate:
+    """Return the estimate for a client without labels, by the mean threshold and offset of other clients.
+
+    In the interval, the spread of the estimates by each of them takes the place of the error on S.
+
+    Parameters
+    ----------
+    others : sequence of Calibration
+        Of the same estimate, at least two.
+    values : [m]
+        See `Calibration.estimate`.
+    """
+    each = np.array([one.difference(one.stand_ins(values))[0] for one in others])
+    spread = float(each.var(ddof=1)) * (1 + 1 / len(others))  # of one more client, and of their mean
+    thresholds = [one.threshold for one in others if one.threshold is not None]
+    mean = Calibration(fmean(one.offset for one in others), spread, fmean(thresholds) if thresholds else None)
+    found, error = mean.difference(mean.stand_ins(values))
+    reach = NormalDist().inv_cdf((1 + level) / 2) * error
+    return Estimate(_share(found), _share(found - reach), _share(found + reach))
+
+
 def difference_of_confidences(accuracy: float, before: float, now: float) -> float:
-    """Return the estimated accuracy on samples without labels, in [0, 1].
+    """Return the estimate `doc` from means, in [0, 1].
 
     Parameters
     ----------
@@ -36,4 +222,19 @@ def difference_of_confidences(accuracy: float, before: float, now: float) -> flo
     now : float
         C(T), the mean confidence on the samples without labels.
     """
-    return min(1.0, max(0.0, accuracy - (before - now)))
+    return _share(accuracy - (before - now))
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+def _threshold(ranked: Values, wrong: int) -> float:
+    """Return the score that `wrong` of the rising scores [n] are below; just above all of them where that is n."""
+    return float(ranked[wrong]) if wrong < len(ranked) else float(np.nextafter(ranked[-1], np.inf))
+
+
+def _variance_of_mean(values: Values, low: float, high: float) -> float:
+    """Return the variance of the mean of values [n], one more at `low` and at `high` counted."""
+    more = np.append(values, (low, high))
+    return float(more.var() / len(more))

@@ -1,7 +1,7 @@
 """What a device measures of itself: counts and means, of which `fedtta.messages.replies.Telemetry` consists.
 
     predictions, refusals, latency   `Observation`, since the process began
-    e, confidence                    `Recent`, of one model
+    e, confidence, accuracy          `Recent`, of one model
     drift, guard                     `fedtta.client.agent.guard.Guard`, of one model
 
 Reading waits for no prediction: what is measured of a model is replaced as a whole, never changed in place.
@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.guard import Guard
-from fedtta.client.agent.status import Status
+from fedtta.client.agent.status import CALIBRATED, CALIBRATION, Status
 from fedtta.client.names import SOFTWARE
 from fedtta.messages.record import NAME_LENGTH, printable
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
 from fedtta.settings.versions import versions
-from fedtta.tta.estimates import confidences, difference_of_confidences
+from fedtta.tta.estimates import Calibration, confidences, difference_of_confidences, negative_entropies
 
-#: Images over which the unadapted network's mean confidence is taken.
+#: Images over which the mean confidence of the unadapted network is taken, and the accuracy of predictions estimated.
 CONFIDENCE_WINDOW = WEIGHT_WINDOW
 DISK_SECONDS = 30.0  # for which the size of the state directory is remembered
 
@@ -48,18 +48,21 @@ class Recent:
 
     def __init__(self) -> None:
         self.weights: tuple[float, ...] = ()
-        self._last = self._open = self._confidences = np.empty(0)
+        self._last = self._open = self._confidences = self._scores = np.empty(0)
 
-    def note(self, weights: NDArray[Any] | None, unadapted: NDArray[Any] | None) -> None:
+    def note(self, predicted: NDArray[Any], weights: NDArray[Any] | None, unadapted: NDArray[Any] | None) -> None:
         """Note a batch, in order of arrival.
 
         Parameters
         ----------
+        predicted : [B, K]
+            The probabilities that were returned.
         weights : [B] or None
             e of each image; None for adapters that do not mix the heads.
         unadapted : [B, K] or None
             The unadapted network's probabilities, where they are known.
         """
+        self._scores = np.concatenate((self._scores, negative_entropies(predicted)))[-CONFIDENCE_WINDOW:]
         if weights is not None:
             found = np.clip(weights.astype(np.float64), 0, 1)
             self._last = np.concatenate((self._last, found))[-WEIGHT_WINDOW:]
@@ -81,6 +84,26 @@ class Recent:
         """Return the unadapted network's mean confidence on the last images; None before the window is full."""
         last = self._confidences
         return float(last.mean()) if len(last) == CONFIDENCE_WINDOW else None
+
+    def accuracy(self, check: Mapping[str, float], rounded: Callable[[int, int], int]) -> tuple[float, ...]:
+        """Return the estimated accuracy of the last predictions and its interval; nothing before the window is full.
+
+        It is that by average thresholded confidence, calibrated on what a new adapter predicted at the model's check.
+
+        Parameters
+        ----------
+        check : mapping
+            Figures of the check (`fedtta.client.agent.candidate.Check`).
+        rounded : callable
+            See `fedtta.client.agent.policy.Policy.rounded`: the shares are those of counts of the check's samples.
+        """
+        known = [check.get(f"{CALIBRATED}{name}") for name in CALIBRATION]
+        if len(self._scores) < CONFIDENCE_WINDOW or None in known:
+            return ()
+        total, offset, variance, threshold, *around = map(float, known)  # type: ignore[arg-type]
+        found = Calibration(offset, variance, threshold, (around[0], around[1])).estimate(self._scores)
+        total = round(total)
+        return tuple(rounded(round(one * total), total) / total for one in (found.accuracy, found.low, found.high))
 
 
 class Observation:

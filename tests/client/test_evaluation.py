@@ -11,7 +11,7 @@ import torch
 
 from fedtta import tta
 from fedtta.client import adapters
-from fedtta.client.evaluation import evaluate_row
+from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row
 from fedtta.data import Federation, Stream, check_no_leak, stream
 from fedtta.data.split import Split
 from fedtta.messages.replies import WEIGHT_BINS as BINS
@@ -246,6 +246,66 @@ def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.Monkey
     assert given == [rates["all"], rates["all"], rates["params"]]
     with pytest.raises(ValueError, match="atp needs learned adaptation rates"):
         evaluate_row(Row("atp", "atp", {"adapt": "stats"}), model, None, samples, settings(), rates)
+
+
+@pytest.mark.parametrize("heads", [True, False])
+def test_estimates_are_calibrated_on_a_fresh_adapter_over_labelled_samples(heads: bool) -> None:
+    """Tent learns from a stream: by a loop over two adapters, one a split, and the definition of each estimate."""
+    world, model = federation(), network(norm=True, seed=4)
+    given, row = settings(adapt_batch_size=5), Row("tent", "tent", {"lr": 0.5})
+    x, y = (torch.tensor(one) for one in (world.images.pixels[60:99] / np.float32(255), world.images.labels[60:99]))
+    samples = stream(world, 0, "corrupted", seed=1)
+    known = calibrate_row(row, model, None, Labelled(x, y, heads), given)
+    found = evaluate_row(row, model, None, samples, given, calibrated=known).estimates
+    assert list(found) == ["doc", "atc_confidence", "atc_entropy", *(["heads"] if heads else []), "unadapted"]
+    sets = []
+    for images_ in (x, samples.x):
+        adapter = tta.create("tent", model, lr=0.5)
+        p = torch.cat([adapter.predict(part) for part in images_.split(5)]).double()
+        with torch.no_grad():
+            z = model.features(images_)
+            sets.append((p, model.head(z).argmax(1), model.personal_head(z).argmax(1)))
+    (p, plain, personal), (q, plain_now, personal_now) = sets
+    accuracy = float((p.argmax(1) == y).double().mean())
+    assert 0 < accuracy < 1
+    expected = {
+        "doc": accuracy + float(q.amax(1).mean() - p.amax(1).mean()),
+        "unadapted": accuracy
+        + float((q.argmax(1) == plain_now).double().mean() - (p.argmax(1) == plain).double().mean()),
+    }
+    if heads:
+        agree = [float((one == other).double().mean()) for one, other in ((plain_now, personal_now), (plain, personal))]
+        expected["heads"] = accuracy + agree[0] - agree[1]
+    for name, score in (
+        ("atc_confidence", lambda p: p.amax(1)),
+        ("atc_entropy", lambda p: -torch.special.entr(p).sum(1)),
+    ):
+        threshold = score(p).sort().values[int((p.argmax(1) != y).sum())]
+        expected[name] = float((score(q) >= threshold).double().mean())
+    for name, value in expected.items():
+        assert found[name][0] == pytest.approx(min(1.0, max(0.0, value)), abs=1e-6), name
+        assert found[name][1] <= found[name][0] <= found[name][2]
+
+
+def test_estimates_are_given_where_they_are_asked_for(trained: tuple[Device, Arrays, Arrays]) -> None:
+    """And change no result; methods that see the first samples of a stream see as many of the validation split."""
+    client, arrays, means = trained
+    asked = with_settings(client, estimate_accuracy=True, tune_samples=3)
+    replies = [
+        one.inner.evaluate(one.evaluation(3, Task("t"), arrays, means, ROWS, SHIFTS))
+        for one in (asked, with_settings(client, tune_samples=3))
+    ]
+    for with_them, without in zip(*(reply.results for reply in replies), strict=True):
+        assert (len(with_them.estimates), without.estimates) == (5, {})
+        assert (with_them.correct, with_them.weight_mean) == (without.correct, without.weight_mean)
+    nothing = calibrate_row(
+        ROWS[0], client.model, None, Labelled(images_of(0), torch.empty(0).long(), True), settings()
+    )
+    assert nothing.known == {}
+
+
+def images_of(count: int) -> torch.Tensor:
+    return torch.tensor(images(max(count, 1)).pixels[:count] / np.float32(255))
 
 
 def test_leave_one_out_takes_the_own_share_out(trained: tuple[Device, Arrays, Arrays]) -> None:

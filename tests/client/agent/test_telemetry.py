@@ -214,10 +214,32 @@ def test_the_estimate_is_that_of_the_unadapted_network(agents: Any, adapter: str
     assert now < before
 
 
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_status_tells_the_estimated_accuracy_of_what_was_predicted(agents: Any, guard: bool) -> None:
+    """By a loop over samples: a new adapter on the check's samples in batches of 32, then the last 100 predictions."""
+    agent, fresh = agents(guard=guard), served("fedthe").build()
+    assert agent.status().estimated_accuracy == ()
+    rows = np.concatenate([agent.predict(sample_images(begin, 50)).probabilities for begin in (0, 50, 100)])
+    shown = torch.from_numpy(sample_images(0, 60).astype(np.float32) / np.float32(255))
+    known = torch.cat([fresh.predict(part) for part in shown.split(32)]).numpy()
+
+    def scores(p: np.ndarray) -> list[float]:
+        return [sum(q * np.log(q) for q in row if q > 0) for row in p.astype(np.float64).tolist()]
+
+    wrong = int((known.argmax(1) != labels(0, 60)).sum())
+    assert 0 < wrong < 60
+    threshold = sorted(scores(known))[wrong]
+    expected = sum(one >= threshold for one in scores(rows[-WEIGHT_WINDOW:])) / WEIGHT_WINDOW
+    accuracy, low, high = agent.status().estimated_accuracy
+    assert accuracy == pytest.approx(round(expected * 60) / 60)
+    assert low < accuracy < high or high == 1
+
+
 def test_without_labels_there_is_no_estimate(agents: Any) -> None:
     agent = agents(known=False)
     agent.predict(sample_images(0, 150))
     assert told(agent).estimated_accuracy is None
+    assert agent.status().estimated_accuracy == ()
     assert 0 <= told(agent).drift <= 1
 
 
