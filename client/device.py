@@ -26,7 +26,16 @@ from fedtta.client.algorithms.training import (
     train_personal_head,
     validate,
 )
-from fedtta.client.evaluation import Calibrated, Labelled, Neighbours, calibrate_row, evaluate_row, memorize, memorizes
+from fedtta.client.evaluation import (
+    Calibrated,
+    Labelled,
+    Neighbours,
+    calibrate_row,
+    chooses,
+    evaluate_row,
+    memorize,
+    memorizes,
+)
 from fedtta.client.network import (
     carried_entries,
     head_entries,
@@ -400,6 +409,8 @@ class Device:
         """
         if row.base == "personalised" and self.role == "target":
             raise ValueError(f"base = personalised trains on labels, and {self.name} is a target; use base = global")
+        if chooses(row):
+            raise ValueError(f"{row.adapter} is for evaluations: an agent's state does not hold its candidates")
         private, statistics = self._trained(request)
         algorithm = request.task.algorithm
         if missing := missing_heads(row.adapter, self._algorithm(request.task)):
@@ -486,16 +497,24 @@ class Device:
     def _calibrated(
         self, rows: Sequence[AdapterRow], request: Evaluate, statistics: Statistics | None, *known: Any
     ) -> dict[str, Calibrated]:
-        """Return label → calibrations on the validation split; none where they are not asked for, or it has no labels.
+        """Return label → what the validation split says, of rows that need it or whose accuracy is to be estimated.
 
-        `known`: settings, rates and neighbours, as `calibrate_row` takes them.
+        `known`: settings, rates and neighbours, as `calibrate_row` takes them. A target has no labels for it.
+
+        Raises
+        ------
+        ValueError
+            As `calibrate_row`, or a row needs it and this client is a target.
         """
-        if not self.settings.estimate_accuracy or self.role == "target":
+        asking = [row for row in rows if chooses(row) or (self.settings.estimate_accuracy and self.role != "target")]
+        if not asking:
             return {}
+        if any(chooses(row) for row in asking):
+            self._require_source()
         federation = self.federation.in_round(request.round)
         validation = labelled(federation, federation.splits[self.partition].validation, self.device)
         samples = Labelled(*validation, "personal_head" in self._algorithm(request.task).heads)
-        return {row.label: calibrate_row(row, self.model, statistics, samples, *known) for row in rows}
+        return {row.label: calibrate_row(row, self.model, statistics, samples, *known) for row in asking}
 
     def _trained_on(self, rows: Sequence[AdapterRow], private: Arrays, round: int) -> NDArray[np.int64]:
         """Return the samples that any client trained on, and those that this one uses beside them."""

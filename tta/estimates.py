@@ -1,9 +1,11 @@
-"""Accuracy without labels, of any predictions: four estimates, calibrated on labelled samples, with intervals.
+"""Accuracy without labels, of any predictions: six estimates, calibrated on labelled samples, with intervals.
 
 Saurabh Garg, Sivaraman Balakrishnan, Zachary Lipton, Behnam Neyshabur, Hanie Sedghi: Leveraging Unlabeled Data to
 Predict Out-of-Distribution Performance. ICLR 2022.
 Devin Guillory, Vaishaal Shankar, Sayna Ebrahimi, Trevor Darrell, Ludwig Schmidt: Predicting with Confidence on Unseen
 Distributions. ICCV 2021.
+Marco Saerens, Patrice Latinne, Christine Decaestecker: Adjusting the Outputs of a Classifier to New a Priori
+Probabilities. Neural Computation 14 (2002): the class shares behind `label_shift`.
 
 Each replaces c, whether a sample is predicted correctly, by a stand-in v in [0, 1] that needs no label, and corrects
 its mean on samples T without labels by what it missed on labelled samples S:
@@ -15,14 +17,21 @@ its mean on samples T without labels by what it missed on labelled samples S:
     atc_entropy      v = 1 if Σ_k p_k ln p_k >= t, else 0
     heads            v = 1 where the global and the personal head predict the same class
     unadapted        v = 1 where the prediction is that of the unadapted network
+    label_shift      v = the probability that the unadapted network gives to the predicted class, after the class
+                     shares have been estimated anew from all samples at hand, by expectation maximization
 
 The threshold t is the score below which lies a share of S that equals the error on S. Without ties of scores the
 correction of atc is then 0, as in the paper; samples whose scores tie at t would otherwise all count as right.
 
+`label_shift` is ours. A personal head is as sure of classes that its client has never seen as of others, and the first
+five follow it; the global head, told only which classes there are, does not. It takes the classes to have been equally
+frequent in training.
+
 The interval is for the accuracy of the distribution that T is drawn from, if the estimate's assumption holds there
 (that c - v has the mean that it has on S): Â ± z √(Var(v) / m + Var(c - v) / n), one more sample at either end counted
 in each mean, as Agresti and Caffo (2000) do for a difference of two proportions. For atc the second term is half the
-change of Â between the thresholds of one standard error more and less of errors on S. An assumption that fails is in no
+change of Â between the thresholds of one standard error more and less of errors on S; for label_shift the class shares
+count as known. An assumption that fails is in no
 interval.
 
 Deviations: Â is clipped to [0, 1]; the slope of doc is 1, which the paper also fits on labelled shifts.
@@ -46,10 +55,12 @@ ESTIMATES = {
     "atc_entropy": ("entropy", True),
     "heads": ("heads", False),
     "unadapted": ("unadapted", False),
+    "label_shift": ("judged", False),
 }
 LEVEL = 0.95  # of the intervals
+EM_STEPS, EM_CHANGE = 100, 1e-6  # at most, and the largest change of a share that ends them before
 Values = NDArray[np.float64]
-#: Name → value [n] of each sample.
+#: Name → value [n] of each sample; of "judged", [n, K + 1]: probabilities of the unadapted network, predicted class.
 Signals = dict[str, Values]
 
 
@@ -73,12 +84,15 @@ def signals(
     ----------
     predicted : [B, K]
         Probabilities.
-    unadapted, personal : [B, K] or None
-        Probabilities, or logits, of the unadapted network's global head and of its personal head, where it has one.
+    unadapted : [B, K] or None
+        Probabilities of the unadapted network's global head.
+    personal : [B, K] or None
+        Probabilities or logits of its personal head, where it has one.
     """
     found = {"confidence": confidences(predicted), "entropy": negative_entropies(predicted)}
     if unadapted is not None:
         found["unadapted"] = (predicted.argmax(1) == unadapted.argmax(1)).astype(np.float64)
+        found["judged"] = np.concatenate((unadapted, predicted.argmax(1)[:, None]), 1, dtype=np.float64)
         if personal is not None:
             found["heads"] = (personal.argmax(1) == unadapted.argmax(1)).astype(np.float64)
     return found
@@ -86,7 +100,29 @@ def signals(
 
 def slid(window: Signals, batch: Signals, size: int) -> Signals:
     """Return the last `size` values of a window followed by a batch; both stay as they are."""
-    return {name: np.concatenate((window.get(name, np.empty(0)), values))[-size:] for name, values in batch.items()}
+    return {name: np.concatenate((window.get(name, values[:0]), values))[-size:] for name, values in batch.items()}
+
+
+def with_new_shares(probabilities: NDArray[Any]) -> Values:
+    """Return probabilities [n, K] after the class shares have been estimated anew from all n samples.
+
+    A class that a network trained on equal shares expects with p_k is as likely as p_k q_k, normalized, where the share
+    is q_k; q is the mean of these, which expectation maximization finds, starting from equal shares.
+    """
+    p = np.asarray(probabilities, np.float64)
+    shares, found = np.full(p.shape[1], 1 / p.shape[1]), p
+    for _ in range(EM_STEPS):
+        found = p * shares
+        found /= found.sum(1, keepdims=True)
+        before, shares = shares, found.mean(0)
+        if np.abs(shares - before).max() < EM_CHANGE:
+            break
+    return found
+
+
+def judged(probabilities: NDArray[Any], classes: NDArray[Any]) -> Values:
+    """Return the probability [n] of each predicted class [n], given `with_new_shares` [n, K]."""
+    return np.take_along_axis(probabilities, np.asarray(classes, np.int64)[:, None], 1)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -120,8 +156,8 @@ class Calibration:
     around: tuple[float, float] = (0.0, 0.0)
 
     def stand_ins(self, values: Values) -> Values:
-        """Return v [m] of signals [m]."""
-        return values if self.threshold is None else (values >= self.threshold).astype(np.float64)
+        """Return v [m] of signals [m], or [m, K + 1] (`Signals`)."""
+        return _without_threshold(values) if self.threshold is None else (values >= self.threshold).astype(np.float64)
 
     def estimate(self, values: Values, level: float = LEVEL) -> Estimate:
         """Return the estimated accuracy on samples without labels.
@@ -133,14 +169,17 @@ class Calibration:
         level : float
             Of the interval, in (0, 1).
         """
-        mean, error = self.difference(self.stand_ins(values), self._variance(values))
+        mean, error = self.corrected(self.stand_ins(values), self._variance(values))
         reach = NormalDist().inv_cdf((1 + level) / 2) * error
         return Estimate(_share(mean), _share(mean - reach), _share(mean + reach))
 
-    def difference(self, stand_ins: Values, variance: float | None = None) -> tuple[float, float]:
-        """Return the mean of v [m] over T, corrected by the offset, and its standard error; neither is clipped."""
+    def corrected(self, stand_ins: Values, variance: float | None = None, least: float = 0) -> tuple[float, float]:
+        """Return the mean of v [m] over T, corrected by the offset, and its standard error; neither is clipped.
+
+        `variance` is that due to S, if it is not the offset's; `least` the smallest value that v may have.
+        """
         own = self.variance if variance is None else variance
-        return float(stand_ins.mean()) + self.offset, math.sqrt(own + _variance_of_mean(stand_ins, 0, 1))
+        return float(stand_ins.mean()) + self.offset, math.sqrt(own + _variance_of_mean(stand_ins, least, 1))
 
     def _variance(self, values: Values) -> float:
         """Return the variance of Â that is due to S."""
@@ -164,7 +203,7 @@ def calibrate(name: str, values: Values, correct: NDArray[Any]) -> Calibration:
     """
     right = np.asarray(correct, np.float64)
     if not ESTIMATES[name][1]:
-        return calibrated(right - values)
+        return calibrated(right - _without_threshold(values))
     ranked, wrong = np.sort(values), int(len(right) - right.sum())
     missed = right - (values >= _threshold(ranked, wrong))
     variance = _variance_of_mean(missed, -1, 1)
@@ -173,9 +212,17 @@ def calibrate(name: str, values: Values, correct: NDArray[Any]) -> Calibration:
     return Calibration(float(missed.mean()), variance, _threshold(ranked, wrong), around)
 
 
-def calibrated(missed: Values) -> Calibration:
-    """Return the calibration of stand-ins v without a threshold, from c - v in [-1, 1] of labelled samples [n]."""
-    return Calibration(float(missed.mean()), _variance_of_mean(missed, -1, 1))
+def calibrated(missed: Values, least: float = -1) -> Calibration:
+    """Return the calibration of stand-ins v without a threshold.
+
+    Parameters
+    ----------
+    missed : [n]
+        c - v of labelled samples.
+    least : float
+        The smallest value that it may have; the largest is the same with the other sign.
+    """
+    return Calibration(float(missed.mean()), _variance_of_mean(missed, least, -least))
 
 
 def calibrations(found: Mapping[str, Values], correct: NDArray[Any]) -> dict[str, Calibration]:
@@ -201,11 +248,11 @@ def of_others(others: Sequence[Calibration], values: Values, level: float = LEVE
     values : [m]
         See `Calibration.estimate`.
     """
-    each = np.array([one.difference(one.stand_ins(values))[0] for one in others])
+    each = np.array([one.corrected(one.stand_ins(values))[0] for one in others])
     spread = float(each.var(ddof=1)) * (1 + 1 / len(others))  # of one more client, and of their mean
     thresholds = [one.threshold for one in others if one.threshold is not None]
     mean = Calibration(fmean(one.offset for one in others), spread, fmean(thresholds) if thresholds else None)
-    found, error = mean.difference(mean.stand_ins(values))
+    found, error = mean.corrected(mean.stand_ins(values))
     reach = NormalDist().inv_cdf((1 + level) / 2) * error
     return Estimate(_share(found), _share(found - reach), _share(found + reach))
 
@@ -223,6 +270,11 @@ def difference_of_confidences(accuracy: float, before: float, now: float) -> flo
         C(T), the mean confidence on the samples without labels.
     """
     return _share(accuracy - (before - now))
+
+
+def _without_threshold(values: Values) -> Values:
+    """Return v [m] of an estimate that has no threshold."""
+    return judged(with_new_shares(values[:, :-1]), values[:, -1]) if values.ndim == 2 else values
 
 
 def _share(value: float) -> float:
