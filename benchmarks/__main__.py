@@ -11,7 +11,7 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
-from fedtta.benchmarks import poisoning, privacy
+from fedtta.benchmarks import estimates, poisoning, privacy
 from fedtta.benchmarks.gpu import command as gpu
 from fedtta.benchmarks.speed import command as speed
 from fedtta.benchmarks.speed import fleet
@@ -28,6 +28,7 @@ COMMANDS = {
     "fleet": (fleet, "many light devices: our server beside Flower's own FedAvg"),
     "poisoning": (poisoning, "measure what poisoners among ten clients cost the others"),
     "privacy": (privacy, "what messages tell of a client's class mix, and what hiding it costs"),
+    "estimates": (estimates, "accuracy estimated without labels, and the adapter that chooses by it"),
     "methods": (methods, "every method: what it trains, adapts, needs and costs at test time"),
 }
 

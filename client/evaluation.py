@@ -174,8 +174,8 @@ def calibrate_row(
     candidates = choose_from(row, samples, *known) if chooses(row) else None
     if not settings.estimate_accuracy or not len(samples.y):
         return Calibrated({}, samples.heads, candidates)
-    predicted, correct = _predicted(row, samples, *known, candidates)
-    found = _signals(model, samples.x, predicted, samples.heads)
+    predicted, correct = predicted_by(row, samples, *known, candidates)
+    found = signals_of(model, samples.x, predicted, samples.heads)
     return Calibrated(calibrations(found, correct), samples.heads, candidates)
 
 
@@ -210,7 +210,7 @@ def choose_from(row: AdapterRow, samples: Labelled, model: TwoHead, *known: Any)
     def maker(one: AdapterRow) -> Callable[[Any], Adapter]:
         return lambda network: make_adapter(one, network, settings, statistics, *more)
 
-    found = {name: _predicted(one, samples, model, statistics, settings, *more) for name, one in rows.items()}
+    found = {name: predicted_by(one, samples, model, statistics, settings, *more) for name, one in rows.items()}
     predicted = {name: to_host(torch.cat(parts)) for name, (parts, _) in found.items()}
     makers = {name: maker(one) for name, one in rows.items()}
     return calibrate_candidates(makers, predicted, {name: correct for name, (_, correct) in found.items()})
@@ -224,7 +224,7 @@ def _usual(model: TwoHead) -> list[str]:
     return [name for name in USUAL if not info(name).needs & lacking]
 
 
-def _predicted(
+def predicted_by(
     row: AdapterRow,
     samples: Labelled,
     model: TwoHead,
@@ -245,12 +245,12 @@ def _predicted(
 
 def _estimates(calibrated: Calibrated, model: TwoHead, x: Rows, predicted: list[Tensor]) -> dict[str, list[float]]:
     """Return name → [accuracy, low, high], from predictions of x alone."""
-    found = estimates(calibrated.known, _signals(model, x, predicted, calibrated.heads))
+    found = estimates(calibrated.known, signals_of(model, x, predicted, calibrated.heads))
     return {name: [one.accuracy, one.low, one.high] for name, one in found.items()}
 
 
 @torch.no_grad()
-def _signals(model: TwoHead, x: Rows, predicted: list[Tensor], heads: bool) -> Signals:
+def signals_of(model: TwoHead, x: Rows, predicted: list[Tensor], heads: bool) -> Signals:
     """Return the signals of samples x [n, ...] that were predicted, and run the unadapted network on them."""
     model.eval()
     ends = np.cumsum([len(part) for part in predicted]).tolist()

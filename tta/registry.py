@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedtta.tta.auto import Candidate
     from fedtta.tta.base import Adapter
     from fedtta.tta.knn_per import Datastore
     from fedtta.tta.statistics import Statistics
@@ -91,7 +90,7 @@ def create(
     statistics: Statistics | None = None,
     rates: Mapping[str, float] | None = None,
     datastore: Datastore | None = None,
-    candidates: Mapping[str, Candidate] | None = None,
+    candidates: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Adapter:
     """Return a new adapter.
@@ -109,7 +108,7 @@ def create(
     datastore : Datastore or None
         The client's memorised samples, if the adapter needs them.
     candidates : mapping or None
-        What the adapter chooses from, if it needs that.
+        What the adapter chooses from, if it needs that: name → `fedtta.tta.auto.Candidate`.
     **options
         Arguments of the class; see `Adapter.options`.
 
