@@ -279,6 +279,7 @@ def kept() -> dict[str, str]:
 
     The one place that depends on how `benchmarks` keeps and draws its results.
     """
+    from fedtta.benchmarks.estimates import estimates_page, read_estimates
     from fedtta.benchmarks.gpu import command as gpu
     from fedtta.benchmarks.poisoning import poisoning_page, read_poisoning
     from fedtta.benchmarks.speed import command, fleet
@@ -293,6 +294,7 @@ def kept() -> dict[str, str]:
     found["fleet"] = [f"# Fleet\n{command.tables_of(command.read_speed(RESULTS / fleet.FILE)).replace('## ', '### ')}"]
     found["gpu"] = [gpu.gpu_page(gpu.read_gpu(RESULTS / gpu.FILE))]
     found["poisoning"] = [poisoning_page(read_poisoning())]
+    found["estimates"] = [estimates_page(read_estimates())]
     for path in sorted(RESULTS.rglob("*.safetensors.json")):
         name = path.stem.removesuffix(".safetensors") if path.parent == RESULTS else path.parent.name
         label = f"## Kept arrays: {path.stem}\n\n{as_markdown(json.loads(path.read_text()), 3)}"

@@ -458,6 +458,10 @@ def test_every_kept_result_is_on_a_page() -> None:
             assert all(f"`{label}`" in kept[content["protocol"]] for label in content["rows"]), path
         elif path.name == "poisoning.json":
             assert all(f"| {run['case']['attack']} |" in kept["poisoning"] for run in content["measured"])
+        elif path.name == "estimates.json":
+            assert all(
+                f"| {adapter} | {row['average']} |" in kept["estimates"] for adapter, row in content["adapters"].items()
+            )
         elif path.stem in ("speed", "fleet"):
             assert all(f"{row['what']} |" in kept[path.stem] for part in content.values() for row in part["ratios"])
         elif path.name == "gpu.json":

@@ -224,7 +224,18 @@ def test_list_names_protocols_and_cells(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_seeds() -> None:
     assert (seeds_of("3"), seeds_of("3,1"), seeds_of("2-4"), seeds_of("5-5")) == ([1, 2, 3], [3, 1], [2, 3, 4], [5])
-    assert list(COMMANDS) == ["list", "run", "page", "speed", "gpu", "fleet", "poisoning", "privacy", "methods"]
+    assert list(COMMANDS) == [
+        "list",
+        "run",
+        "page",
+        "speed",
+        "gpu",
+        "fleet",
+        "poisoning",
+        "privacy",
+        "estimates",
+        "methods",
+    ]
 
 
 @pytest.mark.parametrize(
