@@ -11,11 +11,11 @@ os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # read when Flower is impo
 
 from rich.console import Console
 
-from fedtta.benchmarks import estimates, poisoning, privacy
+from fedtta.benchmarks import poisoning, privacy
 from fedtta.benchmarks.gpu import command as gpu
 from fedtta.benchmarks.speed import command as speed
 from fedtta.benchmarks.speed import fleet
-from fedtta.benchmarks.tables import engine, index, methods, pages
+from fedtta.benchmarks.tables import engine, estimates, index, methods, pages
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
 

@@ -279,10 +279,10 @@ def kept() -> dict[str, str]:
 
     The one place that depends on how `benchmarks` keeps and draws its results.
     """
-    from fedtta.benchmarks.estimates import estimates_page, read_estimates
     from fedtta.benchmarks.gpu import command as gpu
     from fedtta.benchmarks.poisoning import poisoning_page, read_poisoning
     from fedtta.benchmarks.speed import command, fleet
+    from fedtta.benchmarks.tables.estimates import estimates_page, read_estimates
     from fedtta.benchmarks.tables.pages import protocol_page
     from fedtta.benchmarks.tables.protocol import read_protocol
     from fedtta.benchmarks.tables.results import read_results_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fedtta.benchmarks import estimates
 from fedtta.benchmarks.__main__ import main
-from fedtta.benchmarks.estimates import estimates_page, read_estimates, summary
+from fedtta.benchmarks.tables import estimates
+from fedtta.benchmarks.tables.estimates import estimates_page, read_estimates, summary
 from fedtta.settings import SettingsError
 from fedtta.tta.estimates import ESTIMATES
 
