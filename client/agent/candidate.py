@@ -27,7 +27,7 @@ from fedtta.client.agent.status import CALIBRATED, CALIBRATION
 from fedtta.client.served import ServedModel
 from fedtta.models.arrays import array_finite
 from fedtta.tta.arrays import to_host, untracked
-from fedtta.tta.estimates import calibrate, confidences, negative_entropies
+from fedtta.tta.estimates import calibrate, confidences, signals
 
 if TYPE_CHECKING:
     from fedtta.client.device import Device
@@ -142,7 +142,7 @@ def check(
     if labels is not None:
         reference = _shares(labels, new.shape[1])
         figures["accuracy"] = float((new.argmax(1) == labels).mean())
-        figures |= _calibration(adapted, labels[shown])
+        figures |= _calibration(adapted, new[shown], labels[shown])
     reasons = [_one_class(new, reference, limits, candidate.classes, figures)]
     if old is not None:
         figures["agreement"] = float((new.argmax(1) == old.argmax(1)).mean())
@@ -180,11 +180,12 @@ def _adapted(served: ServedModel, pixels: NDArray[Any]) -> NDArray[np.float32]:
     return np.concatenate([to_host(adapter.predict(part)) for part in parts])
 
 
-def _calibration(adapted: NDArray[np.float32], labels: NDArray[np.int64]) -> dict[str, float]:
+def _calibration(
+    adapted: NDArray[np.float32], plain: NDArray[np.float32], labels: NDArray[np.int64]
+) -> dict[str, float]:
     """Return the figures that calibrate the estimated accuracy of adapted predictions (`Recent.accuracy`)."""
-    found = calibrate("atc_entropy", negative_entropies(adapted), adapted.argmax(1) == labels)
-    assert found.threshold is not None
-    values = float(len(labels)), found.offset, found.variance, found.threshold, *found.around
+    found = calibrate("label_shift", signals(adapted, plain)["judged"], adapted.argmax(1) == labels)
+    values = float(len(labels)), found.offset, found.variance
     return {f"{CALIBRATED}{name}": value for name, value in zip(CALIBRATION, values, strict=True)}
 
 

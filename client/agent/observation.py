@@ -29,7 +29,14 @@ from fedtta.client.names import SOFTWARE
 from fedtta.messages.record import NAME_LENGTH, printable
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
 from fedtta.settings.versions import versions
-from fedtta.tta.estimates import Calibration, confidences, difference_of_confidences, negative_entropies
+from fedtta.tta.estimates import (
+    Calibration,
+    Signals,
+    confidences,
+    difference_of_confidences,
+    signals,
+    slid,
+)
 
 #: Images over which the mean confidence of the unadapted network is taken, and the accuracy of predictions estimated.
 CONFIDENCE_WINDOW = WEIGHT_WINDOW
@@ -48,7 +55,8 @@ class Recent:
 
     def __init__(self) -> None:
         self.weights: tuple[float, ...] = ()
-        self._last = self._open = self._confidences = self._scores = np.empty(0)
+        self._last = self._open = self._confidences = np.empty(0)
+        self._judged: Signals = {}
 
     def note(self, predicted: NDArray[Any], weights: NDArray[Any] | None, unadapted: NDArray[Any] | None) -> None:
         """Note a batch, in order of arrival.
@@ -62,7 +70,6 @@ class Recent:
         unadapted : [B, K] or None
             The unadapted network's probabilities, where they are known.
         """
-        self._scores = np.concatenate((self._scores, negative_entropies(predicted)))[-CONFIDENCE_WINDOW:]
         if weights is not None:
             found = np.clip(weights.astype(np.float64), 0, 1)
             self._last = np.concatenate((self._last, found))[-WEIGHT_WINDOW:]
@@ -72,6 +79,8 @@ class Recent:
             self.weights, self._open = (*self.weights, *means)[-WEIGHTS_KEPT:], waiting[whole:]
         if unadapted is not None:
             self._confidences = np.concatenate((self._confidences, confidences(unadapted)))[-CONFIDENCE_WINDOW:]
+            judged = {"judged": signals(predicted, unadapted)["judged"]}
+            self._judged = slid(self._judged, judged, CONFIDENCE_WINDOW)
 
     @property
     def weight(self) -> float | None:
@@ -88,7 +97,7 @@ class Recent:
     def accuracy(self, check: Mapping[str, float], rounded: Callable[[int, int], int]) -> tuple[float, ...]:
         """Return the estimated accuracy of the last predictions and its interval; nothing before the window is full.
 
-        It is that by average thresholded confidence, calibrated on what a new adapter predicted at the model's check.
+        It is `label_shift` (`fedtta.tta.estimates`), calibrated on what a new adapter predicted at the model's check.
 
         Parameters
         ----------
@@ -97,12 +106,12 @@ class Recent:
         rounded : callable
             See `fedtta.client.agent.policy.Policy.rounded`: the shares are those of counts of the check's samples.
         """
-        known = [check.get(f"{CALIBRATED}{name}") for name in CALIBRATION]
-        if len(self._scores) < CONFIDENCE_WINDOW or None in known:
+        known = [check[key] for name in CALIBRATION if (key := f"{CALIBRATED}{name}") in check]
+        window = self._judged.get("judged", np.empty(0))
+        if len(window) < CONFIDENCE_WINDOW or len(known) < len(CALIBRATION):
             return ()
-        total, offset, variance, threshold, *around = map(float, known)  # type: ignore[arg-type]
-        found = Calibration(offset, variance, threshold, (around[0], around[1])).estimate(self._scores)
-        total = round(total)
+        samples, offset, variance = known
+        found, total = Calibration(offset, variance).estimate(window), round(samples)
         return tuple(rounded(round(one * total), total) / total for one in (found.accuracy, found.low, found.high))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 #: Figures of a model's check that calibrate the estimated accuracy, which only a program reads: prefix and names.
-CALIBRATED, CALIBRATION = "atc_", ("samples", "offset", "variance", "threshold", "low", "high")
+CALIBRATED, CALIBRATION = "adapted_", ("samples", "offset", "variance")
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,9 @@ class FakeAgent:
         return Saved("3", "run/ce/3/abcd", 0)
 
     def models(self) -> list[tuple[Model, list[str]]]:
-        old = Model("1", "aa" * 32, "run/ce/3", "kept", 60.0, 60.0, "rolled back", {"accuracy": 0.5, "atc_offset": 0.0})
+        old = Model(
+            "1", "aa" * 32, "run/ce/3", "kept", 60.0, 60.0, "rolled back", {"accuracy": 0.5, "adapted_offset": 0.0}
+        )
         return [(old, ["1", "2"]), (Model("2", "bb" * 32, "run/ce/4", "candidate", 120.0), [])]
 
     def approve(self, version: str = "") -> Changed:

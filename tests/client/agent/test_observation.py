@@ -139,23 +139,24 @@ def test_the_estimate_tells_no_more_of_the_labels_than_a_rounded_count() -> None
         assert told == pytest.approx(min(61, 5 * math.floor(correct / 5 + 0.5)))
 
 
-CALIBRATION = {"samples": 40.0, "offset": 0.0, "variance": 0.004, "threshold": -0.5, "low": -0.6, "high": -0.4}
-
-
-def test_the_accuracy_of_predictions_is_the_share_above_the_threshold() -> None:
-    """Of the last images alone: the first ones are sure, and no longer in the window."""
-    check, recent = {f"atc_{name}": value for name, value in CALIBRATION.items()}, Recent()
-    rows = np.tile([0.6, 0.4], (CONFIDENCE_WINDOW, 1))  # -0.673 nats
-    rows[: CONFIDENCE_WINDOW // 4] = [0.99, 0.01]  # -0.056 nats
-    recent.note(np.tile([1.0, 0.0], (50, 1)), None, None)
+def test_the_accuracy_of_predictions_is_what_the_unadapted_network_thinks_of_them() -> None:
+    """Of the last images: two classes equally often, so that new shares change nothing; one in four is not its own."""
+    check = {"adapted_samples": 40.0, "adapted_offset": 0.05, "adapted_variance": 0.004}
+    plain = np.tile([[0.9, 0.1], [0.1, 0.9]], (CONFIDENCE_WINDOW // 2, 1))
+    predicted, recent = plain.copy(), Recent()
+    predicted[::4] = predicted[::4, ::-1]
+    recent.note(plain[:50], None, plain[:50])
     assert recent.accuracy(check, lambda count, total: count) == ()
-    recent.note(rows, None, None)
+    recent.note(predicted, None, plain)
     accuracy, low, high = recent.accuracy(check, lambda count, total: count)
-    assert accuracy == 0.25
-    error = math.sqrt(np.repeat([0.0, 1.0], [76, 26]).var() / 102)
-    assert (low, high) == (round(40 * (0.25 - 1.96 * error)) / 40, round(40 * (0.25 + 1.96 * error)) / 40)
-    assert recent.accuracy(check, Policy(**{"count_step": 5}).rounded) == (0.25, 0.125, 0.375)
+    assert accuracy == 0.75  # 0.05 + (3 · 0.9 + 0.1) / 4
+    seen = [*[0.9] * 75, *[0.1] * 25, 0, 1]
+    error = math.sqrt(0.004 + np.var(seen) / 102)
+    assert (low, high) == (round(40 * (0.75 - 1.96 * error)) / 40, round(40 * (0.75 + 1.96 * error)) / 40)
+    assert recent.accuracy(check, Policy(count_step=5).rounded) == (0.75, 0.625, 0.875)
     assert recent.accuracy({"accuracy": 0.5}, lambda count, total: count) == ()
+    recent.note(predicted, None, None)  # without the unadapted network nothing is known of these
+    assert recent.accuracy(check, lambda count, total: count) == (accuracy, low, high)
 
 
 def test_the_disk_is_looked_at_now_and_then(tmp_path: Path) -> None:

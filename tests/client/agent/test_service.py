@@ -76,7 +76,7 @@ def test_models_and_what_becomes_of_them(agent: Any) -> None:
     old, new = stub.Models(pb.ModelsRequest(), timeout=TIMEOUT).models
     assert old == pb.Model(
         version="run/ce/3/aaaaaaaa", state="kept", origin="run/ce/3", time=60.0, reason="rolled back",
-        check={"accuracy": 0.5, "atc_offset": 0.0}, snapshots=["1", "2"],
+        check={"accuracy": 0.5, "adapted_offset": 0.0}, snapshots=["1", "2"],
     )  # fmt: skip
     assert (new.version, new.state) == ("run/ce/4/bbbbbbbb", "candidate")
     for call, reply in (
