@@ -220,7 +220,7 @@ def _compared(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         found[name] = {
             "over none": _points(gains),
             "worst client over none": _points([min(gains)]),
-            "clients more than 1 below none": sum(gain < -0.01 for gain in gains),
+            "clients more than 1 below none": sum(gain < -0.01 - 1e-9 for gain in gains),
             "clients": len(gains),
             "best fixed": best,
             "below the best": round(accuracies[best][name] - accuracies[AUTO][name], 2),
