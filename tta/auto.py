@@ -11,7 +11,8 @@ the candidate with the largest
 
     gain(a) - caution · its standard error,
 
-and "none" where that is not above `margin` for any: it takes evidence to leave "none".
+and "none" where that is not above `margin` for any: it takes evidence to leave "none". The unadapted network is the
+judge: where it is hardly better than chance, so is the choice, and nothing here finds that out.
 
 1. Probe: over W samples all candidates predict. The choice is made anew after each batch, and from that batch on its
    predictions are the choice's; no later sample is looked at.
