@@ -15,7 +15,7 @@ from fedtta.benchmarks import poisoning, privacy
 from fedtta.benchmarks.gpu import command as gpu
 from fedtta.benchmarks.speed import command as speed
 from fedtta.benchmarks.speed import fleet
-from fedtta.benchmarks.tables import drift, engine, index, methods, pages
+from fedtta.benchmarks.tables import drift, engine, estimates, index, methods, pages
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
 
@@ -29,6 +29,7 @@ COMMANDS = {
     "poisoning": (poisoning, "measure what poisoners among ten clients cost the others"),
     "privacy": (privacy, "what messages tell of a client's class mix, and what hiding it costs"),
     "drift": (drift, "measure delay and false alarms of the drift test on streams that switch"),
+    "estimates": (estimates, "accuracy estimated without labels, and the adapter that chooses by it"),
     "methods": (methods, "every method: what it trains, adapts, needs and costs at test time"),
 }
 

@@ -13,6 +13,7 @@ from fedtta.tta.registry import create, info
 if TYPE_CHECKING:
     from fedtta.models import TwoHead
     from fedtta.models.exported import ExportedNetwork
+    from fedtta.tta.auto import Candidate
     from fedtta.tta.knn_per import Datastore, KNNPer
 
 
@@ -34,6 +35,7 @@ def make_adapter(
     statistics: Statistics | None = None,
     rates: Mapping[str, Mapping[str, float]] | None = None,
     neighbours: Memorized | None = None,
+    candidates: Mapping[str, Candidate] | None = None,
     **given: Any,
 ) -> Adapter:
     """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.
@@ -50,9 +52,8 @@ def make_adapter(
     applied = {name: value for name, value in given.items() if name in declared_options}
     options = {**_defaults(row, settings), **applied, **row.options}
     network: Any = model  # of the adapters that take an `ExportedNetwork`, none asks for more than it has
-    adapter = create(
-        row.adapter, network, statistics, variant_rates, neighbours.store if neighbours else None, **options
-    )
+    store = neighbours.store if neighbours else None
+    adapter = create(row.adapter, network, statistics, variant_rates, store, candidates, **options)
     if neighbours is not None and "weight" not in row.options:
         from fedtta.tta.knn_per import KNNPer
 

@@ -26,7 +26,16 @@ from fedtta.client.algorithms.training import (
     train_personal_head,
     validate,
 )
-from fedtta.client.evaluation import Neighbours, evaluate_row, memorize, memorizes
+from fedtta.client.evaluation import (
+    Calibrated,
+    Labelled,
+    Neighbours,
+    calibrate_row,
+    chooses,
+    evaluate_row,
+    memorize,
+    memorizes,
+)
 from fedtta.client.network import (
     carried_entries,
     head_entries,
@@ -379,9 +388,12 @@ class Device:
             if rows and base == "personalised":
                 self._personalize(request, private)
             neighbours = self._neighbours(rows, request.round)
+            known = self.settings, rates, neighbours
+            calibrated = self._calibrated(rows, request, statistics, *known)
             for samples in streams:
                 for row in rows:
-                    results.append(evaluate_row(row, self.model, statistics, samples, self.settings, rates, neighbours))
+                    own = calibrated.get(row.label)
+                    results.append(evaluate_row(row, self.model, statistics, samples, *known, own))
         used = self._trained_on(request.rows, private, request.round)
         checked = sum(len(samples.y) for samples in streams)
         leaked = sum(int(self.federation.among(samples.index, used).sum()) for samples in streams)
@@ -397,6 +409,8 @@ class Device:
         """
         if row.base == "personalised" and self.role == "target":
             raise ValueError(f"base = personalised trains on labels, and {self.name} is a target; use base = global")
+        if chooses(row):
+            raise ValueError(f"{row.adapter} is for evaluations: an agent's state does not hold its candidates")
         private, statistics = self._trained(request)
         algorithm = request.task.algorithm
         if missing := missing_heads(row.adapter, self._algorithm(request.task)):
@@ -479,6 +493,28 @@ class Device:
             return None
         self._require_source()
         return memorize(self.model, self.federation.in_round(round), self.partition, self.settings, self.device)
+
+    def _calibrated(
+        self, rows: Sequence[AdapterRow], request: Evaluate, statistics: Statistics | None, *known: Any
+    ) -> dict[str, Calibrated]:
+        """Return label → what the validation split says, of rows that need it or whose accuracy is to be estimated.
+
+        `known`: settings, rates and neighbours, as `calibrate_row` takes them. A target has no labels for it.
+
+        Raises
+        ------
+        ValueError
+            As `calibrate_row`, or a row needs it and this client is a target.
+        """
+        asking = [row for row in rows if chooses(row) or (self.settings.estimate_accuracy and self.role != "target")]
+        if not asking:
+            return {}
+        if any(chooses(row) for row in asking):
+            self._require_source()
+        federation = self.federation.in_round(request.round)
+        validation = labelled(federation, federation.splits[self.partition].validation, self.device)
+        samples = Labelled(*validation, "personal_head" in self._algorithm(request.task).heads)
+        return {row.label: calibrate_row(row, self.model, statistics, samples, *known) for row in asking}
 
     def _trained_on(self, rows: Sequence[AdapterRow], private: Arrays, round: int) -> NDArray[np.int64]:
         """Return the samples that any client trained on, and those that this one uses beside them."""

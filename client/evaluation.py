@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from fedtta.client.adapters import make_adapter
 from fedtta.client.algorithms.training import labelled
@@ -22,6 +23,10 @@ from fedtta.models import TwoHead
 from fedtta.models.accelerator import clock
 from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
+from fedtta.tta.arrays import to_host
+from fedtta.tta.auto import NONE, USUAL, Candidate, calibrate_candidates
+from fedtta.tta.estimates import Calibration, Signals, calibrations, estimates, signals
+from fedtta.tta.heads import two_heads
 from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
 from fedtta.tta.registry import info
 
@@ -54,6 +59,42 @@ class Neighbours:
         return choose_weight(votes, heads, self.y)
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """A client's samples that estimates of accuracy are calibrated on.
+
+    Parameters
+    ----------
+    x, y : Tensor [n, C, H, W], [n]
+        The validation split.
+    heads : bool
+        Whether the client has trained a personal head, so that agreement of the heads says something.
+    """
+
+    x: Rows
+    y: Tensor
+    heads: bool
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What labelled samples say about a row.
+
+    Parameters
+    ----------
+    known : dict
+        The calibrations of its estimates by name (`fedtta.tta.estimates`); empty where they are not asked for.
+    heads : bool
+        See `Labelled`.
+    candidates : dict or None
+        What its adapter chooses from, if it needs that (`fedtta.tta.auto`).
+    """
+
+    known: dict[str, Calibration]
+    heads: bool = False
+    candidates: dict[str, Candidate] | None = None
+
+
 def memorizes(row: AdapterRow) -> bool:
     """Return whether a row's adapter needs the client's memorized samples."""
     return "datastore" in info(row.adapter).needs
@@ -79,12 +120,12 @@ def evaluate_row(
     settings: Settings,
     rates: Mapping[str, Mapping[str, float]] | None = None,
     neighbours: Neighbours | None = None,
+    calibrated: Calibrated | None = None,
 ) -> EvaluationResult:
-    """Predict a stream in order with a fresh adapter and count correct predictions."""
-    total = len(samples.y)
-    if "gradients" in info(row.adapter).needs and settings.tune_samples:
-        total = min(total, settings.tune_samples)
-    adapter = make_adapter(row, model, settings, statistics, rates, neighbours)
+    """Predict a stream in order with a fresh adapter and count correct predictions; estimate accuracy if asked to."""
+    total, estimated = _count(row, len(samples.y), settings), bool(calibrated and calibrated.known)
+    candidates = calibrated.candidates if calibrated else None
+    adapter = make_adapter(row, model, settings, statistics, rates, neighbours, candidates)
     adapter.reset()
     size = _batch_size(adapter, settings, total)
     device = next(model.parameters()).device
@@ -94,7 +135,7 @@ def evaluate_row(
         stop = min(begin + size, total)
         probabilities = adapter.predict(samples.x[begin:stop])
         right += (probabilities.argmax(1) == samples.y[begin:stop]).sum()
-        if METRICS:
+        if METRICS or estimated:
             predicted.append(probabilities)
     correct = int(right)  # the only wait for a GPU that evaluation adds
     seconds = clock(device) - start
@@ -107,7 +148,121 @@ def evaluate_row(
         seconds=seconds,
         **_weights(adapter, info(row.adapter).needs),
         metrics={name: float(metric(torch.cat(predicted).cpu(), labels)) for name, metric in METRICS.items() if total},
+        estimates=_estimates(calibrated, model, samples.x, predicted) if calibrated and estimated and total else {},
     )
+
+
+def calibrate_row(
+    row: AdapterRow,
+    model: TwoHead,
+    statistics: Statistics | None,
+    samples: Labelled,
+    settings: Settings,
+    rates: Mapping[str, Mapping[str, float]] | None = None,
+    neighbours: Neighbours | None = None,
+) -> Calibrated:
+    """Calibrate what a row needs on labelled samples, and its estimates if the settings ask for them.
+
+    Both go by what a fresh adapter predicts for the samples as a stream. There are no estimates without samples.
+
+    Raises
+    ------
+    ValueError
+        The row's adapter chooses among candidates, and there are no samples, or a candidate does not fit.
+    """
+    known = model, statistics, settings, rates, neighbours
+    candidates = choose_from(row, samples, *known) if chooses(row) else None
+    if not settings.estimate_accuracy or not len(samples.y):
+        return Calibrated({}, samples.heads, candidates)
+    predicted, correct = predicted_by(row, samples, *known, candidates)
+    found = signals_of(model, samples.x, predicted, samples.heads)
+    return Calibrated(calibrations(found, correct), samples.heads, candidates)
+
+
+def chooses(row: AdapterRow) -> bool:
+    """Return whether a row's adapter chooses among others, which are calibrated on labelled samples."""
+    return "candidates" in info(row.adapter).needs
+
+
+def choose_from(row: AdapterRow, samples: Labelled, model: TwoHead, *known: Any) -> dict[str, Candidate]:
+    """Return the calibrated candidates of a row's adapter, each with default options.
+
+    Parameters
+    ----------
+    known
+        Statistics, settings, rates and neighbours, as `make_adapter` needs them.
+
+    Raises
+    ------
+    ValueError
+        There are no samples, or a candidate that the row names does not fit.
+    """
+    if not len(samples.y):
+        raise ValueError(f"{row.label}: this client has no validation samples to calibrate candidates on")
+    statistics, settings, *more = known
+    settings = settings.replace(tune_samples=0)  # all candidates see the same samples
+    named = [name for name in str(row.options.get("among", "")).split("+") if name]
+    names = dict.fromkeys((NONE, *named)) if named else _usual(model)
+    rows = {name: AdapterRow(name, name, {"record": False}) for name in names}
+    if nested := [name for name, one in rows.items() if chooses(one)]:
+        raise ValueError(f"{row.label}: {nested[0]} cannot be a candidate")
+
+    def maker(one: AdapterRow) -> Callable[[Any], Adapter]:
+        return lambda network: make_adapter(one, network, settings, statistics, *more)
+
+    found = {name: predicted_by(one, samples, model, statistics, settings, *more) for name, one in rows.items()}
+    predicted = {name: to_host(torch.cat(parts)) for name, (parts, _) in found.items()}
+    makers = {name: maker(one) for name, one in rows.items()}
+    return calibrate_candidates(makers, predicted, {name: correct for name, (_, correct) in found.items()})
+
+
+def _usual(model: TwoHead) -> list[str]:
+    """Return the default candidates that fit a network."""
+    lacking = {"nonnegative"} if not model.features_nonnegative else set()
+    if not any(isinstance(layer, nn.BatchNorm2d | nn.BatchNorm1d) for layer in model.modules()):
+        lacking.add("batchnorm")
+    return [name for name in USUAL if not info(name).needs & lacking]
+
+
+def predicted_by(
+    row: AdapterRow,
+    samples: Labelled,
+    model: TwoHead,
+    statistics: Statistics | None,
+    settings: Settings,
+    rates: Mapping[str, Mapping[str, float]] | None = None,
+    neighbours: Neighbours | None = None,
+    candidates: Mapping[str, Candidate] | None = None,
+) -> tuple[list[Tensor], NDArray[np.bool_]]:
+    """Return what a fresh adapter predicts for samples as a stream, batch by batch, and which are right [n]."""
+    total = _count(row, len(samples.y), settings)
+    adapter = make_adapter(row, model, settings, statistics, rates, neighbours, candidates)
+    adapter.reset()
+    size = _batch_size(adapter, settings, total)
+    predicted = [adapter.predict(samples.x[begin : min(begin + size, total)]) for begin in range(0, total, size)]
+    return predicted, to_host(torch.cat(predicted).argmax(1) == samples.y[:total])
+
+
+def _estimates(calibrated: Calibrated, model: TwoHead, x: Rows, predicted: list[Tensor]) -> dict[str, list[float]]:
+    """Return name → [accuracy, low, high], from predictions of x alone."""
+    found = estimates(calibrated.known, signals_of(model, x, predicted, calibrated.heads))
+    return {name: [one.accuracy, one.low, one.high] for name, one in found.items()}
+
+
+@torch.no_grad()
+def signals_of(model: TwoHead, x: Rows, predicted: list[Tensor], heads: bool) -> Signals:
+    """Return the signals of samples x [n, ...] that were predicted, and run the unadapted network on them."""
+    model.eval()
+    ends = np.cumsum([len(part) for part in predicted]).tolist()
+    both = [two_heads(model, x[begin:end])[1:] for begin, end in zip([0, *ends], ends, strict=False)]
+    unadapted, personal = (to_host(torch.cat(logits).softmax(1)) for logits in zip(*both, strict=True))
+    return signals(to_host(torch.cat(predicted)), unadapted, personal if heads else None)
+
+
+def _count(row: AdapterRow, total: int, settings: Settings) -> int:
+    """Return how many of `total` samples a row's adapter sees."""
+    limited = "gradients" in info(row.adapter).needs and settings.tune_samples
+    return min(total, settings.tune_samples) if limited else total
 
 
 def _weights(adapter: Adapter, needs: frozenset[str]) -> dict[str, Any]:

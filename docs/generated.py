@@ -306,6 +306,7 @@ def kept() -> dict[str, str]:
     from fedtta.benchmarks.poisoning import poisoning_page, read_poisoning
     from fedtta.benchmarks.speed import command, fleet
     from fedtta.benchmarks.tables.drift import drift_page, read_drift
+    from fedtta.benchmarks.tables.estimates import estimates_page, read_estimates
     from fedtta.benchmarks.tables.pages import protocol_page
     from fedtta.benchmarks.tables.protocol import read_protocol
     from fedtta.benchmarks.tables.results import read_results_of
@@ -318,6 +319,7 @@ def kept() -> dict[str, str]:
     found["gpu"] = [gpu.gpu_page(gpu.read_gpu(RESULTS / gpu.FILE))]
     found["poisoning"] = [poisoning_page(read_poisoning())]
     found["drift"] = [drift_page(read_drift())]
+    found["estimates"] = [estimates_page(read_estimates())]
     for path in sorted(RESULTS.rglob("*.safetensors.json")):
         name = path.stem.removesuffix(".safetensors") if path.parent == RESULTS else path.parent.name
         label = f"## Kept arrays: {path.stem}\n\n{as_markdown(json.loads(path.read_text()), 3)}"

@@ -96,7 +96,8 @@ TELLS: dict[type[Reply], dict[str, str]] = {
         "checked": "how many samples it tests on",
         "leaked": "whether its splits overlap",
         "results": "right predictions of each row on each test distribution: exact, so ten constant models would give "
-        "its test counts; means and a histogram of e",
+        "its test counts; means and a histogram of e; with `estimate-accuracy`, estimates without labels, which an "
+        "agent leaves out if `count-step` is above 1",
         "served": "which model its agent serves, or why not",
     },
     SharedKeys: {

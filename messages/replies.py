@@ -41,7 +41,17 @@ def _metric_names(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
+def _interval(estimate: list[float]) -> list[float]:
+    accuracy, low, high = estimate
+    if not low <= accuracy <= high:
+        raise ValueError(f"accuracy {accuracy} is outside its interval from {low} to {high}")
+    return estimate
+
+
+#: An accuracy and the ends of its interval.
+Estimate = Annotated[list[Share], Field(min_length=3, max_length=3), AfterValidator(_interval)]
 MetricName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+Estimates = Annotated[dict[MetricName, Estimate], Field(max_length=20)]
 Metrics = Annotated[dict[MetricName, Finite], Field(max_length=100), AfterValidator(_metric_names)]
 #: Upper bounds in seconds of the intervals in which prediction requests are counted.
 LATENCY_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -280,6 +290,9 @@ class EvaluationResult:
     weight_mean : float or None
     metrics : dict
         Further evaluation metrics by name (`fedtta.client.evaluation.METRICS`).
+    estimates : dict
+        Accuracy, and the low and high end of its interval, as estimated without labels (`fedtta.tta.estimates`), by
+        estimate; empty where they are not asked for.
     """
 
     label: Identifier
@@ -290,6 +303,7 @@ class EvaluationResult:
     weight_histogram: Histogram | None = None
     weight_mean: Share | None = None
     metrics: Metrics = field(default_factory=dict)
+    estimates: Estimates = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

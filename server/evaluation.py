@@ -216,5 +216,6 @@ def _report(federation: Federation, training: str, partition: int, result: Evalu
         "weight_histogram": result.weight_histogram,
         "weight_mean": result.weight_mean,
         "seconds": float(result.seconds),
+        **({"estimates": result.estimates} if result.estimates else {}),
     }
     federation.events("evaluation", **fields, **{name: n for name, n in result.metrics.items() if name not in fields})

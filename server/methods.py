@@ -91,6 +91,7 @@ METHODS: dict[str, Method] = {
     "em": Method("cross_entropy", "em", "label prior by expectation maximization"),
     "bbse": Method("cross_entropy", "bbse", "label prior by the confusion matrix"),
     "tsa": Method("cross_entropy", "tsa", "the heads' mixture on which two views agree"),
+    "auto": Method("cross_entropy", "auto", "the adapter that is estimated to gain most, without labels"),
 }
 # Trainings and adapters without a line above are methods by their own names.
 METHODS |= {
@@ -101,7 +102,7 @@ METHODS |= {name: Method("cross_entropy", name, ADAPTERS[name].adapts) for name 
 
 
 #: Needs of an adapter that only a client that trains on labels of its own can meet.
-PERSONALISED = OWN_NEEDS | {"personal_head", "residual_head", "datastore"}
+PERSONALISED = OWN_NEEDS | {"personal_head", "residual_head", "datastore", "candidates"}
 #: Needs that a statistics round meets.
 STATISTICS = STATISTICS_NEEDS | {"personal_head"}
 #: Needs that only a training with such a head meets.

@@ -32,6 +32,7 @@ from fedtta.messages.replies import (
 )
 from fedtta.messages.transport import unreadable
 from fedtta.models.arrays import array_finite
+from fedtta.tta.estimates import ESTIMATES
 from fedtta.tta.statistics import STATISTICS
 
 #: name → (shape, dtype as numpy spells it).
@@ -404,4 +405,6 @@ def _result_refused(result: EvaluationResult) -> str | None:
     reason = _share_refused("correct", result.correct, "total", result.total) or _share_refused(
         "weights in the histogram", weighted, "total", result.total
     )
+    if unknown := sorted(set(result.estimates) - set(ESTIMATES)):
+        reason = reason or f"unknown estimates {unknown}"
     return f"{result.label}, {result.shift}: {reason}" if reason else None

@@ -108,6 +108,9 @@ class Settings:
     tune_samples: int = setting(
         0, "methods that take gradients per sample see the first n of each stream (0: all)", low=0, group="evaluation"
     )
+    estimate_accuracy: bool = setting(
+        False, "estimate each accuracy without labels, too: one more pass over validation samples", group="evaluation"
+    )
     init: str = setting("", "model file to start from instead of a random network", group=("model", "paths"))
 
     # Data

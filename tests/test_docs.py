@@ -460,6 +460,10 @@ def test_every_kept_result_is_on_a_page() -> None:
             assert all(f"| {run['case']['attack']} |" in kept["poisoning"] for run in content["measured"])
         elif path.name == "drift.json":
             assert all(f"| {row['values']} | {row['test']} |" in kept["drift"] for row in content["measured"])
+        elif path.name == "estimates.json":
+            assert all(
+                f"| {adapter} | {row['average']} |" in kept["estimates"] for adapter, row in content["adapters"].items()
+            )
         elif path.stem in ("speed", "fleet"):
             assert all(f"{row['what']} |" in kept[path.stem] for part in content.values() for row in part["ratios"])
         elif path.name == "gpu.json":

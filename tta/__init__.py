@@ -14,6 +14,7 @@ from fedtta.tta.registry import ADAPTERS, PATHS, create, parse_options
 
 if TYPE_CHECKING:
     from fedtta.tta.atp import ATP
+    from fedtta.tta.auto import Auto
     from fedtta.tta.base import Adapter
     from fedtta.tta.bbn import BBN
     from fedtta.tta.bn_adapt import BNAdapt
@@ -53,6 +54,7 @@ __all__ = [
     "TSA",
     "TTT",
     "Adapter",
+    "Auto",
     "BNAdapt",
     "CoTTA",
     "Collaborator",

@@ -47,6 +47,7 @@ PATHS = {
     "knn_per": "fedtta.tta.knn_per:KNNPer",
     "fedrod": "fedtta.tta.heads:FedRoD",
     "fedicon": "fedtta.tta.fedicon:FedICON",
+    "auto": "fedtta.tta.auto:Auto",
 }
 
 #: Adapters of arithmetic on a network's outputs alone: with a network that gives numpy arrays they need no torch. The
@@ -89,6 +90,7 @@ def create(
     statistics: Statistics | None = None,
     rates: Mapping[str, float] | None = None,
     datastore: Datastore | None = None,
+    candidates: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Adapter:
     """Return a new adapter.
@@ -105,14 +107,16 @@ def create(
         Learned adaptation rates, if the adapter needs them.
     datastore : Datastore or None
         The client's memorised samples, if the adapter needs them.
+    candidates : mapping or None
+        What the adapter chooses from, if it needs that: name → `fedtta.tta.auto.Candidate`.
     **options
         Arguments of the class; see `Adapter.options`.
 
     Raises
     ------
     ValueError
-        The name or an option is unknown (the message lists what exists), a value has the wrong type or range, or rates
-        or memorised samples that the adapter needs are missing.
+        The name or an option is unknown (the message lists what exists), a value has the wrong type or range, or
+        rates, memorised samples or candidates that the adapter needs are missing.
     """
     adapter = info(name)
     declared_options = adapter.options
@@ -126,6 +130,7 @@ def create(
     for need, value, what in (
         ("rates", rates, "learned adaptation rates"),
         ("datastore", datastore, "memorised samples"),
+        ("candidates", candidates, "candidates that were calibrated on labelled samples"),
     ):
         if need in adapter.needs:
             if value is None:

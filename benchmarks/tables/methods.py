@@ -30,6 +30,7 @@ WORDS = {
     "nonnegative": "features that are not negative",
     "rates": "learned adaptation rates",
     "datastore": "the client's memorised training samples",
+    "candidates": "labelled samples that its candidates are calibrated on",
     "label_prior": "pooled label frequencies",
     "confusion": "pooled confusion of labels and predictions",
     "block_scores": "pooled accuracy of each tuned block",

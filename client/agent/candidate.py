@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from fedtta.client.agent.config import Acceptance
 from fedtta.client.agent.live import Live, as_floats
+from fedtta.client.agent.status import CALIBRATED, CALIBRATION
 from fedtta.client.served import ServedModel
 from fedtta.models.arrays import array_finite
 from fedtta.tta.arrays import to_host, untracked
-from fedtta.tta.estimates import confidences
+from fedtta.tta.estimates import calibrate, confidences, signals
 
 if TYPE_CHECKING:
     from fedtta.client.device import Device
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 MOST = 512  # samples of a check, evenly spaced over the split
 LEAST = 16  # with fewer samples, shares of classes and agreement say nothing
 BATCH = 32
+ADAPTED = 128  # samples of a check, evenly spaced, that a new adapter predicts where their labels are known
 BEYOND_CHANCE = 0.2  # least Cohen's kappa of two models on samples without labels
 SLACK = 0.1  # by which one class's share may exceed its share of the labels
 
@@ -85,16 +87,17 @@ class Check:
     figures : dict
         Name → number: samples, accuracy, served_accuracy, lost, agreement, confidence, served_confidence, one_class;
         those that could be computed. All are of unadapted predictions; accuracy and confidence, the mean of the
-        largest probabilities, are those that the estimated accuracy begins from (`fedtta.tta.estimates`).
+        largest probabilities, are those that the estimated accuracy begins from (`fedtta.tta.estimates`). Only those
+        that begin with `CALIBRATED` are of what a new adapter predicts: the calibration of the estimate for it.
     """
 
     reason: str = ""
     figures: dict[str, float] = field(default_factory=dict)
 
 
-def spaced(index: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return at most `MOST` values of an index, evenly spaced."""
-    return index[np.linspace(0, len(index) - 1, min(len(index), MOST)).astype(np.int64)]
+def spaced(index: NDArray[np.int64], most: int = MOST) -> NDArray[np.int64]:
+    """Return at most `most` values of an index, evenly spaced."""
+    return index[np.linspace(0, len(index) - 1, min(len(index), most)).astype(np.int64)]
 
 
 def comparable(one: ServedModel, other: ServedModel | None) -> bool:
@@ -122,8 +125,9 @@ def check(
     new = probabilities(candidate, pixels)
     if not np.isfinite(new).all():
         return Check("its output is not finite")
+    shown = np.arange(len(pixels))[:BATCH] if samples.labels is None else spaced(np.arange(len(pixels)), ADAPTED)
     try:
-        adapted = _adapted(candidate, pixels)
+        adapted = _adapted(candidate, pixels[shown])
     except (ValueError, FloatingPointError) as error:
         return Check(f"its adapter does not predict: {error}")
     if not np.isfinite(adapted).all():
@@ -138,6 +142,7 @@ def check(
     if labels is not None:
         reference = _shares(labels, new.shape[1])
         figures["accuracy"] = float((new.argmax(1) == labels).mean())
+        figures |= _calibration(adapted, new[shown], labels[shown])
     reasons = [_one_class(new, reference, limits, candidate.classes, figures)]
     if old is not None:
         figures["agreement"] = float((new.argmax(1) == old.argmax(1)).mean())
@@ -169,8 +174,19 @@ def probabilities(served: ServedModel, pixels: NDArray[Any]) -> NDArray[np.float
 
 
 def _adapted(served: ServedModel, pixels: NDArray[Any]) -> NDArray[np.float32]:
-    """Return what a new adapter predicts for the first images."""
-    return to_host(served.build().predict(served.images(as_floats(pixels[:BATCH]))))
+    """Return what a new adapter predicts for images, at least one, as a stream."""
+    adapter = served.build()
+    parts = [served.images(as_floats(pixels[begin : begin + BATCH])) for begin in range(0, len(pixels), BATCH)]
+    return np.concatenate([to_host(adapter.predict(part)) for part in parts])
+
+
+def _calibration(
+    adapted: NDArray[np.float32], plain: NDArray[np.float32], labels: NDArray[np.int64]
+) -> dict[str, float]:
+    """Return the figures that calibrate the estimated accuracy of adapted predictions (`Recent.accuracy`)."""
+    found = calibrate("label_shift", signals(adapted, plain)["judged"], adapted.argmax(1) == labels)
+    values = float(len(labels)), found.offset, found.variance
+    return {f"{CALIBRATED}{name}": value for name, value in zip(CALIBRATION, values, strict=True)}
 
 
 def _shares(predicted: NDArray[Any], classes: int) -> NDArray[np.float64]:

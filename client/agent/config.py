@@ -213,7 +213,7 @@ class AgentConfig:
             )
 
     def _check_adapter(self) -> None:
-        """Refuse an adapter that does not exist, or that needs a whole test set."""
+        """Refuse an adapter that does not exist, that needs a whole test set, or that chooses among others."""
         from fedtta.tta.registry import LIGHT, info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
@@ -221,6 +221,11 @@ class AgentConfig:
             raise SettingsError(
                 f"adapter = {self.adapter!r} adapts the network itself, which runtime = onnx has as a fixed graph; "
                 f"allowed there are {', '.join(LIGHT)}"
+            )
+        if "candidates" in info(name).needs:
+            raise SettingsError(
+                f"adapter = {self.adapter!r} is for evaluations: its candidates are calibrated on labels, which an "
+                "agent's state does not hold"
             )
         if whole_set := info(name).whole_set:
             option, value = whole_set

@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 
+from fedtta.client.agent.status import CALIBRATED
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc
 
@@ -85,6 +86,9 @@ def status(agent: Connection) -> str:
         "adapter": reply.adapter + (" (held by the guard)" if reply.holding else ""),
         "classes": ", ".join(reply.classes),
         "samples": f"{reply.samples} predicted, {reply.unsaved_samples} not saved, {reply.waiting} requests wait",
+        "accuracy": "{:.0%} ({:.0%} to {:.0%}), estimated without labels".format(*reply.estimated_accuracy)
+        if reply.estimated_accuracy
+        else "",
         "candidate": reply.candidate,
         "refused": reply.refused,
         "training": reply.training,
@@ -104,7 +108,8 @@ def models(agent: Connection) -> str:
     lines = []
     for model in reply.models:
         when = datetime.fromtimestamp(model.time, UTC).strftime("%Y-%m-%d %H:%M")
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in sorted(model.check.items()))
+        shown = sorted(name for name in model.check if not name.startswith(CALIBRATED))
+        figures = ", ".join(f"{name} {model.check[name]:.4g}" for name in shown)
         about = "; ".join(filter(None, (model.reason, figures)))
         lines.append(f"{model.state:9} {when}  {model.version}" + (f"  ({about})" if about else ""))
     return "\n".join(lines) or "no models"

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -164,15 +164,19 @@ class Agent:
 
     def telemetry(self) -> Telemetry:
         """Return what the device tells of itself, which waits for no prediction and no request; any thread may ask."""
-        live, model = self._live, self._store.served
-        known = live and model and model.origin == live.served.origin  # not while one replaces another
+        live = self._live
         return self.observation.telemetry(
             self._status(live),
             live.recent if live else None,
             live.guard if live else None,
-            model.check if known and model else {},
+            self._check_of(live),
             bool(self.trouble),
         )
+
+    def _check_of(self, live: Live | None) -> Mapping[str, float]:
+        """Return the figures of the live model's check; none while another one replaces it."""
+        model = self._store.served
+        return model.check if live and model and model.origin == live.served.origin else {}
 
     def _status(self, live: Live | None) -> Status:
         """Return the state of the agent; numbers are those of one moment while `predicting` is held."""
@@ -194,6 +198,7 @@ class Agent:
             data_samples=self._scans.found.samples,
             data_skipped=self._scans.found.skipped,
             data_notes=self._scans.notes,
+            estimated_accuracy=live.recent.accuracy(self._check_of(live), self.config.policy.rounded) if live else (),
         )
 
     def snapshot(self) -> Saved:

@@ -89,7 +89,7 @@ class Live:
         if self.guard is None:
             adapted, weights = self._adapted(x)
             self.samples += len(x)
-            self.recent.note(weights, adapted if isinstance(self.adapter, NoAdaptation) else None)
+            self.recent.note(adapted, weights, adapted if isinstance(self.adapter, NoAdaptation) else None)
             return adapted, weights, True
         plain, heads = self._unadapted(x)
         if not np.isfinite(plain).all():
@@ -103,12 +103,12 @@ class Live:
         if verdict.action == "go":
             if verdict.healthy:
                 self._good.note(self.adapter.state_dict, len(x))
-            self.recent.note(weights, plain)
+            self.recent.note(adapted, weights, plain)
             return adapted, weights, True
         if runs:
             self._go_back(before if verdict.kind == "small-batch" else self._good.state)
         weights = np.ones(len(x), np.float32) if self._mixes else None
-        self.recent.note(weights, plain)
+        self.recent.note(plain, weights, plain)
         return plain, weights, False
 
     @contextlib.contextmanager

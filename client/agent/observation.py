@@ -1,7 +1,7 @@
 """What a device measures of itself: counts and means, of which `fedtta.messages.replies.Telemetry` consists.
 
     predictions, refusals, latency   `Observation`, since the process began
-    e, confidence                    `Recent`, of one model
+    e, confidence, accuracy          `Recent`, of one model
     drift, guard                     `fedtta.client.agent.guard.Guard`, of one model
 
 Reading waits for no prediction: what is measured of a model is replaced as a whole, never changed in place.
@@ -24,14 +24,21 @@ from numpy.typing import NDArray
 
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.guard import Guard
-from fedtta.client.agent.status import Status
+from fedtta.client.agent.status import CALIBRATED, CALIBRATION, Status
 from fedtta.client.names import SOFTWARE
 from fedtta.messages.record import NAME_LENGTH, printable
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
 from fedtta.settings.versions import versions
-from fedtta.tta.estimates import confidences, difference_of_confidences
+from fedtta.tta.estimates import (
+    Calibration,
+    Signals,
+    confidences,
+    difference_of_confidences,
+    signals,
+    slid,
+)
 
-#: Images over which the unadapted network's mean confidence is taken.
+#: Images over which the mean confidence of the unadapted network is taken, and the accuracy of predictions estimated.
 CONFIDENCE_WINDOW = WEIGHT_WINDOW
 DISK_SECONDS = 30.0  # for which the size of the state directory is remembered
 
@@ -49,12 +56,15 @@ class Recent:
     def __init__(self) -> None:
         self.weights: tuple[float, ...] = ()
         self._last = self._open = self._confidences = np.empty(0)
+        self._judged: Signals = {}
 
-    def note(self, weights: NDArray[Any] | None, unadapted: NDArray[Any] | None) -> None:
+    def note(self, predicted: NDArray[Any], weights: NDArray[Any] | None, unadapted: NDArray[Any] | None) -> None:
         """Note a batch, in order of arrival.
 
         Parameters
         ----------
+        predicted : [B, K]
+            The probabilities that were returned.
         weights : [B] or None
             e of each image; None for adapters that do not mix the heads.
         unadapted : [B, K] or None
@@ -69,6 +79,8 @@ class Recent:
             self.weights, self._open = (*self.weights, *means)[-WEIGHTS_KEPT:], waiting[whole:]
         if unadapted is not None:
             self._confidences = np.concatenate((self._confidences, confidences(unadapted)))[-CONFIDENCE_WINDOW:]
+            judged = {"judged": signals(predicted, unadapted)["judged"]}
+            self._judged = slid(self._judged, judged, CONFIDENCE_WINDOW)
 
     @property
     def weight(self) -> float | None:
@@ -81,6 +93,26 @@ class Recent:
         """Return the unadapted network's mean confidence on the last images; None before the window is full."""
         last = self._confidences
         return float(last.mean()) if len(last) == CONFIDENCE_WINDOW else None
+
+    def accuracy(self, check: Mapping[str, float], rounded: Callable[[int, int], int]) -> tuple[float, ...]:
+        """Return the estimated accuracy of the last predictions and its interval; nothing before the window is full.
+
+        It is `label_shift` (`fedtta.tta.estimates`), calibrated on what a new adapter predicted at the model's check.
+
+        Parameters
+        ----------
+        check : mapping
+            Figures of the check (`fedtta.client.agent.candidate.Check`).
+        rounded : callable
+            See `fedtta.client.agent.policy.Policy.rounded`: the shares are those of counts of the check's samples.
+        """
+        known = [check[key] for name in CALIBRATION if (key := f"{CALIBRATED}{name}") in check]
+        window = self._judged.get("judged", np.empty(0))
+        if len(window) < CONFIDENCE_WINDOW or len(known) < len(CALIBRATION):
+            return ()
+        samples, offset, variance = known
+        found, total = Calibration(offset, variance).estimate(window), round(samples)
+        return tuple(rounded(round(one * total), total) / total for one in (found.accuracy, found.low, found.high))
 
 
 class Observation:

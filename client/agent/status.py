@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+#: Figures of a model's check that calibrate the estimated accuracy, which only a program reads: prefix and names.
+CALIBRATED, CALIBRATION = "adapted_", ("samples", "offset", "variance")
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -58,6 +61,9 @@ class Status:
         Files of the device's own data, when they were last looked at, and those that cannot be used.
     data_notes : list of str
         Skipped files by reason.
+    estimated_accuracy : tuple of float
+        That of the last predictions, adapted ones included, and the ends of its interval, estimated without labels
+        (`fedtta.client.agent.observation`); empty: unknown.
     """
 
     version: str = ""
@@ -77,3 +83,4 @@ class Status:
     data_samples: int = 0
     data_skipped: int = 0
     data_notes: list[str] = field(default_factory=list)
+    estimated_accuracy: tuple[float, ...] = ()

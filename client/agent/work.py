@@ -156,8 +156,8 @@ def coarse(reply: Reply, policy: Policy) -> Reply:
     """Return a reply whose counts of right predictions are as they may leave (`Policy.rounded`).
 
     Exact counts of models that predict one class each would be the label counts of a split; so would the figures in the
-    reason for which such a model was refused, which are left out. Counts by class, which a test-time round tells, are
-    left as they are.
+    reason for which such a model was refused, and the estimated accuracy of a network that is equally sure of
+    everything: both are left out. Counts by class, which a test-time round tells, are left as they are.
     """
     if policy.count_step == 1 or isinstance(reply, Adapted):
         return reply
@@ -169,7 +169,7 @@ def coarse(reply: Reply, policy: Policy) -> Reply:
     if isinstance(reply, RefinedRates):
         return replace(reply, correct=policy.rounded(reply.correct, reply.num_examples))
     if isinstance(reply, Evaluated):
-        results = [replace(one, correct=policy.rounded(one.correct, one.total)) for one in reply.results]
+        results = [replace(one, correct=policy.rounded(one.correct, one.total), estimates={}) for one in reply.results]
         return replace(reply, results=results, served=without_figures(reply.served))
     if isinstance(reply, Telemetry):
         return replace(reply, refused=without_figures(reply.refused))

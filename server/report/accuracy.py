@@ -5,6 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from html import escape
+from statistics import fmean
 
 import numpy as np
 
@@ -17,10 +18,12 @@ from fedtta.server.report.results import Results
 from fedtta.server.report.scores import (
     ACCURACY,
     METRICS,
+    Estimated,
     Metric,
     Row,
     by_method,
     client_outliers,
+    estimated,
     outlying,
     percent,
     row_labels,
@@ -48,6 +51,7 @@ def accuracy_section(results: Results) -> str:
             f"<p>{escape(said)}</p>" if (said := verdict(rows)) else "",
             _fewer_clients(rows),
             f'<p class="small">The same numbers as a file: {_download(TABLE_FILE, table_csv(results))}</p>',
+            _estimates_table(results),
             plot_figure(plot, caption),
             folded("Other metrics", "".join(others)),
         ]
@@ -74,6 +78,35 @@ def _metric_table(rows: list[Row], metric: Metric, more: str = "") -> str:
     bold = " Bold: best of the column." if metric.best else ""
     caption = f"<strong>{escape(metric.title)}</strong>, mean{plus} over {metric.over}{spread}.{bold} {more}"
     return data_table(["method", "average", *map(breakable, shifts)], body, caption, kind="average")
+
+
+def _estimates_table(results: Results) -> str:
+    """Return the table of accuracies with their estimates without labels; empty without estimates."""
+    labels = row_labels(results)
+    found = {
+        (labels[pair], shift): (cell, entries)
+        for pair, shifts in by_method(results).items()
+        for shift, entries in shifts.items()
+        if (cell := estimated(entries))
+    }
+    names = list(dict.fromkeys(name for cell, _ in found.values() for name in cell))
+    body = []
+    for (label, shift), (cell, entries) in found.items():
+        accuracy = fmean(entry.correct / entry.total for entry in entries if entry.total)
+        shown = [_estimate(cell.get(name)) for name in names]
+        body.append([f"{breakable(label)} · {breakable(shift)}", percent(accuracy), *shown])
+    caption = (
+        "<strong>Accuracy in % and what it is estimated to be without labels</strong>, mean over clients. Small: the "
+        "interval, then the mean distance of a client's estimate from its accuracy, in points."
+    )
+    return data_table(["method · distribution", "accuracy", *map(breakable, names)], body, caption) if body else ""
+
+
+def _estimate(one: Estimated | None) -> str:
+    if one is None:
+        return "–"
+    about = f"{percent(one.low)} to {percent(one.high)}; {percent(one.error)}"
+    return f'{percent(one.accuracy)} <span class="sd">{about}</span>'
 
 
 def _shown(metric: Metric, value: float | None, top: str | None, sd: float | None) -> str:

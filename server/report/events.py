@@ -173,7 +173,8 @@ class Served:
 class Evaluation:
     """One method on one test distribution of one client: ``evaluation``.
 
-    `weight_histogram` counts the weights e of the global head in `WEIGHT_BINS` equal bins over [0, 1]. `extra` holds
+    `weight_histogram` counts the weights e of the global head in `WEIGHT_BINS` equal bins over [0, 1]. `estimates` are
+    accuracies without labels with the ends of their intervals, [accuracy, low, high] by name. `extra` holds
     every other number of the line, which is where a new metric arrives (`fedtta.server.report.scores.METRICS`).
     """
 
@@ -187,6 +188,7 @@ class Evaluation:
     weight_histogram: list[Count] | None = None
     weight_mean: Fraction | None = None
     seconds: Seconds | None = None
+    estimates: dict[str, list[Fraction]] | None = None
     extra: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -194,6 +196,8 @@ class Evaluation:
             raise ValueError(f"{self.correct} correct of {self.total} samples")
         if self.weight_histogram is not None and len(self.weight_histogram) != WEIGHT_BINS:
             raise ValueError(f"'weight_histogram' must have {WEIGHT_BINS} counts, not {len(self.weight_histogram)}")
+        if any(len(one) != 3 for one in (self.estimates or {}).values()):
+            raise ValueError("'estimates' must have three numbers each")
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,37 @@ def _cell(evaluations: list[Evaluation], metric: Metric, share: float) -> Cell |
     return Cell(mean, statistics.pstdev(values), len(values))
 
 
+@dataclass(frozen=True)
+class Estimated:
+    """An estimate of accuracy without labels for one method on one distribution: means over clients.
+
+    Parameters
+    ----------
+    accuracy, low, high : float
+        The estimate and the ends of its interval.
+    error : float
+        Its distance from a client's accuracy.
+    """
+
+    accuracy: float
+    low: float
+    high: float
+    error: float
+
+
+def estimated(entries: Iterable[Evaluation]) -> dict[str, Estimated]:
+    """Return the estimates for one method on one distribution by name, those that every client with samples has."""
+    known = [(entry, entry.estimates or {}) for entry in entries if entry.total]
+    names = [name for name in (known[0][1] if known else {}) if all(name in found for _, found in known)]
+    return {name: _estimated([(_accuracy(entry), *found[name]) for entry, found in known]) for name in names}
+
+
+def _estimated(clients: Sequence[tuple[float, ...]]) -> Estimated:
+    """Return the means of an estimate, given accuracy, estimate, low and high of each client."""
+    _, estimate, low, high = (statistics.fmean(column) for column in zip(*clients, strict=True))
+    return Estimated(estimate, low, high, statistics.fmean(abs(one[1] - one[0]) for one in clients))
+
+
 #: An accuracy so many standard deviations from the median client's is an outlier.
 DEVIATIONS = 3.5
 #: Among fewer clients there is no outlier.

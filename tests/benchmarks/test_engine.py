@@ -224,7 +224,7 @@ def test_list_names_protocols_and_cells(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_seeds() -> None:
     assert (seeds_of("3"), seeds_of("3,1"), seeds_of("2-4"), seeds_of("5-5")) == ([1, 2, 3], [3, 1], [2, 3, 4], [5])
-    names = "list run page speed gpu fleet poisoning privacy drift methods"
+    names = "list run page speed gpu fleet poisoning privacy drift estimates methods"
     assert list(COMMANDS) == names.split()
 
 

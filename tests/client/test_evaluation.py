@@ -11,7 +11,7 @@ import torch
 
 from fedtta import tta
 from fedtta.client import adapters
-from fedtta.client.evaluation import evaluate_row
+from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row
 from fedtta.data import Federation, Stream, check_no_leak, stream
 from fedtta.data.split import Split
 from fedtta.messages.replies import WEIGHT_BINS as BINS
@@ -20,6 +20,7 @@ from fedtta.models import TwoHead
 from fedtta.settings import Settings
 from fedtta.tta.atp import modules
 from fedtta.tta.augmix import AugMix
+from fedtta.tta.auto import calibrate_candidates
 from fedtta.tta.views import Views
 from tests.client.tiny import Client as Device
 from tests.client.tiny import Task, device, federation, global_arrays, images, network, settings
@@ -168,7 +169,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> di
     """What `evaluate_row` asks the registry for."""
     seen: dict[str, Any] = {}
 
-    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, **options: Any) -> tta.Adapter:
+    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, _: Any, **options: Any) -> tta.Adapter:
         seen.update(options)
         return tta.create("none", model, statistics)
 
@@ -238,7 +239,7 @@ def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.Monkey
     rates = {variant: dict.fromkeys(modules(model), rate) for variant, rate in (("all", 0.1), ("params", 0.2))}
     given: list[Any] = []
 
-    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, **options: Any) -> tta.Adapter:
+    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, _: Any, **options: Any) -> tta.Adapter:
         given.append(rates)
         return tta.create(name, model, statistics, rates, store, **options)
 
@@ -248,6 +249,120 @@ def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.Monkey
     assert given == [rates["all"], rates["all"], rates["params"]]
     with pytest.raises(ValueError, match="atp needs learned adaptation rates"):
         evaluate_row(Row("atp", "atp", {"adapt": "stats"}), model, None, samples, settings(), rates)
+
+
+@pytest.mark.parametrize("heads", [True, False])
+def test_estimates_are_calibrated_on_a_fresh_adapter_over_labelled_samples(heads: bool) -> None:
+    """Tent learns from a stream: by a loop over two adapters, one a split, and the definition of each estimate."""
+    world, model = federation(), network(norm=True, seed=4)
+    given, row = settings(adapt_batch_size=5, estimate_accuracy=True), Row("tent", "tent", {"lr": 0.5})
+    x, y = (torch.tensor(one) for one in (world.images.pixels[60:99] / np.float32(255), world.images.labels[60:99]))
+    samples = stream(world, 0, "corrupted", seed=1)
+    known = calibrate_row(row, model, None, Labelled(x, y, heads), given)
+    found = evaluate_row(row, model, None, samples, given, calibrated=known).estimates
+    assert list(found) == [
+        "doc",
+        "atc_confidence",
+        "atc_entropy",
+        *(["heads"] if heads else []),
+        "unadapted",
+        "label_shift",
+    ]
+    sets = []
+    for images_ in (x, samples.x):
+        adapter = tta.create("tent", model, lr=0.5)
+        p = torch.cat([adapter.predict(part) for part in images_.split(5)]).double()
+        with torch.no_grad():
+            z = model.features(images_)
+            sets.append((p, model.head(z).argmax(1), model.personal_head(z).argmax(1)))
+    (p, plain, personal), (q, plain_now, personal_now) = sets
+    accuracy = float((p.argmax(1) == y).double().mean())
+    assert 0 < accuracy < 1
+    expected = {
+        "doc": accuracy + float(q.amax(1).mean() - p.amax(1).mean()),
+        "unadapted": accuracy
+        + float((q.argmax(1) == plain_now).double().mean() - (p.argmax(1) == plain).double().mean()),
+    }
+    if heads:
+        agree = [float((one == other).double().mean()) for one, other in ((plain_now, personal_now), (plain, personal))]
+        expected["heads"] = accuracy + agree[0] - agree[1]
+    for name, score in (
+        ("atc_confidence", lambda p: p.amax(1)),
+        ("atc_entropy", lambda p: -torch.special.entr(p).sum(1)),
+    ):
+        threshold = score(p).sort().values[int((p.argmax(1) != y).sum())]
+        expected[name] = float((score(q) >= threshold).double().mean())
+    for name, value in expected.items():
+        assert found[name][0] == pytest.approx(min(1.0, max(0.0, value)), abs=1e-6), name
+        assert found[name][1] <= found[name][0] <= found[name][2]
+
+
+def test_estimates_are_given_where_they_are_asked_for(trained: tuple[Device, Arrays, Arrays]) -> None:
+    """And change no result; methods that see the first samples of a stream see as many of the validation split."""
+    client, arrays, means = trained
+    asked = with_settings(client, estimate_accuracy=True, tune_samples=3)
+    replies = [
+        one.inner.evaluate(one.evaluation(3, Task("t"), arrays, means, ROWS, SHIFTS))
+        for one in (asked, with_settings(client, tune_samples=3))
+    ]
+    for with_them, without in zip(*(reply.results for reply in replies), strict=True):
+        assert (len(with_them.estimates), without.estimates) == (6, {})
+        assert (with_them.correct, with_them.weight_mean) == (without.correct, without.weight_mean)
+    nothing = calibrate_row(ROWS[0], client.model, None, no_samples(), asked.settings)
+    assert nothing.known == {}
+
+
+@pytest.mark.parametrize("labels", ["own", "the personal head's"])
+def test_auto_chooses_by_labelled_samples(trained: tuple[Device, Arrays, Arrays], labels: str) -> None:
+    """As an adapter whose candidates were calibrated by hand: the validation split as it is, and a flattering one."""
+    client, arrays, means = trained
+    given = client.settings.replace(adapt_batch_size=4)
+    row = Row("auto", "auto", {"among": "personal+fedthe+t3a", "probe": 8, "caution": 0.0})
+    model, known = prepared(client, arrays, means)
+    split = client.federation.splits[client.partition].validation if labels == "own" else slice(40)
+    x = torch.tensor(client.federation.images.pixels[split] / np.float32(255))
+    y = torch.tensor(client.federation.images.labels[split])
+    if labels == "own":
+        _, results = with_settings(client, adapt_batch_size=4).evaluate(3, Task("t"), arrays, means, [row], SHIFTS)
+        correct = [result["correct"] for result in results]
+    else:
+        y = tta.create("personal", model).predict(x).argmax(1)
+        calibrated = calibrate_row(row, model, known, Labelled(x, y, True), given)
+        streams = [stream_of(client, shift) for shift in SHIFTS]
+        correct = [evaluate_row(row, model, known, one, given, calibrated=calibrated).correct for one in streams]
+    makers = {
+        name: (lambda network, name=name: tta.create(name, network, known))
+        for name in ("none", "personal", "fedthe", "t3a")
+    }
+    predicted = {name: make(model).predict(x).numpy() for name, make in makers.items()}
+    right = {name: rows.argmax(1) == y.numpy() for name, rows in predicted.items()}
+    candidates, choices = calibrate_candidates(makers, predicted, right), []
+    for shift, count in zip(SHIFTS, correct, strict=True):
+        samples = stream_of(client, shift)
+        adapter = tta.create("auto", model, candidates=candidates, probe=8, caution=0.0)
+        rows = torch.cat([adapter.predict(part) for part in samples.x.split(4)])
+        assert count == int((rows.argmax(1) == samples.y).sum())
+        choices += adapter.report()["choice"].tolist()
+    assert labels == "own" or any(choices)
+
+
+def stream_of(client: Device, shift: str) -> Stream:
+    return stream(client.federation, client.partition, shift, seed=1, severity=5, natural=client.natural)
+
+
+def test_auto_needs_validation_samples_and_candidates_that_can_be_made(trained: tuple[Device, Arrays, Arrays]) -> None:
+    client, arrays, means = trained
+    for options, words in (({"among": "auto"}, "auto cannot be a candidate"), ({"among": "em"}, "label_prior")):
+        with pytest.raises(ValueError, match=words):
+            client.evaluate(3, Task("t"), arrays, means, [Row("auto", "auto", options)], ["original"])
+    with pytest.raises(ValueError, match="auto: this client has no validation samples to calibrate candidates on"):
+        calibrate_row(Row("auto", "auto"), client.model, None, no_samples(), settings())
+    with pytest.raises(ValueError, match="auto is for evaluations"):
+        client.serve(3, Task("t"), arrays, means, Row("auto", "auto"))
+
+
+def no_samples() -> Labelled:
+    return Labelled(torch.empty(0, 3, 16, 16), torch.empty(0, dtype=torch.int64), True)
 
 
 def test_leave_one_out_takes_the_own_share_out(trained: tuple[Device, Arrays, Arrays]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedtta import tta
 from fedtta.client import adapters
-from fedtta.client.evaluation import evaluate_row, memorize
+from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row, memorize
 from fedtta.client.statistics import join_statistics
 from fedtta.messages.requests import AdapterRow as Row
 from fedtta.models import build
@@ -50,13 +50,16 @@ def test_permuted_labels_change_no_prediction(name: str, monkeypatch: pytest.Mon
         adapter, log = create(*args, **options), list[Tensor]()
         predict = adapter.predict
         monkeypatch.setattr(adapter, "predict", lambda x: log.append(predict(x)) or log[-1])
-        seen.append(log)
+        if args[0] == name:  # not a candidate
+            seen.append(log)
         return adapter
 
     monkeypatch.setattr(adapters, "create", noting)
     row = Row(name, name, OPTIONS.get(name, {}))
+    labels = Labelled(samples.x, samples.y, True)  # what candidates are calibrated on, for both alike
+    calibrated = calibrate_row(row, model, known, labels, client.settings, rates, own)
     for one in (samples, poisoned):
-        evaluate_row(row, model, known, one, client.settings, rates, own)
+        evaluate_row(row, model, known, one, client.settings, rates, own, calibrated)
     first, second = (torch.cat(log) for log in seen)
     assert len(first) == len(samples.y)
     assert torch.equal(first, second)

@@ -52,7 +52,7 @@ def adapter(case: contract.Case, device: torch.device, **options: Any) -> Adapte
     rates = {name: 0.1 * (1 - 2 * (i % 2)) for i, name in enumerate(zero_rates(model))}
     neighbours = Datastore(store.features.to(device), store.labels.to(device))
     chosen = {name: value for name, value in case.options.items() if name != "augment"}
-    return tta.create(case.name, model, statistics, rates, neighbours, **{**chosen, **options})
+    return tta.create(case.name, model, statistics, rates, neighbours, contract.candidates(), **{**chosen, **options})
 
 
 def adapted(case: contract.Case, device: torch.device) -> Results:

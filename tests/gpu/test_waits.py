@@ -30,7 +30,7 @@ BOUNDS: dict[str, float] = {
     "none": 1, "personal": 2, "fixed_mix": 2, "fedrod": 2, "knn_per": 2, "em": 2, "bbse": 2,
     "fedthe": 2, "btfl": 2, "memo": 2, "fedthe_plus": 3, "ttt": 2, "t3a": 2, "tsa": 7,
     "atp": 2, "surgical": 2, "shot": 2, "fedicon": 3, "bn_adapt": 2, "tent": 2, "eata": 3,
-    "cotta": 20, "rotta": 2, "roid": 3, "bbn": 8,
+    "cotta": 20, "rotta": 2, "roid": 3, "bbn": 8, "auto": 12,
     "step of fedavg": 0, "step of supervised_contrastive": 4, "step of self_contrastive": 4,
     "request of one image": 6,
 }  # fmt: skip

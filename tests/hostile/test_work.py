@@ -22,7 +22,7 @@ from fedtta.client.agent.policy import Policy, PolicyError
 from fedtta.client.agent.work import coarse
 from fedtta.messages import protobuf
 from fedtta.messages.arrays import Arrays
-from fedtta.messages.replies import Evaluated, Telemetry
+from fedtta.messages.replies import Evaluated, EvaluationResult, Telemetry
 from fedtta.messages.requests import (
     AdapterRow,
     Identify,
@@ -173,6 +173,16 @@ def test_the_reason_of_a_refused_model_leaves_without_figures_and_class_names() 
     assert coarse(Telemetry(name="a", refused=f"x: {reason}"), Policy(count_step=1)).refused == f"x: {reason}"
     promoted = Evaluated(checked=1, leaked=0, results=[], served="promoted run/ce/3/12ab")
     assert coarse(promoted, Policy()).served == "promoted run/ce/3/12ab"
+
+
+def test_estimates_of_accuracy_stay_where_counts_are_rounded() -> None:
+    """Of a network that is equally sure of everything an estimate is its exact accuracy."""
+    one = EvaluationResult(
+        label="a", shift="original", correct=13, total=40, seconds=0.5, estimates={"doc": [0.31, 0.2, 0.4]}
+    )
+    reply = Evaluated(checked=1, leaked=0, results=[one])
+    assert coarse(reply, Policy(count_step=5)).results == [dataclasses.replace(one, correct=15, estimates={})]
+    assert coarse(reply, Policy(count_step=1)).results == [one]
 
 
 # The audit log

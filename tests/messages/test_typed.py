@@ -52,7 +52,7 @@ ROW = AdapterRow(
 )
 RESULT = EvaluationResult(
     label="a|b", shift="s", correct=1, total=2, seconds=0.5, weight_histogram=[0] * WEIGHT_BINS, weight_mean=0.25,
-    metrics={"log_loss": -0.5},
+    metrics={"log_loss": -0.5}, estimates={"doc": [0.5, 0.25, 0.75]},
 )  # fmt: skip
 COUNTS: dict[str, Any] = {"num_examples": 3, "validation_total": 4, "validation_correct": 2, "seconds": 0.5}
 IDENTITY = Identity(

@@ -93,6 +93,22 @@ def test_tables_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "b on x: 1 client; b on y: no samples" in Elements(page).text
 
 
+def test_estimates_without_labels_stand_beside_accuracies(tmp_path: Path) -> None:
+    """Means over clients: 0.5 and 0.9 beside 0.4 and 0.8 are 10 points off each, 0.3 and 1.0 are 10 and 20."""
+    first = {"doc": [0.5, 0.4, 0.6], "heads": [0.3, 0.3, 0.5]}
+    second = {"doc": [0.9, 0.8, 1.0], "heads": [1.0, 0.9, 1.0]}
+    lines = [
+        evaluation("none", "original", 0, 4, 10, estimates=first),
+        evaluation("none", "original", 1, 8, 10, estimates=second),
+        evaluation("none", "original", 2, 0, 0, estimates={}),
+        evaluation("none", "mixture", 0, 4, 10),
+    ]
+    page = page_of(tmp_path, lines)
+    assert '<td>60.0</td><td>70.0 <span class="sd">60.0 to 80.0; 10.0</span></td>' in page
+    assert '<td>65.0 <span class="sd">60.0 to 75.0; 15.0</span></td>' in page
+    assert "without labels" not in page_of(tmp_path, lines[3:])
+
+
 def test_best_values_are_bold_and_named(tmp_path: Path) -> None:
     events = [evaluation(name, "x", 0, correct, 4) for name, correct in (("a", 2), ("b", 3), ("c", 3), ("d", 1))]
     page = page_of(tmp_path, events)

@@ -55,6 +55,15 @@ def test_a_result_is_an_event_with_its_further_metrics_if_there_are_any() -> Non
     assert (check["checked"], check["leaked"]) == (12, 0)
 
 
+def test_estimates_are_a_field_of_the_event() -> None:
+    place = evaluate(evaluated(estimates={"doc": [0.5, 0.25, 1.0]}), evaluated(estimates={"guess": [0.5, 0.5, 0.5]}))
+    (one,) = place.of("evaluation")
+    assert one["estimates"] == {"doc": [0.5, 0.25, 1.0]}
+    ((_, partition, reason),) = place.incidents()
+    assert partition == 1
+    assert "unknown estimates ['guess']" in reason
+
+
 def test_a_bad_reply_is_refused_by_node_and_reason_and_the_others_count() -> None:
     place = evaluate(evaluated(), evaluated(correct=5), evaluated(shift="fog"), None)
     assert [(kind, partition) for kind, partition, _ in place.incidents()] == [

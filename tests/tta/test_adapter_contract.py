@@ -14,8 +14,10 @@ from torch import Generator, Tensor, nn
 from fedtta import tta
 from fedtta.models.two_head import TwoHead
 from fedtta.tta import ADAPTERS, Adapter, Collaborator, Statistics
+from fedtta.tta.auto import Candidate
 from fedtta.tta.base import NEEDS
 from fedtta.tta.collaborator import SHARES
+from fedtta.tta.estimates import Calibration
 from fedtta.tta.knn_per import Datastore
 from fedtta.tta.modules import zero_rates
 from tests.tta.networks import CLASSES, images, noise, two_head_network, weights
@@ -44,7 +46,7 @@ class Case:
     def make(self, dtype: torch.dtype = torch.float64, model: TwoHead | None = None, **changes: Any) -> Any:
         model = network(dtype) if model is None else model
         rates = {name: 0.1 * (1 - 2 * (i % 2)) for i, name in enumerate(zero_rates(model))}
-        return tta.create(self.name, model, known(), rates, store(), **{**self.options, **changes})
+        return tta.create(self.name, model, known(), rates, store(), candidates(), **{**self.options, **changes})
 
 
 CASES = [
@@ -81,6 +83,7 @@ CASES = [
     Case("rotta", {"augment": noise, "lr": 0.05, "capacity": 6, "update_every": 4, "nu": 0.1, "proximal": 1.0}),
     Case("roid", {"augment": noise, "lr": 0.05, "momentum_src": 0.9, "proximal": 1.0}),
     Case("roid", {"augment": noise, "lr": 0.05, "momentum_src": 0.9, "divide": "batch"}),
+    Case("auto", {"probe": 8, "every": 12, "caution": 0.0}),
     Case("bbn", {"augment": noise, "lr": 0.05, "h0": 0.99, "momentum": 0.3, "proximal": 0.3}),
 ]
 SHARING = [case for case in CASES if case.kind.collaborates]
@@ -128,6 +131,17 @@ def known() -> Statistics:
 def store() -> Datastore:
     with torch.no_grad():
         return Datastore(network().features(images(20, seed=9)), torch.arange(20) % CLASSES)
+
+
+def candidates() -> dict[str, Candidate]:
+    """Such that a choice changes now and then: with and without state, on the network's outputs and on a copy of it."""
+    makers: dict[str, Any] = {
+        "personal": lambda network: tta.create("personal", network, record=False),
+        "none": lambda network: tta.create("none", network, record=False),
+        "t3a": lambda network: tta.create("t3a", network, support=2, record=False),
+        "tent": lambda network: tta.create("tent", network, lr=0.05, record=False),
+    }
+    return {name: Candidate(make, Calibration(0.1, 0.0)) for name, make in makers.items()}
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

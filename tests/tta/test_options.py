@@ -113,7 +113,7 @@ def test_text_becomes_typed_options():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("tnet", {}, "unknown adapter 'tnet'; there are: atp, bbn, .*personal"),
+        ("tnet", {}, "unknown adapter 'tnet'; there are: atp, auto, .*personal"),
         ("btfl", {"beta": "1"}, "btfl has no option 'beta'; there are: .*smoothing, squash, strength"),
         ("fedthe", {"beta": "much"}, "beta='much' is not a number"),
         ("fedthe", {"steps": "1.5"}, "steps='1.5' is not an integer"),

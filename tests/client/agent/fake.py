@@ -114,6 +114,7 @@ class FakeAgent:
         return Status(
             "run/ce/3/abcd", "fedthe", ("a", "b", "c"), len(self.seen), 2, True, {"one-class": 4}, ["1", "2"], ["n"],
             1.5, "train", (1, 2, 2), "shadow run/ce/4/bbbbbbbb", "run/ce/2/cccccccc: not finite", 61, 1, ["1 damaged"],
+            (0.75, 0.5, 1.0),
         )  # fmt: skip
 
     def telemetry(self) -> Telemetry:
@@ -131,7 +132,9 @@ class FakeAgent:
         return Saved("3", "run/ce/3/abcd", 0)
 
     def models(self) -> list[tuple[Model, list[str]]]:
-        old = Model("1", "aa" * 32, "run/ce/3", "kept", 60.0, 60.0, "rolled back", {"accuracy": 0.5})
+        old = Model(
+            "1", "aa" * 32, "run/ce/3", "kept", 60.0, 60.0, "rolled back", {"accuracy": 0.5, "adapted_offset": 0.0}
+        )
         return [(old, ["1", "2"]), (Model("2", "bb" * 32, "run/ce/4", "candidate", 120.0), [])]
 
     def approve(self, version: str = "") -> Changed:

@@ -74,6 +74,7 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ('adapter = "fedthe[gamma=1]"', "fedthe has no option 'gamma'"),
         ('adapter = "fedthe[beta=much]"', "beta='much' is not a number"),
         ('adapter = "fedicon[mode=offline]"', "needs a whole test set"),
+        ('adapter = "auto"', "is for evaluations"),
         ('listen = "localhost"', "allowed are unix:<path> and <host>:<port>"),
         ('listen = "0.0.0.0:7000"', "TCP needs mutual TLS; set certificate, key, client-ca"),
         (TLS, "certificate, key, client-ca: allowed with listen or metrics = <host>:<port> only"),

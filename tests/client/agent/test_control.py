@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 adapter    fedthe (held by the guard)
 classes    a, b, c
 samples    0 predicted, 2 not saved, 0 requests wait
+accuracy   75% (50% to 100%), estimated without labels
 candidate  shadow run/ce/4/bbbbbbbb
 refused    run/ce/2/cccccccc: not finite
 training   train

@@ -17,6 +17,7 @@ from fedtta.client.agent import observation
 from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import Guard
 from fedtta.client.agent.observation import CONFIDENCE_WINDOW, Observation, Recent, folder_bytes, resident_bytes
+from fedtta.client.agent.policy import Policy
 from fedtta.client.agent.status import Status
 from fedtta.client.served import Baseline
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
@@ -28,7 +29,7 @@ HERE = Path(__file__).parent  # a folder of few files in place of a state direct
 def in_batches(weights: np.ndarray, sizes: Sequence[int]) -> Recent:
     recent, begin = Recent(), 0
     for size in sizes:
-        recent.note(weights[begin : begin + size], None)
+        recent.note(np.full((size, 2), 0.5), weights[begin : begin + size], None)
         begin += size
     return recent
 
@@ -62,8 +63,8 @@ def test_confidence_is_that_of_a_full_window() -> None:
     recent = Recent()
     for begin in range(0, CONFIDENCE_WINDOW - 1, 9):
         assert recent.confidence is None
-        recent.note(None, rows[begin : begin + 9])
-    recent.note(None, rows[begin + 9 :])
+        recent.note(rows[begin : begin + 9], None, rows[begin : begin + 9])
+    recent.note(rows[begin + 9 :], None, rows[begin + 9 :])
     assert recent.confidence == pytest.approx(sum(max(row) for row in rows[40:].tolist()) / CONFIDENCE_WINDOW)
     assert (recent.weight, recent.weights) == (None, ())
 
@@ -117,7 +118,8 @@ CHECK = {"samples": 61.0, "accuracy": 58 / 61, "confidence": 0.8}
 
 def estimated(check: dict[str, float], confidence: float, images: int = CONFIDENCE_WINDOW, **policy: int) -> object:
     recent = Recent()
-    recent.note(None, np.tile([confidence, 1 - confidence], (images, 1)))
+    rows = np.tile([confidence, 1 - confidence], (images, 1))
+    recent.note(rows, None, rows)
     seen = Observation(config(HERE, policy=policy))
     return seen.telemetry(Status(), recent, None, check, False).estimated_accuracy
 
@@ -135,6 +137,26 @@ def test_the_estimate_tells_no_more_of_the_labels_than_a_rounded_count() -> None
         check = {"samples": 61.0, "accuracy": correct / 61, "confidence": 0.7}
         told = estimated(check, 0.7) * 61  # type: ignore[operator]
         assert told == pytest.approx(min(61, 5 * math.floor(correct / 5 + 0.5)))
+
+
+def test_the_accuracy_of_predictions_is_what_the_unadapted_network_thinks_of_them() -> None:
+    """Of the last images: two classes equally often, so that new shares change nothing; one in four is not its own."""
+    check = {"adapted_samples": 40.0, "adapted_offset": 0.05, "adapted_variance": 0.004}
+    plain = np.tile([[0.9, 0.1], [0.1, 0.9]], (CONFIDENCE_WINDOW // 2, 1))
+    predicted, recent = plain.copy(), Recent()
+    predicted[::4] = predicted[::4, ::-1]
+    recent.note(plain[:50], None, plain[:50])
+    assert recent.accuracy(check, lambda count, total: count) == ()
+    recent.note(predicted, None, plain)
+    accuracy, low, high = recent.accuracy(check, lambda count, total: count)
+    assert accuracy == 0.75  # 0.05 + (3 · 0.9 + 0.1) / 4
+    seen = [*[0.9] * 75, *[0.1] * 25, 0, 1]
+    error = math.sqrt(0.004 + np.var(seen) / 102)
+    assert (low, high) == (round(40 * (0.75 - 1.96 * error)) / 40, round(40 * (0.75 + 1.96 * error)) / 40)
+    assert recent.accuracy(check, Policy(count_step=5).rounded) == (0.75, 0.625, 0.875)
+    assert recent.accuracy({"accuracy": 0.5}, lambda count, total: count) == ()
+    recent.note(predicted, None, None)  # without the unadapted network nothing is known of these
+    assert recent.accuracy(check, lambda count, total: count) == (accuracy, low, high)
 
 
 def test_the_disk_is_looked_at_now_and_then(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_status_snapshot_rollback_reset(agent: Any) -> None:
         waiting=0, holding=True, guard_events={"one-class": 4}, snapshots=["1", "2"], notes=["n"], uptime_seconds=1.5,
         training="train", shape=[1, 2, 2], candidate="shadow run/ce/4/bbbbbbbb",
         refused="run/ce/2/cccccccc: not finite", data_samples=61, data_skipped=1, data_notes=["1 damaged"],
+        estimated_accuracy=[0.75, 0.5, 1.0],
     )  # fmt: skip
     assert stub.Rollback(pb.RollbackRequest(), timeout=TIMEOUT).snapshot == "2"
     assert stub.Rollback(pb.RollbackRequest(snapshot="1"), timeout=TIMEOUT).snapshot == "1"
@@ -75,7 +76,7 @@ def test_models_and_what_becomes_of_them(agent: Any) -> None:
     old, new = stub.Models(pb.ModelsRequest(), timeout=TIMEOUT).models
     assert old == pb.Model(
         version="run/ce/3/aaaaaaaa", state="kept", origin="run/ce/3", time=60.0, reason="rolled back",
-        check={"accuracy": 0.5}, snapshots=["1", "2"],
+        check={"accuracy": 0.5, "adapted_offset": 0.0}, snapshots=["1", "2"],
     )  # fmt: skip
     assert (new.version, new.state) == ("run/ce/4/bbbbbbbb", "candidate")
     for call, reply in (

@@ -23,6 +23,7 @@ from fedtta.client.agent.server import serve
 from fedtta.client.relay import relay
 from fedtta.messages.replies import WEIGHT_WINDOW, Identity, Reply, Telemetry
 from fedtta.messages.requests import Identify, Observe
+from fedtta.tta.estimates import with_new_shares
 from tests.client.agent.fake import TIMEOUT, channel, predictor, refused, request, running
 from tests.client.agent.fake import folder as short_folder
 from tests.client.agent.world import EXACT, common, config, labels, sample_images, served
@@ -214,10 +215,37 @@ def test_the_estimate_is_that_of_the_unadapted_network(agents: Any, adapter: str
     assert now < before
 
 
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_status_tells_the_estimated_accuracy_of_what_was_predicted(agents: Any, guard: bool) -> None:
+    """By a new adapter on the check's samples in batches of 32, then the last 100 predictions."""
+    agent, fresh = agents(guard=guard), served("fedthe").build()
+    assert agent.status().estimated_accuracy == ()
+    rows = np.concatenate([agent.predict(sample_images(begin, 50)).probabilities for begin in (0, 50, 100)])
+    if not guard:  # the network alone predicts nothing
+        assert agent.status().estimated_accuracy == ()
+        return
+    network = served("fedthe").network
+
+    def judged(images: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            plain = torch.softmax(network(torch.from_numpy(images.astype(np.float32) / np.float32(255))), 1)
+        posterior = with_new_shares(plain.numpy())
+        return np.array([row[one] for row, one in zip(posterior, predicted.tolist(), strict=True)])
+
+    shown = torch.from_numpy(sample_images(0, 60).astype(np.float32) / np.float32(255))
+    known = torch.cat([fresh.predict(part) for part in shown.split(32)]).numpy().argmax(1)
+    offset = (known == labels(0, 60)).mean() - judged(sample_images(0, 60), known).mean()
+    expected = judged(sample_images(50, 100), rows[-WEIGHT_WINDOW:].argmax(1)).mean() + offset
+    accuracy, low, high = agent.status().estimated_accuracy
+    assert accuracy == pytest.approx(expected, abs=0.5 / 60 + 1e-4)
+    assert low < accuracy < high or high == 1
+
+
 def test_without_labels_there_is_no_estimate(agents: Any) -> None:
     agent = agents(known=False)
     agent.predict(sample_images(0, 150))
     assert told(agent).estimated_accuracy is None
+    assert agent.status().estimated_accuracy == ()
     assert 0 <= told(agent).drift <= 1
 
 

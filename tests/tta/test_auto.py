@@ -1,0 +1,286 @@
+"""auto: the choice against an independent loop, what it never does, and when probes begin."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedtta import tta
+from fedtta.models.two_head import TwoHead
+from fedtta.tta.auto import Auto, Candidate, calibrate_candidates
+from fedtta.tta.base import Adapter
+from fedtta.tta.estimates import Calibration, judged, with_new_shares
+
+K = 4
+ALL = ("none", "personal", "fixed_mix", "t3a")
+
+
+def network(seed: int = 0) -> TwoHead:
+    """Features are the samples themselves; the heads disagree on many."""
+    model = TwoHead(nn.Identity(), 5, K).double()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for value in (model.head.weight, model.personal_head.weight):
+            value.copy_(2 * torch.randn(value.shape, generator=draw, dtype=torch.float64))
+        model.head.bias.zero_()
+    return model.eval()
+
+
+def samples(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def made(model: TwoHead, names: tuple[str, ...] = ALL, flattering: float = 0.0) -> dict[str, Candidate]:
+    """Candidates, calibrated on samples whose label is what the personal head says, with exceptions."""
+    makers = {name: (lambda network, name=name: tta.create(name, network, record=False)) for name in names}
+    x = samples(60, seed=2)
+    labels = model.personal_head(x).argmax(1)
+    labels[::7] = (labels[::7] + 1) % K
+    predicted = {name: tta.create(name, model).predict(x).numpy() for name in names}
+    correct = {name: rows.argmax(1) == labels.numpy() for name, rows in predicted.items()}
+    found = calibrate_candidates(makers, predicted, correct)
+    more = {name: flattering * (name != "none") for name in names}
+    return {
+        name: Candidate(one.make, Calibration(one.gain.offset + more[name], one.gain.variance))
+        for name, one in found.items()
+    }
+
+
+def shares(p: np.ndarray) -> np.ndarray:
+    """Expectation maximization as a loop over samples, for a hundred steps."""
+    q = [1 / K] * K
+    for _ in range(100):
+        rows = [[one * share for one, share in zip(row, q, strict=True)] for row in p.tolist()]
+        rows = [[one / sum(row) for one in row] for row in rows]
+        q = [sum(row[k] for row in rows) / len(rows) for k in range(K)]
+    return np.array(rows)
+
+
+def variance_of_mean(values: list[float], low: float, high: float) -> float:
+    more = [*values, low, high]
+    mean = sum(more) / len(more)
+    return sum((one - mean) ** 2 for one in more) / len(more) ** 2
+
+
+def by_hand(model: TwoHead, parts: list[Tensor], probe: int, every: int, caution: float) -> tuple[list[int], Tensor]:
+    """The rule as it is stated, with adapters of its own: choices by sample, and the predictions."""
+    candidates = made(model)
+    own = {name: tta.create(name, model) for name in ALL}
+    seen, choice, choices, rows = 0, "none", [], []
+    past: dict[str, list[np.ndarray]] = {name: [] for name in ALL}
+    for x in parts:
+        if every and seen >= every:
+            for name in ALL:
+                if name not in ("none", choice):
+                    own[name].reset()
+            seen, past = 0, {name: [] for name in ALL}
+        running = [name for name in ALL if seen < probe or name in ("none", choice)]
+        found = {name: own[name].predict(x).numpy() for name in running}
+        for name in ALL:
+            past[name] = [*past[name], *found[name]][-probe:] if name in running else []
+        seen += len(x)
+        posterior = shares(np.stack(past["none"]))
+        best, most = "none", 0.0
+        for name in running:
+            if name != "none":
+                gains = [
+                    row[other.argmax()] - row[plain.argmax()]
+                    for row, other, plain in zip(posterior, past[name], past["none"], strict=True)
+                ]
+                known = candidates[name].gain
+                error = math.sqrt(known.variance + variance_of_mean(gains, -1, 1))
+                cautious = sum(gains) / len(gains) + known.offset - caution * error
+                if cautious > most:
+                    best, most = name, cautious
+        choice = best
+        choices += [ALL.index(choice)] * len(x)
+        rows.append(torch.from_numpy(found[choice]))
+    return choices, torch.cat(rows)
+
+
+@pytest.mark.parametrize("size", [1, 7, 90])
+@pytest.mark.parametrize(("every", "caution"), [(0, 0.5), (45, 0.0), (31, 2.0)])
+def test_choices_and_predictions_are_those_of_the_rule(size: int, every: int, caution: float) -> None:
+    model = network()
+    adapter = tta.create("auto", model, candidates=made(model), probe=30, every=every, caution=caution)
+    parts = list((2 * samples(90)).split(size))
+    rows = torch.cat([adapter.predict(part) for part in parts])
+    choices, expected = by_hand(model, parts, 30, every, caution)
+    assert adapter.report()["choice"].tolist() == choices
+    torch.testing.assert_close(rows, expected, atol=1e-12, rtol=0)
+    if size < 90:
+        assert len(set(choices)) > 1
+
+
+def test_calibration_is_that_of_a_loop_over_labelled_samples() -> None:
+    draw = np.random.default_rng(1)
+    predicted = {name: draw.dirichlet([0.5] * K, 40) for name in ("none", "other")}
+    labels = draw.integers(K, size=40)
+    correct = {name: rows.argmax(1) == labels for name, rows in predicted.items()}
+    found = calibrate_candidates(dict.fromkeys(predicted, network_free), predicted, correct)
+    posterior = shares(predicted["none"])
+    missed = []
+    for i, label in enumerate(labels.tolist()):
+        c = [float(predicted[name][i].argmax() == label) for name in ("other", "none")]
+        v = [posterior[i][predicted[name][i].argmax()] for name in ("other", "none")]
+        missed.append((c[0] - v[0]) - (c[1] - v[1]))
+    assert found["other"].gain.offset == pytest.approx(sum(missed) / 40, abs=1e-5)
+    assert found["other"].gain.variance == pytest.approx(variance_of_mean(missed, -2, 2), abs=1e-6)
+    assert found["none"].gain.offset == 0
+
+
+def network_free(network: nn.Module) -> Adapter:
+    raise AssertionError("calibration makes no adapter")
+
+
+def test_one_pass_of_the_network_serves_all_that_need_its_outputs_alone() -> None:
+    model, passes = network(), []
+    model.encoder.register_forward_hook(lambda *_: passes.append(1))
+    adapter = tta.create("auto", model, candidates=made(model), probe=20)
+    passes.clear()
+    for part in samples(50).split(10):
+        adapter.predict(part)
+    assert len(passes) == 5
+
+
+def test_a_batch_at_the_same_place_in_memory_is_another_one() -> None:
+    model = network()
+    adapter, x = tta.create("auto", model, candidates=made(model, ("none",))), samples(5)
+    adapter.predict(x)
+    x.copy_(samples(5, seed=8))
+    assert torch.equal(adapter.predict(x), model(x).softmax(1))
+
+
+class Counted(tta.ADAPTERS["none"]):  # type: ignore[misc, name-defined]
+    """Predicts as the personal head does and counts calls and resets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, record=False)
+        self.calls, self.resets = 0, 0
+
+    def _predict(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.softmax(self.model.personal_head(self.model.features(x)), 1)  # type: ignore[operator]
+
+    def _reset(self) -> None:
+        self.resets += 1
+
+
+def counting(gain: float, **options: Any) -> tuple[Auto, Counted]:
+    """auto between "none" and one counted candidate whose gain is large, or largely negative."""
+    model = network()
+    candidates = made(model, ("none",)) | {"counted": Candidate(Counted, Calibration(gain, 0.0))}
+    adapter = tta.create("auto", model, candidates=candidates, probe=20, **options)
+    assert isinstance(adapter, Auto)
+    one: Any = adapter.candidates["counted"]
+    one.calls = one.resets = 0
+    return adapter, one
+
+
+def test_a_candidate_that_is_not_chosen_runs_in_probes_alone() -> None:
+    adapter, one = counting(-9.0, every=60)
+    for part in samples(130).split(10):
+        adapter.predict(part)
+    assert adapter.choice == "none"
+    assert (one.calls, one.resets) == (2 + 2 + 1, 2)  # probes begin after 60 and 120 samples
+
+
+def test_the_choice_goes_on_through_a_probe() -> None:
+    adapter, one = counting(9.0, every=60)
+    for part in samples(130).split(10):
+        adapter.predict(part)
+    assert adapter.choice == "counted"
+    assert (one.calls, one.resets) == (13, 0)
+    assert adapter.report()["choice"].tolist() == [1] * 130
+
+
+class Alarm:
+    """A drift test that fires once, at a sample."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen, self.rows = at, 0, np.empty((0, K))
+
+    def update(self, values: np.ndarray) -> bool:
+        self.rows = np.concatenate((self.rows, values))
+        before, self.seen = self.seen, self.seen + len(values)
+        return before < self.at <= self.seen
+
+
+def test_drift_begins_a_probe_with_the_next_batch() -> None:
+    adapter, one = counting(-9.0, every=0)
+    adapter.drift = Alarm(75)
+    calls = []
+    for part in samples(130).split(10):
+        adapter.predict(part)
+        calls.append(one.calls)
+    assert calls == [1, 2, 2, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4]
+    expected = torch.softmax(network()(samples(130)), 1)
+    np.testing.assert_allclose(adapter.drift.rows, expected.detach().numpy(), atol=1e-12)
+
+
+@given(st.integers(0, 50), st.integers(1, 40))
+def test_no_gain_no_choice(seed: int, size: int) -> None:
+    """Of candidates that predict what "none" predicts, and of those without evidence, none is chosen."""
+    model = network(seed)
+    twin = {
+        "none": made(model, ("none",))["none"],
+        "twin": Candidate(lambda n: tta.create("none", n), Calibration(0.0, 0.0)),
+    }
+    adapter, x = tta.create("auto", model, candidates=twin, caution=0.5), samples(60, seed)
+    for part in x.split(size):
+        assert torch.equal(adapter.predict(part), model(part).softmax(1))
+    assert not adapter.report()["choice"].any()
+
+
+@given(st.integers(0, 50), st.integers(1, 30))
+def test_later_samples_change_nothing(seed: int, cut: int) -> None:
+    model = network()
+    one, two = (tta.create("auto", model, candidates=made(model), probe=20, every=30) for _ in range(2))
+    x = samples(60, seed)
+    other = torch.cat([x[: 2 * cut], samples(60, seed + 1)])
+    first = torch.cat([one.predict(part) for part in x[: 2 * cut].split(2)])
+    second = torch.cat([two.predict(part) for part in other.split(2)])[: 2 * cut]
+    assert torch.equal(first, second)
+
+
+def test_among_and_ranges() -> None:
+    model = network()
+    adapter = tta.create("auto", model, candidates=made(model), among="t3a+personal")
+    assert adapter.names == ("none", "t3a", "personal")  # type: ignore[attr-defined]
+    for options, words in (
+        ({"among": "tent"}, "auto: tent not calibrated; there are: none, personal, fixed_mix, t3a"),
+        ({"probe": 0}, "probe"), ({"every": 5}, "every=5: allowed is 0, or at least probe=100"),
+        ({"caution": -1.0}, "caution"), ({"margin": 1.5}, "margin"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            tta.create("auto", model, candidates=made(model), **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="auto needs candidates"):
+        tta.create("auto", model)
+
+
+def test_states_with_a_choice_or_windows_that_do_not_fit_are_refused() -> None:
+    model = network()
+    adapter = tta.create("auto", model, candidates=made(model), probe=20)
+    adapter.predict(samples(9))
+    state = adapter.state_dict()
+    for name, value in (
+        ("choice", torch.tensor(4)), ("memory.none", torch.full((9,), 4.0)), ("memory.t3a", torch.zeros(5)),
+        ("memory.unadapted", torch.zeros(9, 3)), ("t3a.counts", torch.zeros(K, dtype=torch.int64)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="state"):
+            adapter.load_state_dict({**state, name: value})
+    again = adapter.state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in state.items())
+
+
+def test_new_shares_are_those_of_a_loop() -> None:
+    p = np.random.default_rng(3).dirichlet([0.4] * K, 30)
+    np.testing.assert_allclose(with_new_shares(p), shares(p), atol=1e-3)
+    assert judged(p, p.argmax(1)).tolist() == p.max(1).tolist()
