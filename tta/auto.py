@@ -17,8 +17,9 @@ judge: where it is hardly better than chance, so is the choice, and nothing here
 1. Probe: over W samples all candidates predict. The choice is made anew after each batch, and from that batch on its
    predictions are the choice's; no later sample is looked at.
 2. Then "none" and the choice alone go on, and "none" takes over again as soon as the rule says so.
-3. A probe begins again after `every` samples, or with the batch after one in which a drift test fires. All candidates
-   but the choice start from anew then, as their calibration did.
+3. A probe begins again after `every` samples, or with the batch after one in which the drift test (`fedtta.tta.drift`),
+   on outputs of the unadapted network, finds a change. All candidates but the choice start from anew then, as their
+   calibration did.
 
 Cost: one forward pass a sample serves "none", the heads, FedTHE, BTFL, T3A, EM, BBSE and kNN-Per together. With the
 others' passes f_a a sample it is 1 + Σ f_a in a probe and 1 + f_choice outside: at most 1 + max f_a + (W / every) Σ f_a
@@ -30,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from fedtta.tta.arrays import to_host
 from fedtta.tta.base import Adapter, prefixed
 from fedtta.tta.checks import check_finite, check_least, check_number, class_count
+from fedtta.tta.drift import DriftTest, outputs
 from fedtta.tta.estimates import Calibration, Signals, calibrated, judged, slid, with_new_shares
 from fedtta.tta.registry import LIGHT
 
@@ -51,13 +53,6 @@ PLAIN = "unadapted"  # the window of the unadapted probabilities; the others hol
 OF_OUTPUTS = (*LIGHT, "knn_per")
 #: Candidates by default: those whose statistics do not tell a client's class counts.
 USUAL = (NONE, "personal", "fixed_mix", "fedthe", "btfl", "t3a", "bn_adapt")
-
-
-class Drift(Protocol):
-    """A test for drift of a stream."""
-
-    def update(self, values: NDArray[np.float64]) -> bool:
-        """Note what is known of a batch, [B, d]: the unadapted probabilities. Return whether drift was found."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +139,9 @@ class Auto(Adapter):
         W, samples.
     every : int
         Samples from the begin of a probe to that of the next, at least W; 0: no further one without drift.
+    false_alarms : float
+        In [0, 0.5]: without a change, the drift test finds one in t samples with at most t times this probability; 0:
+        no drift test.
     caution : float
         Standard errors by which a gain must exceed `margin`, at least 0.
     margin : float
@@ -155,8 +153,8 @@ class Auto(Adapter):
     ----------
     names : tuple of str
         The candidates, "none" first.
-    drift : Drift or None
-        A test that begins a probe; none by default. It keeps its own state.
+    drift : DriftTest or None
+        Its reference is the begin of the stream.
 
     Raises
     ------
@@ -177,6 +175,7 @@ class Auto(Adapter):
         among: str = "",
         probe: int = 100,
         every: int = 1000,
+        false_alarms: float = 0.001,
         caution: float = 0.5,
         margin: float = 0.0,
         record: bool = True,
@@ -193,7 +192,7 @@ class Auto(Adapter):
         super().__init__(model, record=record)
         self.names = (NONE, *(name for name in dict.fromkeys(wanted) if name != NONE))
         self.probe, self.every, self.caution, self.margin = probe, every, caution, margin
-        self.drift: Drift | None = None
+        self.drift = DriftTest(false_alarms=false_alarms) if false_alarms else None
         self._once = _Once(model).eval()
         self._classes = class_count(model, None)
         self._gains = {name: candidates[name].gain for name in self.names}
@@ -223,7 +222,7 @@ class Auto(Adapter):
         # a candidate that pauses loses its window: what it missed would be another stream's
         self._windows = {**self._no_windows(), **slid(self._windows, batch, self.probe)}
         self._seen += len(x)
-        self._drifted = self.drift is not None and self.drift.update(known[0])
+        self._drifted = self.drift is not None and bool(self.drift.update(outputs(known[0])))
         best = self._best(running)
         self._choice = self.names.index(best)
         self._note(choice=torch.full((len(x),), self._choice, dtype=torch.int64))
@@ -253,6 +252,8 @@ class Auto(Adapter):
     def _reset(self) -> None:
         for one in self.candidates.values():
             one.reset()
+        if self.drift is not None:
+            self.drift.reset()
         self._choice = 0
         self._begin_probe()
 
@@ -261,6 +262,8 @@ class Auto(Adapter):
             "choice": np.array(self._choice), "seen": np.array(self._seen), "drifted": np.array(int(self._drifted)),
         }  # fmt: skip
         state |= {f"memory.{name}": values for name, values in self._windows.items()}
+        if self.drift is not None:
+            state |= {f"memory.drift.{name}": value for name, value in self.drift.state_dict().items()}
         for name, one in self.candidates.items():
             state |= prefixed(name, one.state_dict())
         return state
@@ -281,11 +284,18 @@ class Auto(Adapter):
         before = {name: one.state_dict() for name, one in self.candidates.items()}
         try:
             for name, one in self.candidates.items():
-                start = f"{name}."
-                one.load_state_dict({key[len(start) :]: value for key, value in state.items() if key.startswith(start)})
+                one.load_state_dict(_of(name, state))
+            if self.drift is not None:
+                self.drift.load_state_dict({name: to_host(value) for name, value in _of("memory.drift", state).items()})
         except ValueError:
             for name, one in self.candidates.items():
                 one.load_state_dict(before[name])
             raise
         self._choice, self._seen, self._drifted = choice, int(state["seen"]), bool(state["drifted"])
         self._windows = {**windows, PLAIN: plain}
+
+
+def _of(owner: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the part of a state that belongs to a candidate, or to the drift test."""
+    start = f"{owner}."
+    return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}

@@ -185,7 +185,7 @@ class DriftTest:
         for name, value in state.items():
             if value.shape != like[name].shape or not np.isfinite(value).all():
                 raise ValueError(f"state {name!r} of a drift test does not fit, or is not finite")
-        if state["seen"] >= 0 and (state["urn"] <= 0).any():
+        if state["since"] >= 0 and (state["urn"] <= 0).any():
             raise ValueError("state 'urn' of a drift test has bins without a spacing")
         self.position = int(state["position"])
         self._state = {name: state[name].astype(like[name].dtype) for name in self._state}
@@ -197,12 +197,12 @@ class DriftTest:
     @property
     def _seen(self) -> int:
         """Stream samples since the reference; -1 while it is collected."""
-        return int(self._state["seen"])
+        return int(self._state["since"])
 
     def _blank(self, columns: int, collected: int = 0) -> dict[str, NDArray[Any]]:
         """Return the state before the first sample of a reference."""
         return {
-            "seen": np.array(-1),
+            "since": np.array(-1),
             "collected": np.zeros((collected, columns)),
             "edges": np.zeros((self.bins - 1, columns)),  # between the bins, with their random places among equals
             "places": np.zeros((self.bins - 1, columns)),
@@ -225,7 +225,7 @@ class DriftTest:
         ranks = np.rint(np.arange(1, self.bins) * (size + 1) / self.bins).astype(np.int64)  # from 1
         spacings = np.diff([0, *ranks, size + 1])
         self._state = self._blank(columns) | {
-            "seen": np.array(0),
+            "since": np.array(0),
             "edges": np.take_along_axis(reference, order, 0)[ranks - 1],
             "places": np.take_along_axis(places, order, 0)[ranks - 1],
             "urn": np.repeat(spacings[:, None], columns, 1),
@@ -245,7 +245,7 @@ class DriftTest:
         logs += np.log(changed) - np.log(urn[bins, every] / urn[:, 0].sum())
         counts[:, bins, every] += 1
         urn[bins, every] += 1
-        state["seen"] = np.array(seen + 1)
+        state["since"] = np.array(seen + 1)
         return bool(self._sums().max() >= self._columns / self.false_alarms)
 
     def _bins(self, row: Float) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
+from fedtta.benchmarks.tables.engine import seeds_of
 from fedtta.benchmarks.tables.networks import network_path, train_network
 from fedtta.benchmarks.tables.protocol import read_protocol
 from fedtta.client.algorithms.training import labelled
@@ -51,7 +52,7 @@ Row = dict[str, Any]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `estimates`."""
     parser.add_argument("--clients", type=int, default=10, metavar="N", help="test the first N clients (default: 10)")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 1 to N (default: 1)")
+    parser.add_argument("--seeds", type=seeds_of, default=[1], metavar="N", help="how many, or which: 3, 2,3 or 2-3")
     parser.add_argument("--quick", action="store_true", help="the protocol's small version")
     parser.add_argument("--out", type=Path, default=RESULTS, help=f"of {FILE} (default: benchmarks/results)")
     parser.add_argument(
@@ -67,10 +68,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     SettingsError
         Fewer than three clients, which leave no others, or data that cannot be read.
     """
-    if arguments.clients < 3 or arguments.seeds < 1:
-        raise SettingsError("--clients and --seeds: allowed are at least 3 clients and 1 seed")
+    if arguments.clients < 3:
+        raise SettingsError(f"--clients {arguments.clients}: allowed are at least 3")
     measured: list[Row] = []
-    for seed in range(1, arguments.seeds + 1):
+    for seed in arguments.seeds:
         measured += measure(seed, arguments.clients, arguments.quick, arguments.folder, console)
     about = {"clients": arguments.clients, "seeds": arguments.seeds, "quick": arguments.quick}
     content = {**provenance(), **about, **summary(measured)}
@@ -245,7 +246,7 @@ def estimates_page(content: Mapping[str, Any]) -> str:
     """Return what is kept as a Markdown page."""
     lines = ["# Estimates", "", "`fedtta bench estimates`"]
     if content:
-        about = f"{content['clients']} clients, {content['seeds']} seed{'s' * (content['seeds'] > 1)}"
+        about = f"{content['clients']} clients, seed {', '.join(map(str, content['seeds']))}"
         lines[-1] += f"; {about}. {content['hardware']}, commit {content['commit']}, {content['time']}."
         for by, title in (
             ("own", "Calibrated on the client's own validation split"),

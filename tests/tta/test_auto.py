@@ -16,6 +16,7 @@ from fedtta import tta
 from fedtta.models.two_head import TwoHead
 from fedtta.tta.auto import Auto, Candidate, calibrate_candidates
 from fedtta.tta.base import Adapter
+from fedtta.tta.drift import DriftTest, outputs
 from fedtta.tta.estimates import Calibration, judged, with_new_shares
 
 K = 4
@@ -201,16 +202,17 @@ def test_the_choice_goes_on_through_a_probe() -> None:
     assert adapter.report()["choice"].tolist() == [1] * 130
 
 
-class Alarm:
+class Alarm(DriftTest):
     """A drift test that fires once, at a sample."""
 
     def __init__(self, at: int) -> None:
-        self.at, self.seen, self.rows = at, 0, np.empty((0, K))
+        super().__init__()
+        self.at, self.seen, self.rows = at, 0, np.empty((0, K + 2))
 
-    def update(self, values: np.ndarray) -> bool:
+    def update(self, values: np.ndarray) -> list[int]:
         self.rows = np.concatenate((self.rows, values))
         before, self.seen = self.seen, self.seen + len(values)
-        return before < self.at <= self.seen
+        return [self.at] if before < self.at <= self.seen else []
 
 
 def test_drift_begins_a_probe_with_the_next_batch() -> None:
@@ -221,8 +223,27 @@ def test_drift_begins_a_probe_with_the_next_batch() -> None:
         adapter.predict(part)
         calls.append(one.calls)
     assert calls == [1, 2, 2, 2, 2, 2, 2, 2, 3, 4, 4, 4, 4]
-    expected = torch.softmax(network()(samples(130)), 1)
-    np.testing.assert_allclose(adapter.drift.rows, expected.detach().numpy(), atol=1e-12)
+    expected = torch.softmax(network()(samples(130)), 1).detach().numpy()
+    np.testing.assert_allclose(adapter.drift.rows, outputs(expected), atol=1e-12)
+
+
+def test_a_real_change_begins_a_probe_also_after_a_restart() -> None:
+    """Images that turn dark after 400 samples; the adapter's state is moved to another one there."""
+    (adapter, one), (other, two) = counting(-9.0, every=0), counting(-9.0, every=0)
+    dark = samples(200, 1) * 0
+    for part in samples(400).split(20):
+        adapter.predict(part)
+    before = one.calls
+    other.load_state_dict(adapter.state_dict())
+    for part in dark.split(20):
+        assert torch.equal(adapter.predict(part), other.predict(part))
+    assert one.calls - before == two.calls > 0
+    assert adapter.drift is not None
+    silent, three = counting(-9.0, every=0, false_alarms=0)
+    for part in torch.cat([samples(400), dark]).split(20):
+        silent.predict(part)
+    assert silent.drift is None
+    assert three.calls == before
 
 
 @given(st.integers(0, 50), st.integers(1, 40))
