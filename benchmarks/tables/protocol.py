@@ -234,7 +234,9 @@ def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -
             )
         if cell.start.rates and cell.start.rates not in described:
             raise SettingsError(f"{name}, cell {cell.name}: from = {cell.start.rates!r} is no cell")
-    tables = _tables(name, cells, sections.get("tables", {}), {cell.get("table") for cell in described.values()})
+    tables = _tables(
+        name, cells, sections.get("tables", {}), {cell.get("table") or own for own, cell in described.items()}
+    )
     return Protocol(name, _description(path), networks, cells, tables)
 
 
