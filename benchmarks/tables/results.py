@@ -194,7 +194,8 @@ def _weights(entries: Sequence[Evaluation]) -> Content:
 def collaboration_rows(adapted: Iterable[Adapted], mixed: Sequence[AdaptRound], training: str) -> dict[str, Content]:
     """Return label → numbers of every method under every collaboration, over all test-time rounds.
 
-    `global` is the accuracy over all samples; beside it are the mean over the classes that occur and each client's.
+    `global` is the accuracy over all samples; beside it are the mean over the classes that occur, each client's, and
+    that of either half of the rounds.
     """
     groups: dict[tuple[str, str], list[Adapted]] = {}
     for one in adapted:
@@ -202,6 +203,7 @@ def collaboration_rows(adapted: Iterable[Adapted], mixed: Sequence[AdaptRound], 
     found = {}
     for (method, collaboration), entries in groups.items():
         clients = 1 + max(one.partition for one in entries)
+        last = max(one.round for one in entries)
         correct = np.zeros((clients, len(entries[0].total)), np.int64)  # (N, K)
         total = np.zeros_like(correct)
         for one in entries:
@@ -216,12 +218,20 @@ def collaboration_rows(adapted: Iterable[Adapted], mixed: Sequence[AdaptRound], 
             "per_client_percent": " ".join(f"{value:.4g}" for value in 100 * correct.sum(1) / total.sum(1)),
             "samples": int(total.sum()),
             "rounds": len({one.round for one in entries}),
+            "second_half_percent": _percent([one for one in entries if 2 * one.round > last]),
         }
+        if early := [one for one in entries if 2 * one.round <= last]:
+            shift["first_half_percent"] = _percent(early)
         own = [one for one in mixed if (one.method, one.collaboration) == (method, collaboration) and one.weights]
         if weights := mixing_weights(own):
             shift["weights"] = weights
         found[row_label(method, collaboration)] = {"training": training, "shifts": {"global": shift}}
     return found
+
+
+def _percent(entries: Sequence[Adapted]) -> float:
+    """Return the accuracy over all samples in percent."""
+    return round(100 * sum(sum(one.correct) for one in entries) / sum(sum(one.total) for one in entries), 2)
 
 
 def mixing_weights(rounds: Sequence[AdaptRound]) -> dict[str, str]:

@@ -143,8 +143,10 @@ def test_mixing_weights_e_are_summed_over_clients() -> None:
     assert (shift["weight_mean"], shift["weight_histogram"]) == (0.425, "1 3" + " 0" * len(rest))
 
 
-def adapted(partition: int, correct: list[int], total: list[int], collaboration: str = "none") -> Adapted:
-    return Adapted("bbn", collaboration, 1, partition, "snow", correct, total, 0.0)
+def adapted(
+    partition: int, correct: list[int], total: list[int], collaboration: str = "none", round: int = 1
+) -> Adapted:
+    return Adapted("bbn", collaboration, round, partition, "snow", correct, total, 0.0)
 
 
 def test_collaborations_by_hand() -> None:
@@ -163,6 +165,20 @@ def test_collaborations_by_hand() -> None:
     assert found["bbn @ fedavg"]["shifts"]["global"]["weights"] == {"1": "0.750 0.250; 0.123 0.877"}
     alone = [AdaptRound("bbn", "none", 1, [0, 1], [[1.0, 0.0], [0.0, 1.0]], 1.0, 1, 1, 0)]
     assert mixing_weights(alone) == {}
+
+
+def test_halves_of_the_rounds_by_hand() -> None:
+    one = [
+        adapted(0, [1, 0], [2, 2], round=1),
+        adapted(0, [2, 1], [2, 2], round=2),
+        adapted(0, [2, 2], [2, 2], round=3),
+    ]
+    shift = collaboration_rows(one, [], "t")["bbn"]["shifts"]["global"]
+    assert (shift["first_half_percent"], shift["second_half_percent"]) == (
+        25.0,
+        87.5,
+    )  # of 3 rounds the first is one half
+    assert "first_half_percent" not in collaboration_rows(one[:1], [], "t")["bbn"]["shifts"]["global"]
 
 
 def test_constant_predictions_by_hand() -> None:
