@@ -26,7 +26,6 @@ from fedtta.settings import Settings
 from fedtta.tta.registry import info
 
 FILE = Path(__file__).parent / "constants.csv"
-UNKNOWN = "–"
 
 
 @dataclass(frozen=True)

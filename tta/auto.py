@@ -2,7 +2,7 @@
 
 There is no paper. The estimate is `label_shift` (`fedtta.tta.estimates`): v_a is the probability that the unadapted
 network gives to the class which candidate a predicts, after the class shares of the last W samples have been estimated
-anew; c_a is whether a is right. Calibrated on the client's validation split,
+again; c_a is whether a is right. Calibrated on the client's validation split,
 
     gain(a) = mean of (v_a - v_none) over the last W samples + mean of ((c_a - v_a) - (c_none - v_none)) over validation
 
@@ -14,12 +14,12 @@ the candidate with the largest
 and "none" where that is not above `margin` for any: it takes evidence to leave "none". The unadapted network is the
 judge: where it is hardly better than chance, so is the choice, and nothing here finds that out.
 
-1. Probe: over W samples all candidates predict. The choice is made anew after each batch, and from that batch on its
+1. Probe: over W samples all candidates predict. The choice is made again after each batch, and from that batch on its
    predictions are the choice's; no later sample is looked at.
 2. Then "none" and the choice alone go on, and "none" takes over again as soon as the rule says so.
 3. A probe begins again after `every` samples, or with the batch after one in which the drift test (`fedtta.tta.drift`),
-   on outputs of the unadapted network, finds a change. All candidates but the choice start from anew then, as their
-   calibration did.
+   on outputs of the unadapted network, finds a change. All candidates but the choice are reset then, as they were for
+   their calibration.
 
 Cost: one forward pass a sample serves "none", the heads, FedTHE, BTFL, T3A, EM, BBSE and kNN-Per together. With the
 others' passes f_a a sample it is 1 + Σ f_a in a probe and 1 + f_choice outside: at most 1 + max f_a + (W / every) Σ f_a
@@ -133,8 +133,8 @@ class Auto(Adapter):
     candidates : mapping
         Name → candidate, "none" among them.
     among : str
-        Names of the candidates that whoever makes them shall make, as "none+fedthe+tent"; empty: those of `USUAL` that
-        fit. Here, all of them must have been made.
+        Names of the candidates, as "none+fedthe+tent"; all of them must be in `candidates`. Empty: those of `USUAL`
+        that fit the network.
     probe : int
         W, samples.
     every : int

@@ -18,7 +18,7 @@ its mean on samples T without labels by what it missed on labelled samples S:
     heads            v = 1 where the global and the personal head predict the same class
     unadapted        v = 1 where the prediction is that of the unadapted network
     label_shift      v = the probability that the unadapted network gives to the predicted class, after the class
-                     shares have been estimated anew from all samples at hand, by expectation maximization
+                     shares have been estimated again from all samples at hand, by expectation maximization
 
 The threshold t is the score below which lies a share of S that equals the error on S. Without ties of scores the
 correction of atc is then 0, as in the paper; samples whose scores tie at t would otherwise all count as right.
@@ -104,7 +104,7 @@ def slid(window: Signals, batch: Signals, size: int) -> Signals:
 
 
 def with_new_shares(probabilities: NDArray[Any]) -> Values:
-    """Return probabilities [n, K] after the class shares have been estimated anew from all n samples.
+    """Return probabilities [n, K] after the class shares have been estimated again from all n samples.
 
     A class that a network trained on equal shares expects with p_k is as likely as p_k q_k, normalized, where the share
     is q_k; q is the mean of these, which expectation maximization finds, starting from equal shares.

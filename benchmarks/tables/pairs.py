@@ -203,6 +203,8 @@ def orders_lines(table: Table, found: Comparison, cells: Mapping[str, Mapping[in
 def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]], most: int = 3) -> str:
     """Return a table of the best rows of each shift of a protocol, with what they gain over FedAvg; empty without any.
 
+    Only rows that have all of FedAvg's seeds are compared.
+
     Parameters
     ----------
     kept : mapping
@@ -215,20 +217,20 @@ def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]],
         found = compare(table, kept)
         clients = client_values(table, kept)
         for column in found.columns:
+            seeds = found.values.get(FEDAVG, {}).get(column, {}).keys()
             means = {
-                label: float(np.mean(list(row[column].values())))
+                label: float(np.mean([row[column][seed] for seed in seeds]))
                 for label, row in found.values.items()
-                if row.get(column) and label != CONSTANT
+                if label != CONSTANT and seeds and seeds <= row.get(column, {}).keys()
             }
-            if FEDAVG not in means or len(means) < 2:
+            if len(means) < 2:
                 continue
             texts = []
             for label in sorted(means, key=lambda label: -means[label])[:most]:
                 measured = difference(clients.get(label, {}).get(column, {}), clients.get(FEDAVG, {}).get(column, {}))
                 gain = str(measured) if measured else f"{means[label] - means[FEDAVG]:+.2f}"
                 texts.append(f"`{label}`" + ("" if label == FEDAVG else f" {gain}"))
-            seeds = len(next(iter(found.values[FEDAVG].values())))
-            cells = [table.title, column, f"{means[FEDAVG]:.1f}", *texts, *[""] * (most - len(texts)), str(seeds)]
+            cells = [table.title, column, f"{means[FEDAVG]:.1f}", *texts, *[""] * (most - len(texts)), str(len(seeds))]
             lines.append(f"| {' | '.join(cells)} |")
     if not lines:
         return ""

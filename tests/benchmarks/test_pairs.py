@@ -180,3 +180,5 @@ def test_leaders_of_each_shift() -> None:
         "| Made up | average | 50.0 | `fedthe` +21.33 [+20.00, +22.50] | `btfl` +21.00 [+20.00, +22.00] | 1 |",
     ]
     assert leaders_table(protocol, {}) == ""
+    kept["c"][2] = {"rows": {label: one for label, one in ROWS.items() if label != "fedthe"}}
+    assert "fedthe" not in leaders_table(protocol, kept)  # it lacks a seed
