@@ -18,6 +18,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import httpx
@@ -26,7 +27,7 @@ from flwr.serverapp import Grid
 
 from fedtta.messages.arrays import array_bytes
 from fedtta.messages.flower import CONTENT, SECRET, block_record, from_content, held_record, secret_of
-from fedtta.messages.inbox import Incomplete, inbox_of, over_http
+from fedtta.messages.inbox import Incomplete, by_threads, inbox_of, over_http
 from fedtta.messages.record import Record
 from fedtta.messages.requests import Observe
 from fedtta.messages.transport import Addressed, Answer, late, read_answer, unknown_node
@@ -213,12 +214,23 @@ def _pushed(grid: Grid, messages: Sequence[Message]) -> list[str | None]:
     """
     tickets: list[str | None] = []
     try:
-        tickets += [ticket or None for ticket in grid.push_messages(messages)]
+        tickets += [ticket or None for ticket in _push(grid, messages)]
     except httpx.HTTPStatusError as error:
         if not error.response.is_server_error:
             raise
         LOG.warning("%d messages were not taken: %s", len(messages), str(error).partition("\n")[0])
     return tickets + [None] * (len(messages) - len(tickets))
+
+
+def _push(grid: Grid, messages: Sequence[Message]) -> Iterable[str]:
+    """Push messages by a thread of their own, so that a signal ends it (`by_threads`): `HttpGrid` waits for threads."""
+    if not over_http(grid):
+        return grid.push_messages(messages)
+    pool = ThreadPoolExecutor(1, "push")
+    try:
+        return by_threads(pool, grid.push_messages, [messages])[0]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _reminder(run: str, node: int) -> Message:

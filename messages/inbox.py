@@ -12,13 +12,13 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 import httpx
 from flwr.app import Array, Message
@@ -43,6 +43,8 @@ COMPANY = 8  # replies that are fetched at once, as long as none is large
 SMALL = 4 << 20  # bytes of a reply, at most, that is not large
 TURN = 1.0  # seconds of a look for one reply: a large one must not keep those behind it waiting
 HELD = 256 << 20  # bytes of replies that have come in part; beyond that no other is begun
+T = TypeVar("T")
+R = TypeVar("R")
 #: The ticket of a request, and a function that returns its reply or raises whatever the reply's bytes make it raise.
 Arrival = tuple[str, Callable[[], Message]]
 
@@ -132,7 +134,7 @@ class HttpInbox:
             if len(turn) == 1:
                 reads = [self._turn(turn[0][1])]
             else:
-                reads = list(self._replies.map(partial(self._turn, together=True), (coming for _, coming in turn)))
+                reads = by_threads(self._replies, partial(self._turn, together=True), [coming for _, coming in turn])
             for (ticket, _), read in zip(turn, reads, strict=True):
                 if read is not None:
                     del self._coming[ticket]
@@ -206,8 +208,10 @@ class HttpInbox:
                 return False
             wanted = coming.missing[-1:] if together else coming.missing[-PARALLEL:]
             complete = True
-            pull = map if together else self._objects.map
-            for name, response in zip(wanted, list(pull(self._pull, wanted)), strict=True):
+            pulled = (
+                [self._pull(name) for name in wanted] if together else by_threads(self._objects, self._pull, wanted)
+            )
+            for name, response in zip(wanted, pulled, strict=True):
                 if not response.object_found:
                     raise Incomplete(f"the reply lacks its object {name[:12]}")
                 if not response.object_available:
@@ -253,6 +257,18 @@ def over_http(grid: Grid) -> TypeGuard[HttpGrid]:
     from flwr.superlink.grid.http_grid import HttpGrid  # a second of imports that no simulation needs
 
     return isinstance(grid, HttpGrid)
+
+
+def by_threads(pool: ThreadPoolExecutor, function: Callable[[T], R], values: Sequence[T]) -> list[R]:
+    """Return what a function that calls a SuperLink gives for each value; a signal ends the wait.
+
+    Flower ends an app whose SuperLink is gone by a signal. The main thread runs its handler, so it must wake up now and
+    then: the pool's threads try to reach that SuperLink for as long as it takes.
+    """
+    futures = [pool.submit(function, value) for value in values]
+    while wait(futures, timeout=TURN).not_done:
+        pass
+    return [future.result() for future in futures]
 
 
 def unpacked(message: str, contents: dict[str, bytes], most: int) -> Message:

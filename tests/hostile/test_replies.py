@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from collections import Counter
@@ -284,6 +285,39 @@ def test_replies_are_fetched_while_requests_are_still_being_sent() -> None:
     for one in GridTransport(flower, None, clock, clock.sleep).exchange(requests, 60):
         answered.append(one.node)
     assert seen == [0, grid.BATCH, 2 * grid.BATCH]
+
+
+@pytest.mark.parametrize(("call", "nodes"), [("PullObject", 1), ("PullObject", 2), ("PushObject", 1)])
+def test_a_signal_ends_a_call_of_a_superlink_that_is_gone(call: str, nodes: int) -> None:
+    """Flower's watch over the parent process signals from a thread of its own; one reply or two: both thread pools."""
+
+    class Ended(Exception):
+        """What the signal raises, as Flower's handler raises SystemExit."""
+
+    def end(*_: object) -> None:
+        raise Ended
+
+    def unanswered(_: Any) -> Any:
+        asked.set()
+        over.wait()
+        raise ConnectionError
+
+    def parent_has_ended() -> None:
+        asked.wait()
+        time.sleep(0.3)  # the main thread waits by now
+        signal.raise_signal(signal.SIGUSR1)
+
+    asked, over = threading.Event(), threading.Event()
+    link = SuperLink(dict.fromkeys(range(1, nodes + 1), good))
+    setattr(link, call, unanswered)
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        threading.Thread(target=parent_has_ended, daemon=True).start()
+        with pytest.raises(Ended):
+            exchanged(link)
+    finally:
+        over.set()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_reply_that_makes_the_superlink_fail_is_refused_alone() -> None:
