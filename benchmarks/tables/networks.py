@@ -13,8 +13,8 @@ from fedtta.benchmarks.provenance import RESULTS, differing, provenance, provena
 from fedtta.benchmarks.tables.pretrained import check_pretrained, label_path, read_label, write_label
 from fedtta.benchmarks.tables.protocol import Cell, Network, Protocol
 from fedtta.benchmarks.tables.results import UNRECORDED, cell_path, read_cell
-from fedtta.benchmarks.tables.runs import RUN, trained
-from fedtta.benchmarks.tables.training import source_parts, train_centrally, train_source
+from fedtta.benchmarks.tables.runs import RUN, digest, trained
+from fedtta.benchmarks.tables.training import CENTRAL, source_parts, train_centrally, train_source
 from fedtta.client.resources import federation_of
 from fedtta.data import Federation
 from fedtta.models import save_model
@@ -93,7 +93,7 @@ def check_start(protocol: Protocol, cell: Cell, seed: int, out: Path) -> None:
 
 
 def train_network(network: Network, seed: int, path: Path, folder: Path, console: Console) -> None:
-    """Train a network and write it with its label.
+    """Train a network and write it with its label; an interrupted training goes on from its last epoch.
 
     Raises
     ------
@@ -112,17 +112,19 @@ def train_network(network: Network, seed: int, path: Path, folder: Path, console
         write_atomically(path, (run / NETWORK_FILE).read_bytes())
         write_label(path, network.train, settings, content, trained_on)
         return
-    threads = torch.get_num_threads()
+    key = digest(settings, network.train, network.epochs, network.threads, CENTRAL.as_json())
+    threads, midway = torch.get_num_threads(), folder / "midway" / f"{path.stem}-{key}.safetensors"
     torch.set_num_threads(network.threads)
     try:
         if network.train == "central":
-            done = train_centrally(settings, load_federation(settings), network.epochs, console)
+            done = train_centrally(settings, load_federation(settings), network.epochs, console, midway=midway)
         else:
-            done = train_source(settings, source_parts(settings), network.epochs, console, network.half)
+            done = train_source(settings, source_parts(settings), network.epochs, console, network.half, midway)
     finally:
         torch.set_num_threads(threads)
     save_model(path, done.model.half() if network.half else done.model, done.spec)
     write_label(path, network.train, settings, {**done.content, **provenance()}, done.trained_on)
+    midway.unlink(missing_ok=True)
 
 
 def load_federation(settings: Settings) -> Federation:

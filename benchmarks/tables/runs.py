@@ -7,6 +7,7 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from fedtta.server.checkpoints import checkpoint_files, read_checkpoint
 from fedtta.server.events import RunError
@@ -112,12 +113,17 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
 
 
 def key(settings: Settings, training: Training) -> str:
-    """Return a name for a training that changes with all it depends on: settings, initial network, code."""
+    """Return a name for a training that changes with all it depends on."""
+    return f"{settings.dataset}-{training.name}-{settings.seed}-{digest(settings, training.name)}"
+
+
+def digest(settings: Settings, *about: Any) -> str:
+    """Return 16 digits that change with what a training depends on: JSON values, settings, initial network, code."""
     inputs = {name: value for name, value in settings.flat().items() if name not in (*LATER, *FREE)}
     if settings.init:
         inputs["init"] = hashlib.sha256(Path(settings.init).read_bytes()).hexdigest()
-    text = json.dumps([training.name, inputs, code()], sort_keys=True)
-    return f"{settings.dataset}-{training.name}-{settings.seed}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    text = json.dumps([*about, inputs, code()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @cache

@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,10 @@ from fedtta.client.algorithms.training import TrainingSet, autocast, epoch, gene
 from fedtta.client.resources import network_spec, resolve_device
 from fedtta.data import DATASETS, CropFlip, Federation, Images, load
 from fedtta.models import TwoHead, build
+from fedtta.models.arrays import load_arrays, save_arrays
 from fedtta.settings import Settings, SettingsError, assignments
 
-#: Of one epoch: loss, validation_accuracy (None without validation samples), images_per_second.
+#: Of one epoch: loss, validation_accuracy (None without validation samples), images_per_second, seconds.
 Epoch = dict[str, float | None]
 HELD_OUT = 0.1  # of each class, for data sets without parts
 
@@ -73,9 +76,16 @@ class Parts:
 
 
 def train_centrally(
-    settings: Settings, federation: Federation, epochs: int, console: Console, recipe: Recipe = CENTRAL
+    settings: Settings,
+    federation: Federation,
+    epochs: int,
+    console: Console,
+    recipe: Recipe = CENTRAL,
+    midway: Path | None = None,
 ) -> Trained:
     """Train encoder and global head on the union of the clients' training splits; the personal head is untouched.
+
+    `midway` is the file of an interrupted training; see `fit`.
 
     Raises
     ------
@@ -84,26 +94,29 @@ def train_centrally(
     FloatingPointError
         The loss is not finite.
     """
-    start, images = time.perf_counter(), federation.images
+    images = federation.images
     index = np.sort(np.concatenate([one.train for one in federation.splits]))
     validation = np.concatenate([one.validation for one in federation.splits])
     recipe = Recipe(**{**asdict(recipe), "epochs": epochs})
     draws = partial(generator, settings.seed, "central")
-    model, spec, history = _train(settings, images, index, (images, validation), recipe, draws, console)
+    model, spec, history = _train(settings, images, index, (images, validation), recipe, draws, console, midway)
     content = {
         "recipe": recipe.as_json(),
         "training_samples": len(index),
         "validation_accuracy": history[-1]["validation_accuracy"],
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": _seconds(history),
         "epochs": history,
     }
     return Trained(model, spec, content, (images, index))
 
 
-def train_source(settings: Settings, parts: Parts, epochs: int, console: Console, half: bool = False) -> Trained:
+def train_source(
+    settings: Settings, parts: Parts, epochs: int, console: Console, half: bool = False, midway: Path | None = None
+) -> Trained:
     """Train a source model on `parts.training` with the batch size and the SGD of the settings.
 
-    With `half` its weights are rounded to half precision, and its accuracy is that of the rounded network.
+    With `half` its weights are rounded to half precision, and its accuracy is that of the rounded network. `midway` is
+    the file of an interrupted training; see `fit`.
 
     Raises
     ------
@@ -114,13 +127,13 @@ def train_source(settings: Settings, parts: Parts, epochs: int, console: Console
     """
     if settings.optimizer != "sgd":
         raise SettingsError(f"optimizer = {settings.optimizer!r}: allowed is sgd")
-    start, images, validation = time.perf_counter(), parts.training, parts.validation
+    images, validation = parts.training, parts.validation
     index = np.arange(len(images))
     sgd = settings.batch_size, settings.learning_rate, settings.momentum, settings.weight_decay
     recipe = Recipe(epochs, *sgd, nesterov=settings.momentum > 0)
     draws = partial(generator, settings.seed, "source")
     on = validation, np.arange(len(validation))
-    model, spec, history = _train(settings, images, index, on, recipe, draws, console)
+    model, spec, history = _train(settings, images, index, on, recipe, draws, console, midway)
     measured = history[-1]["validation_accuracy"]
     if half:
         model.half().float()
@@ -132,7 +145,7 @@ def train_source(settings: Settings, parts: Parts, epochs: int, console: Console
         "accuracy": measured,
         "measured_on": parts.measured_on,
         "threads": torch.get_num_threads(),
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": _seconds(history),
         "epochs": history,
     }
     return Trained(model, spec, content, (images, index))
@@ -183,6 +196,7 @@ def _train(
     recipe: Recipe,
     draws: Callable[[int], torch.Generator],
     console: Console,
+    midway: Path | None,
 ) -> tuple[TwoHead, dict[str, Any], list[Epoch]]:
     """Build the network of the settings and train it on `images` at `index`."""
     device = resolve_device(settings.device)
@@ -199,7 +213,7 @@ def _train(
     def validate() -> float | None:
         return accuracy(model, *validation, device, settings.eval_batch_size)
 
-    history = fit(model, data, recipe, draws, validate, console, settings.autocast)
+    history = fit(model, data, recipe, draws, validate, console, settings.autocast, midway)
     return model.cpu().eval(), spec, history
 
 
@@ -219,6 +233,7 @@ def fit(
     validate: Callable[[], float | None],
     console: Console,
     bfloat16: bool = False,
+    midway: Path | None = None,
 ) -> list[Epoch]:
     """Train encoder and global head with plain cross-entropy; the personal head is left as it is.
 
@@ -237,11 +252,16 @@ def fit(
         Gets a progress bar (images/s, time left) and a line an epoch.
     bfloat16 : bool
         Autocast the forward pass.
+    midway : Path, optional
+        File that is written after each epoch, and that an interrupted training goes on from with the same bits. Its
+        name must change with all that the training depends on; the caller removes it.
 
     Raises
     ------
     FloatingPointError
         The loss is not finite.
+    ValueError
+        The file is corrupt.
     """
     optimizer = torch.optim.SGD(
         [*model.encoder.parameters(), *model.head.parameters()],
@@ -252,25 +272,72 @@ def fit(
     )
     steps = math.ceil(len(data) / recipe.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=recipe.epochs * steps)
-    history: list[Epoch] = []
+    history = _restore(midway, model, optimizer, schedule) if midway and midway.exists() else []
     speed = TextColumn("{task.fields[speed]:,.0f} images/s")
     columns = TextColumn("batches"), MofNCompleteColumn(), BarColumn(), speed, TimeElapsedColumn(), TextColumn("left")
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task("batches", total=recipe.epochs * steps, speed=0.0)
+        bar = progress.add_task("batches", total=recipe.epochs * steps, completed=len(history) * steps, speed=0.0)
 
         def advance(speed: float) -> None:
             progress.update(bar, advance=1, speed=speed)
 
-        for number in range(1, recipe.epochs + 1):
+        for number in range(len(history) + 1, recipe.epochs + 1):
             start = time.perf_counter()
             loss, rate = _epoch(model, data, recipe, optimizer, schedule, draws(number), bfloat16, advance)
             accuracy = validate()
-            history.append({"loss": loss, "validation_accuracy": accuracy, "images_per_second": round(rate, 1)})
+            seconds = time.perf_counter() - start
+            history.append(
+                {"loss": loss, "validation_accuracy": accuracy, "images_per_second": round(rate, 1), "seconds": seconds}
+            )
+            if midway:
+                _keep(midway, model, optimizer, schedule, history)
             text = "no validation samples" if accuracy is None else f"validation {100 * accuracy:.2f} %"
-            left = (recipe.epochs - number) * (time.perf_counter() - start)
+            left = (recipe.epochs - number) * seconds
             line = f"epoch {number}: loss {loss:.4f}, {text}, {rate:,.0f} images/s, {left:,.0f} s left"
             progress.console.print(line, highlight=False)
     return history
+
+
+def _keep(
+    path: Path,
+    model: TwoHead,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    history: list[Epoch],
+) -> None:
+    """Write what `_restore` reads: weights, velocities, and in the metadata all that is no array."""
+    state = optimizer.state_dict()
+    arrays = {f"model.{name}": value for name, value in model.state_dict().items()}
+    arrays |= {
+        f"velocity.{i}": own["momentum_buffer"]
+        for i, own in state["state"].items()
+        if own.get("momentum_buffer") is not None
+    }
+    notes = {"groups": state["param_groups"], "schedule": schedule.state_dict(), "epochs": history}
+    save_arrays(path, {name: value.cpu().numpy() for name, value in arrays.items()}, {"notes": json.dumps(notes)})
+
+
+def _restore(
+    path: Path, model: TwoHead, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
+) -> list[Epoch]:
+    """Put a network, its optimizer and its schedule back to the end of the last epoch; return the epochs so far."""
+    arrays, metadata = load_arrays(path)
+    notes = json.loads(metadata["notes"])
+    tensors = {name: torch.from_numpy(value) for name, value in arrays.items()}
+    model.load_state_dict({name.removeprefix("model."): tensors[name] for name in tensors if name.startswith("model.")})
+    velocities = {
+        int(name.removeprefix("velocity.")): {"momentum_buffer": tensors[name]}
+        for name in tensors
+        if name.startswith("velocity.")
+    }
+    optimizer.load_state_dict({"state": velocities, "param_groups": notes["groups"]})
+    schedule.load_state_dict(notes["schedule"])
+    history: list[Epoch] = notes["epochs"]
+    return history
+
+
+def _seconds(history: Sequence[Epoch]) -> float:
+    return round(sum(epoch["seconds"] or 0.0 for epoch in history), 1)
 
 
 def _epoch(

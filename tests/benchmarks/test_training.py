@@ -155,6 +155,42 @@ def test_without_parts_no_image_is_on_both_sides() -> None:
     assert np.array_equal(np.sort(both @ np.arange(768)), np.sort(expected @ np.arange(768)))
 
 
+@pytest.mark.parametrize(
+    "network", [Network("n", "central", 2, "n", DIGITS.replace(fraction=0.3)), Network("n", "source", 2, "n", SMALL)],
+    ids=["central", "source"],
+)  # fmt: skip
+def test_an_interrupted_training_goes_on_with_the_same_bits(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(name: str) -> None:
+        train_network(network, 3, tmp_path / name, tmp_path, QUIET)
+
+    epoch, seen = training._epoch, list[int]()
+
+    def interrupted(*arguments: Any) -> Any:
+        seen.append(len(seen))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return epoch(*arguments)
+
+    monkeypatch.setattr(training, "_epoch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run("n")
+    (kept,) = (tmp_path / "midway").iterdir()
+    run("n")
+    assert len(seen) == 3
+    assert [kept.exists(), len(read_label(tmp_path / "n")["epochs"])] == [False, 2]
+    run("other")
+    assert len(seen) == 5
+    weights = [load_model(tmp_path / name)[0].state_dict() for name in ("n", "other")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    losses = [[one["loss"] for one in read_label(tmp_path / name)["epochs"]] for name in ("n", "other")]
+    assert losses[0] == losses[1]
+    kept.write_bytes(b"no weights")
+    with pytest.raises(ValueError, match=f"{kept.name}.*corrupt"):
+        run("n")
+
+
 @hypothesis_settings(max_examples=30, deadline=None)
 @given(labels=st.lists(st.integers(0, 4), min_size=1, max_size=80), seed=st.integers(0, 100))
 def test_a_tenth_of_each_class_is_held_out(labels: list[int], seed: int) -> None:
