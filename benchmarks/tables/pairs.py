@@ -116,13 +116,18 @@ def compared_columns(table: Table, found: Comparison) -> list[str]:
 def baselines(table: Table, found: Comparison, column: str) -> list[str]:
     """Return the rows that the others are compared with: those that the table names, and the best baseline."""
     known = [label for label in table.against if column in found.values.get(label, {})]
-    means = {
-        label: float(np.mean(list(row[column].values())))
-        for label, row in found.values.items()
-        if row.get(column) and label != CONSTANT and not is_proposed(label)
-    }
+    means = {label: mean for label, mean in comparable_means(found, column).items() if not is_proposed(label)}
     best = max(means, key=lambda label: means[label], default=None)
     return list(dict.fromkeys([*known, *([best] if best else [])]))
+
+
+def comparable_means(found: Comparison, column: str) -> dict[str, float]:
+    """Return row → mean over FedAvg's seeds, of the rows that have all of these; without FedAvg, over shared seeds."""
+    rows = {label: row[column] for label, row in found.values.items() if row.get(column) and label != CONSTANT}
+    counted = [set(rows[FEDAVG])] if FEDAVG in rows else [set(row) for row in rows.values()]
+    seeds = set.intersection(*counted) if counted else set()
+    complete = {label: row for label, row in rows.items() if seeds and seeds <= set(row)}
+    return {label: float(np.mean([row[seed] for seed in sorted(seeds)])) for label, row in complete.items()}
 
 
 @dataclass(frozen=True)
@@ -217,20 +222,22 @@ def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]],
         found = compare(table, kept)
         clients = client_values(table, kept)
         for column in found.columns:
-            seeds = found.values.get(FEDAVG, {}).get(column, {}).keys()
-            means = {
-                label: float(np.mean([row[column][seed] for seed in seeds]))
-                for label, row in found.values.items()
-                if label != CONSTANT and seeds and seeds <= row.get(column, {}).keys()
-            }
-            if len(means) < 2:
+            means = comparable_means(found, column)
+            if FEDAVG not in means or len(means) < 2:
                 continue
             texts = []
             for label in sorted(means, key=lambda label: -means[label])[:most]:
                 measured = difference(clients.get(label, {}).get(column, {}), clients.get(FEDAVG, {}).get(column, {}))
                 gain = str(measured) if measured else f"{means[label] - means[FEDAVG]:+.2f}"
                 texts.append(f"`{label}`" + ("" if label == FEDAVG else f" {gain}"))
-            cells = [table.title, column, f"{means[FEDAVG]:.1f}", *texts, *[""] * (most - len(texts)), str(len(seeds))]
+            cells = [
+                table.title,
+                column,
+                f"{means[FEDAVG]:.1f}",
+                *texts,
+                *[""] * (most - len(texts)),
+                str(len(found.values[FEDAVG][column])),
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     if not lines:
         return ""

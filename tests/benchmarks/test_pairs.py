@@ -13,6 +13,7 @@ from fedtta.benchmarks.tables.pairs import (
     Difference,
     baselines,
     client_values,
+    comparable_means,
     compared_columns,
     difference,
     differences_table,
@@ -124,6 +125,20 @@ def test_baselines_are_the_named_ones_and_the_best_other() -> None:
     found = compare(table, {"c": {1: {"rows": ROWS}}})
     assert compared_columns(table, found) == ["average"]
     assert baselines(table, found, "average") == ["fedavg", "tent"]
+
+
+def test_the_best_baseline_is_chosen_over_equal_seeds() -> None:
+    """T3A ran on the easy seed alone: its mean is above Tent's. Without FedAvg, shared seeds count."""
+    easy = {**ROWS, "t3a": row(a="59 59 59", b="55 55 55")}
+    hard = {"fedavg": row(a="20 20 20", b="20 20 20"), "tent": row(a="30 30 30", b="26 26 26")}
+    table = table_of(Cell("c", "C", Settings()))
+    found = compare(table, {"c": {1: {"rows": easy}, 2: {"rows": hard}}})
+    assert baselines(table, found, "average") == ["fedavg", "tent"]
+    for rows in (easy, hard):
+        del rows["fedavg"]
+    assert comparable_means(compare(table, {"c": {1: {"rows": easy}, 2: {"rows": hard}}}), "average") == pytest.approx(
+        {"tent": 58.0, "t3a": 57.0, "btfl": 71.0, "fedthe": 71.33}, abs=0.01
+    )
 
 
 def test_pages_state_differences_and_orders() -> None:
