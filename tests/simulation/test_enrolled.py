@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,14 +78,15 @@ def test_an_agent_says_what_it_serves(tmp_path: Path) -> None:
 
 
 def test_a_device_is_removed_by_its_name_only_if_one_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+    calls: list[int] = []
     found = [Device("a", 1, "online", NOW), Device("b", 2, "online", NOW), Device("b", 3, "offline", NOW)]
     found.append(Device("a", 4, "unregistered", NOW))
     monkeypatch.setattr(devices, "listed", lambda *_: found)
-    monkeypatch.setattr(devices, "flwr", lambda home, *words: calls.append(words[2]) or {})
+    control = SimpleNamespace(UnregisterNode=lambda request: calls.append(request.node_id))
+    monkeypatch.setattr(devices, "client", lambda *_: nullcontext(control))
     assert devices.remove("h:1", None, "a") == "a (node 1) is removed"
     assert devices.remove("h:1", None, "3") == "b (node 3) is removed"
-    assert calls == ["1", "3"]
+    assert calls == [1, 3]
     with pytest.raises(SettingsError, match=r"several .*b \(2\), b \(3\)"):
         devices.remove("h:1", None, "b")
     with pytest.raises(SettingsError, match=r"no such device; enrolled: a \(1\), b \(2\), b \(3\)$"):
