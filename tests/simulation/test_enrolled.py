@@ -19,7 +19,7 @@ from fedtta.settings import SettingsError
 from fedtta.simulation import deployment, devices, superlink
 from fedtta.simulation.devices import Device, Known
 from fedtta.simulation.keys import make_keys
-from fedtta.simulation.superlink import FlowerError, free_ports
+from fedtta.simulation.superlink import POLL, FlowerError, free_ports
 from tests.client.agent import fake
 
 NOW = datetime(2026, 11, 23, 10, 20, 30, tzinfo=UTC)
@@ -101,8 +101,7 @@ def test_devices_of_a_superlink_over_tls(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     with superlink.superlink(home, simulation=False, keys=keys) as fleet:
-        connection = (home / "config.toml").read_text()
-        address = connection.split('address = "')[1].split('"')[0]
+        address, _ = superlink.connection(home)
         how = ["--superlink", address, "--root-certificates", str(keys.ca)]
 
         def fedtta(*words: str) -> str:
@@ -122,6 +121,7 @@ def test_devices_of_a_superlink_over_tls(tmp_path: Path) -> None:
             end = time.monotonic() + 60
             while row("site-a")[2] != "online" and time.monotonic() < end:
                 assert node.poll() is None
+                time.sleep(POLL)
             found = row("site-a")
             assert found[2] == "online"
             seen = datetime.fromisoformat(f"{found[3]} {found[4]}+00:00")
