@@ -1,17 +1,53 @@
-"""Flower's Control API without its command line: what `flwr` does not offer, or does not print."""
+"""Flower's Control API without its command line, which is a process of a second for each question."""
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fedtta.simulation.superlink import FlowerError
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+
+from fedtta.server.events import RunError
 
 if TYPE_CHECKING:
     from flwr.supercore.control import ControlHttpClient
+
+REGISTERED = "Public key already in use"  # Flower's answer to a known key
+
+
+class FlowerError(RunError):
+    """Flower could not be started or stopped, refused a run, or the run did not complete."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a SuperLink.
+
+    Parameters
+    ----------
+    number : int
+    config : mapping
+        The settings that it was submitted with.
+    status : str
+        Such as "running", "finished:completed", "finished:failed", "finished:stopped".
+    details : str
+        Flower's reason for its end.
+    """
+
+    number: int
+    config: Mapping[str, Any]
+    status: str
+    details: str
+
+    @property
+    def over(self) -> bool:
+        """Return whether it has ended."""
+        return self.status.startswith("finished")
 
 
 @contextmanager
@@ -47,6 +83,71 @@ def client(superlink: str, ca: Path | None) -> Iterator[ControlHttpClient]:
         raise FlowerError(f"no SuperLink answers at {superlink}: {error}") from error
     finally:
         made.close()
+
+
+def runs(superlink: str, ca: Path | None, number: int | None = None) -> list[Run]:
+    """Return the runs of a SuperLink, or the one with a number; errors are those of `client`."""
+    from flwr.common.serde import user_config_from_proto
+    from flwr.proto.control_pb2 import ListRunsRequest
+
+    with client(superlink, ca) as control:
+        found = control.ListRuns(ListRunsRequest(run_id=number)).run_dict
+    return [
+        Run(
+            number,
+            user_config_from_proto(run.override_config),
+            ":".join(filter(None, (run.status.status, run.status.sub_status))),
+            run.status.details,
+        )
+        for number, run in found.items()
+    ]
+
+
+def stop(superlink: str, ca: Path | None, number: int) -> None:
+    """Stop a run; errors are those of `client`."""
+    from flwr.proto.control_pb2 import StopRunRequest
+
+    with client(superlink, ca) as control:
+        control.StopRun(StopRunRequest(run_id=number))
+
+
+def log(superlink: str, ca: Path | None, number: int) -> str:
+    """Return the log of a run that has ended, or why it cannot be read."""
+    from flwr.proto.control_pb2 import StreamLogsRequest
+
+    try:
+        with client(superlink, ca) as control:
+            return "".join(part.log_output for part in control.StreamLogs(StreamLogsRequest(run_id=number)))
+    except FlowerError as error:
+        return f"no log: {error}"
+
+
+def register(superlink: str, ca: Path | None, key: Path, name: str) -> int | None:
+    """Register a node's public key under a name; return the node's id, or None if the key is registered already.
+
+    Raises
+    ------
+    FlowerError
+        The file is no public key of a node, or as `client`.
+    FileNotFoundError
+        There is no such file.
+    """
+    from flwr.proto.control_pb2 import RegisterNodeRequest
+
+    try:
+        public = load_ssh_public_key(existing(key).read_bytes())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise FlowerError(f"{key} is not the public key of a node: {error}") from error
+    request = RegisterNodeRequest(
+        public_key=public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo), name=name
+    )
+    try:
+        with client(superlink, ca) as control:
+            return control.RegisterNode(request).node_id
+    except FlowerError as error:
+        if REGISTERED in str(error):
+            return None
+        raise
 
 
 def existing(path: Path) -> Path:

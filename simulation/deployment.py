@@ -30,8 +30,9 @@ from fedtta.simulation.superlink import POLL, PROJECT, FlowerError, Scalar, envi
 
 NODE_LOG = "supernode.log"
 TAIL = 30  # last lines of each log that an error shows
-#: Seconds between a SuperNode's polls; Flower's default of 1 s is a large part of a short round.
-WORK_POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1"}
+#: Seconds between the questions of a SuperNode's SuperExec for work. Flower's default of 1 s is a large part of a short
+#: round; each question takes both processes 4 ms.
+WORK_POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
 AGENT_LOG = "agent.log"
 RESTART = 10.0  # seconds until an ended SuperNode is started again, as in docker/systemd
 PATIENCE = 120.0  # seconds for an agent to start, and to answer

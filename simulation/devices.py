@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtta.settings import SettingsError
-from fedtta.simulation.control import client, existing
-from fedtta.simulation.superlink import CONNECTION, REGISTERED, FlowerError, flwr, write_connection
+from fedtta.simulation.control import FlowerError, client, existing, register
+from fedtta.simulation.superlink import write_connection
 
 REMOVED = "unregistered"  # Flower's status of a node that may no longer connect
 PATIENCE = 10.0  # seconds for an agent to answer
@@ -85,14 +85,8 @@ def enrol(superlink: str, ca: Path | None, key: Path, name: str) -> str:
     FileNotFoundError
         There is no such file.
     """
-    with flower_home(superlink, ca) as home:
-        try:
-            answer = flwr(home, "supernode", "register", str(existing(key).resolve()), CONNECTION, "--name", name)
-        except FlowerError as error:
-            if REGISTERED in str(error):
-                return f"{key} is enrolled already"
-            raise
-    return f"{name} is enrolled as node {answer['node-id']}"
+    node = register(superlink, ca, key, name)
+    return f"{key} is enrolled already" if node is None else f"{name} is enrolled as node {node}"
 
 
 def remove(superlink: str, ca: Path | None, device: str) -> str:
@@ -105,14 +99,16 @@ def remove(superlink: str, ca: Path | None, device: str) -> str:
     FlowerError
         The SuperLink does not answer, or refuses.
     """
+    from flwr.proto.control_pb2 import UnregisterNodeRequest
+
     enrolled = [one for one in listed(superlink, ca) if one.status != REMOVED]
     found = [one for one in enrolled if device in (one.name, str(one.node_id))]
     if len(found) != 1:
         names = ", ".join(f"{one.name} ({one.node_id})" for one in found or enrolled) or "none"
         why = "several devices are called so, give the node id" if found else "no such device"
         raise SettingsError(f"{device}: {why}; enrolled: {names}")
-    with flower_home(superlink, ca) as home:
-        flwr(home, "supernode", "unregister", str(found[0].node_id), CONNECTION)
+    with client(superlink, ca) as control:
+        control.UnregisterNode(UnregisterNodeRequest(node_id=found[0].node_id))
     return f"{found[0].name} (node {found[0].node_id}) is removed"
 
 

@@ -25,8 +25,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from fedtta.simulation.certificates import KeysError, app_key, key_id, write
-from fedtta.simulation.control import client
-from fedtta.simulation.superlink import PROJECT, FlowerError, Scalar, app_files
+from fedtta.simulation.control import FlowerError, client
+from fedtta.simulation.superlink import PROJECT, Scalar, app_files
 
 if TYPE_CHECKING:
     from flwr.server.superlink.linkstate import LinkState

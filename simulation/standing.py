@@ -8,55 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedtta.server.observation import STANDING
-from fedtta.simulation.control import client
-from fedtta.simulation.superlink import APP_FAILED, FlowerError, Scalar
+from fedtta.simulation.control import FlowerError, runs, stop
+from fedtta.simulation.superlink import APP_FAILED, Scalar
 
 KEY = "observe-only"
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run of a SuperLink.
-
-    Parameters
-    ----------
-    number : int
-    config : mapping
-        The settings that it was submitted with.
-    over : bool
-        Whether it has ended.
-    details : str
-        Flower's reason for its end.
-    """
-
-    number: int
-    config: Mapping[str, Any]
-    over: bool
-    details: str
-
-
-def runs(superlink: str, ca: Path | None) -> list[Run]:
-    """Return the runs of a SuperLink; parameters and errors are those of `control.client`."""
-    from flwr.common.constant import Status
-    from flwr.common.serde import user_config_from_proto
-    from flwr.proto.control_pb2 import ListRunsRequest
-
-    with client(superlink, ca) as control:
-        found = control.ListRuns(ListRunsRequest()).run_dict
-    return [
-        Run(
-            number,
-            user_config_from_proto(run.override_config),
-            run.status.status == Status.FINISHED,
-            run.status.details,
-        )
-        for number, run in found.items()
-    ]
 
 
 class Standing:
@@ -101,13 +59,10 @@ class Standing:
 
     def stop(self) -> None:
         """Stop the run that was started, if it is still there; say so if that fails."""
-        from flwr.proto.control_pb2 import StopRunRequest
-
         if self.started is None:
             return
         try:
             if any(run.number == self.started and not run.over for run in runs(*self._where)):
-                with client(*self._where) as control:
-                    control.StopRun(StopRunRequest(run_id=self.started))
+                stop(*self._where, self.started)
         except FlowerError as error:
             print(f"run {self.started} could not be stopped: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Flower's SuperLink: start and stop one on this machine, register nodes with it, run the app on it.
 
-Commands go through Flower's own `flwr`, which finds the SuperLink in a Flower home (`write_connection`).
+Runs are submitted by Flower's own `flwr`, which finds the SuperLink in a Flower home (`write_connection`).
 
 Flower starts simulations, and Ray its workers, in sessions that outlive the SuperLink. Processes of a SuperLink are
 recognized by their environment, which names its Flower home. Environments are read from /proc, so starting one here
@@ -29,9 +29,10 @@ from typing import Any
 
 import tomli_w
 
-from fedtta.server.events import RunError
 from fedtta.settings import SettingsError, class_names
 from fedtta.settings.parse import convert
+from fedtta.simulation import control
+from fedtta.simulation.control import FlowerError as FlowerError  # what most of its users need besides
 from fedtta.simulation.keys import Keys
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -42,14 +43,9 @@ POLL = 0.2  # seconds
 DATABASE = "superlink.db"  # of nodes and runs, so that a SuperLink may be killed and restarted
 Scalar = bool | int | float | str
 SILENT = 30.0  # seconds for a SuperLink to answer a question about a run
-PAUSES = 0.2, 5.0  # seconds between such questions: the first pause, and the longest, since each is a process
-REGISTERED = "Public key already in use"  # Flower's answer to a known key
+ASKED = 1.0  # seconds between such questions
 UNKNOWN = "Run ID not found"  # Flower's answer about a run that is not in its database
 APP_FAILED = "ServerApp failed with exception"  # begins Flower's reason for a run that the app itself has ended
-
-
-class FlowerError(RunError):
-    """Flower could not be started or stopped, refused a run, or the run did not complete."""
 
 
 class RunLostError(FlowerError):
@@ -117,6 +113,12 @@ def write_connection(home: Path, address: str, ca: Path | None) -> None:
     how = {"root-certificates": str(ca)} if ca else {"insecure": True}
     content = {"superlink": {CONNECTION: {"address": address, **how}}}
     (home / "config.toml").write_text(tomli_w.dumps(content), encoding="utf-8")
+
+
+def connection(home: Path) -> tuple[str, Path | None]:
+    """Return what `write_connection` wrote: a SuperLink's address, and the authority to trust."""
+    own = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"][CONNECTION]
+    return own["address"], Path(own["root-certificates"]) if "root-certificates" in own else None
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -194,20 +196,10 @@ def register(home: Path, public_keys: Sequence[Path]) -> int:
 
     Raises
     ------
-    FlowerError
-        A file is not the public key of a node, or the SuperLink does not answer.
+    FlowerError, FileNotFoundError
+        As `control.register`.
     """
-    new = 0
-    for path in public_keys:
-        if not path.is_file():  # Flower cuts its message to the width of the terminal
-            raise FlowerError(f"{path}: no such file; `make keys` makes keys")
-        try:
-            flwr(home, "supernode", "register", str(path), CONNECTION, "--name", path.stem)
-            new += 1
-        except FlowerError as error:
-            if REGISTERED not in str(error):
-                raise
-    return new
+    return sum(control.register(*connection(home), key, key.stem) is not None for key in public_keys)
 
 
 def run(
@@ -289,18 +281,19 @@ def finish(home: Path, number: str, timeout: float, show: bool = False, silent: 
         The run did not complete for another reason; the message has Flower's.
     """
     end = time.monotonic() + timeout
-    command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends, or the SuperLink
+    where, run = connection(home), int(number)
     try:
-        log = subprocess.run(
-            command, env=environment(home), timeout=timeout, capture_output=not show, text=True, check=False
-        ).stdout
-        status, details = _final_status(home, number, end, silent)
+        if show:
+            command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends, or the SuperLink
+            subprocess.run(command, env=environment(home), timeout=timeout, check=False)
+        status, details = _final_status(where, run, end, silent)
     except (subprocess.TimeoutExpired, TimeoutError) as error:
-        flwr(home, "stop", number, CONNECTION)
+        control.stop(*where, run)
         raise FlowerError(f"not finished after {timeout:g} s, and stopped") from error
     if status != "finished:completed":
         lost = status == "finished:failed" and not details.startswith(APP_FAILED)
-        raise (RunLostError if lost else FlowerError)(f"{status}: {details}\n{log or ''}".rstrip())
+        log = "" if show else control.log(*where, run)
+        raise (RunLostError if lost else FlowerError)(f"{status}: {details}\n{log}".rstrip())
 
 
 def flwr(home: Path, *words: str) -> dict[str, Any]:
@@ -338,7 +331,7 @@ def run_config(words: Sequence[str], defaults: Mapping[str, Scalar] | None = Non
     return config
 
 
-def _final_status(home: Path, number: str, end: float, silent: float) -> tuple[str, str]:
+def _final_status(where: tuple[str, Path | None], number: int, end: float, silent: float) -> tuple[str, str]:
     """Wait until a run has ended; return its status, such as 'finished:failed', and its details.
 
     Raises
@@ -348,11 +341,10 @@ def _final_status(home: Path, number: str, end: float, silent: float) -> tuple[s
     TimeoutError
         The run has not ended at the time `end`.
     """
-    pause, longest = PAUSES
     answered = time.monotonic()
     while True:
         try:
-            (entry,) = flwr(home, "ls", CONNECTION, "--run-id", number)["runs"]
+            (run,) = control.runs(*where, number)
         except FlowerError as error:
             if UNKNOWN in str(error):
                 raise RunLostError(
@@ -362,9 +354,8 @@ def _final_status(home: Path, number: str, end: float, silent: float) -> tuple[s
                 raise RunLostError(f"the SuperLink has not answered for {silent:g} s: {error}") from error
         else:
             answered = time.monotonic()
-            if entry["status"].startswith("finished"):
-                return entry["status"], entry["status-details"]
+            if run.over:
+                return run.status, run.details
         if time.monotonic() > end:
             raise TimeoutError
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
+        time.sleep(ASKED)

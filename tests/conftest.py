@@ -24,7 +24,7 @@ PROCESSES = (
 )  # fmt: skip
 
 #: Tests whose runs in this process write a page that says nothing: to draw one takes twice as long as a small run.
-UNDRAWN = ("tests/client/", "tests/hostile/", "tests/integration/", "tests/server/", "tests/simulation/")
+UNDRAWN = tuple(f"tests/{part}/" for part in ("client", "faults", "hostile", "integration", "server", "simulation"))
 BUILD_PAGE = page.build_page
 
 torch.set_num_threads(1)

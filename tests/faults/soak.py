@@ -90,7 +90,7 @@ def compared(made: Stage, name: str, reference: Path) -> str:
 def one_run(made: Stage, name: str, plan: Sequence[tuple[str, float]], reference: Path) -> dict[str, Any]:
     """Kill parts in a run, each so many seconds after the one before; return the kills and what became of the run."""
     begun = time.monotonic()
-    running = made.run(SETTINGS, resumes=RESUMES + len(plan), **{"run-name": name})
+    running = made.run(SETTINGS, resumes=RESUMES + len(plan), run_name=name)
     kills = []
     for part, moment in plan:
         if not killed(made, part, moment, running):
@@ -100,7 +100,7 @@ def one_run(made: Stage, name: str, plan: Sequence[tuple[str, float]], reference
     if how == "failed" and list((made.results(name) / FOLDER).glob("*")):  # resumable, by the operator
         how = f"resumed by hand: {ended(made, name, made.run(SETTINGS, resume=str(made.results(name))))}"
     elif how == "failed":  # before its first checkpoint: there is nothing to lose
-        made.run(SETTINGS, **{"run-name": f"{name}-again"}).result(PATIENCE)
+        made.run(SETTINGS, run_name=f"{name}-again").result(PATIENCE)
         how = "begun again by hand"
     bits = compared(made, f"{name}-again" if "again" in how else name, reference)
     return {"kills": kills, "run": how, "result": bits, "seconds": round(time.monotonic() - begun)}
@@ -114,7 +114,7 @@ def soak(folder: Path, kills: int, each: int, seed: int, parts: Sequence[str]) -
     managed = [f"{kind}-{i}" for kind in ("node", "agent") for i in range(CLIENTS)]
     with stage(folder, CLIENTS) as made, made.managed("superlink", *managed, delay=RESTART, rest=REST):
         begun = time.monotonic()
-        made.run(SETTINGS, **{"run-name": "measured"}).result(PATIENCE)
+        made.run(SETTINGS, run_name="measured").result(PATIENCE)
         length = time.monotonic() - begun
         assert_same_results(made.results("measured"), reference)
         while done < kills:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -22,11 +21,11 @@ import grpc
 
 from fedtta.messages import agent_pb2, agent_pb2_grpc
 from fedtta.settings import Settings
-from fedtta.simulation import deployment, submit, superlink
+from fedtta.simulation import control, deployment, submit, superlink
 from fedtta.simulation.keys import Keys, make_keys
 
 PATIENCE = 600.0  # seconds that what takes at most two minutes may take on a busy machine
-POLL = 0.05
+POLL = 0.2  # seconds; a look may read the command line of every process
 
 
 def wait_until(reached: Callable[[], bool], what: str, run: Future[None] | None = None) -> None:
@@ -159,7 +158,7 @@ class Stage:
 
     def run(self, settings: Settings, resumes: int = 0, **changes: Any) -> Future[None]:
         """Submit a run, supervised with `resumes`; its results are in `results/<run-name>`."""
-        config = settings.flat() | {"results": str(self.root / "results")} | changes
+        config = settings.replace(results=str(self.root / "results"), **changes).flat()
         executor = ThreadPoolExecutor(1)
         try:
             if not resumes:
@@ -168,6 +167,11 @@ class Stage:
             return executor.submit(submit.supervise, self.home, config, PATIENCE, resumes, begin)
         finally:
             executor.shutdown(wait=False)
+
+    def ends(self, name: str) -> list[str]:
+        """Return status and Flower's reason of each submission of a run, sorted."""
+        found = control.runs(*superlink.connection(self.home))
+        return sorted(f"{run.status} {run.details}".strip() for run in found if run.config["run-name"] == name)
 
     def results(self, name: str) -> Path:
         return self.root / "results" / name
@@ -184,8 +188,8 @@ class Stage:
 
     def restart_superlink(self) -> None:
         """Start a SuperLink on the database, addresses and keys of the one that was killed."""
-        own = tomllib.loads((self.home / "config.toml").read_text())["superlink"][superlink.CONNECTION]
-        port = int(own["address"].rpartition(":")[2])
+        address, _ = superlink.connection(self.home)
+        port = int(address.rpartition(":")[2])
         command = superlink.superlink_command("127.0.0.1", port, self.own_fleet, self.keys)
         log = self.home / "superlink.log"
         with log.open("ab") as file:
@@ -194,7 +198,7 @@ class Stage:
                 stderr=subprocess.STDOUT, cwd=superlink.PROJECT, env=superlink.environment(self.home),
                 start_new_session=True,
             )  # fmt: skip
-        superlink.wait_until_healthy(self.restarted, f"https://{own['address']}/health", log, self.keys)
+        superlink.wait_until_healthy(self.restarted, f"https://{address}/health", log, self.keys)
 
 
 def kill(*pids: int) -> None:
@@ -216,11 +220,6 @@ def ended(pid: int) -> bool:
     except FileNotFoundError:
         return True
     return state == "Z" and int(parent) != os.getpid()
-
-
-def statuses(home: Path) -> list[str]:
-    """Return the status of every run that has been submitted."""
-    return [entry["status"] for entry in superlink.flwr(home, "ls", superlink.CONNECTION)["runs"]]
 
 
 @contextlib.contextmanager

@@ -2,88 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
+from fedtta.messages.flower import allow_messages
 from fedtta.settings import Settings
-from fedtta.simulation.superlink import FlowerError
-from tests.faults.stage import PATIENCE, Stage, kill, stage, statuses, wait_until
+from tests.faults.stage import PATIENCE, Stage, kill, stage, wait_until
 from tests.server.test_run import assert_same_results, run
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
 
-RUN = "killed"
 #: Momentum: the server has a state of its own. A client trains for about a second.
 SMALL = Settings(
     clients=2, fraction=0.3, image_size=20, device="cpu", rounds=3, local_epochs=10, personal_epochs=1, augment=False,
-    methods="fedavgm", shifts="original", node_timeout=300.0, round_timeout=300.0, run_name=RUN,
+    methods="fedavgm", shifts="original", node_timeout=300.0, round_timeout=300.0,
 )  # fmt: skip
 
 
-def wait_for_training(made: Stage, after: int, run: Future[None]) -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with stage(tmp_path_factory.mktemp("killed")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    allow_messages()
+    return run(tmp_path_factory.mktemp("undisturbed"), SMALL)
+
+
+def wait_for_training(made: Stage, name: str, after: int, run: Future[None]) -> None:
     """Wait until the first client trains and so many rounds, or more, have ended."""
-    wait_until(lambda: made.rounds(RUN) >= after and made.in_training(0), f"training after round {after}", run)
-    assert made.rounds(RUN) < SMALL.rounds
+    wait_until(lambda: made.rounds(name) >= after and made.in_training(0), f"training after round {after}", run)
+    assert made.rounds(name) < SMALL.rounds
 
 
-def test_a_server_app_killed_in_a_round_is_resumed(tmp_path: Path) -> None:
-    with stage(tmp_path) as made:
-        first = made.run(SMALL)
-        wait_for_training(made, 1, first)
-        kill(*made.processes("flwr-serverapp"))
-        with pytest.raises(FlowerError, match="heartbeat"):
-            first.result(PATIENCE)
-        assert made.rounds(RUN) < SMALL.rounds
-        made.run(SMALL, resume=str(made.results(RUN))).result(PATIENCE)
-    assert [event["event"] for event in made.events(RUN)].count("resumed") == 1
-    assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
+def test_a_run_is_resumed_by_itself_when_its_server_app_and_then_its_superlink_were_killed(
+    made: Stage, undisturbed: Path
+) -> None:
+    """A ServerApp ends with its SuperLink, which, restarted on its database, knows its nodes, and fails the run."""
+    name = "server"
+    running = made.run(SMALL, resumes=2, run_name=name)
+
+    def resumed() -> int:
+        return [event["event"] for event in made.events(name)].count("resumed")
+
+    wait_for_training(made, name, 1, running)
+    kill(*made.processes("flwr-serverapp"))
+    wait_until(lambda: resumed() == 1, "the run to be resumed", running)
+    wait_for_training(made, name, 2, running)
+    kill(*made.processes("flower-superlink"))
+    wait_until(lambda: not made.processes("flwr-serverapp"), "the ServerApp to end")
+    made.restart_superlink()
+    running.result(PATIENCE)
+    lost = "finished:failed No heartbeat received from the task"
+    completed, *ends = made.ends(name)
+    assert completed == "finished:completed"
+    assert [end[: len(lost)] for end in ends] == [lost, lost]
+    assert resumed() == 2
+    assert_same_results(made.results(name), undisturbed)
 
 
-def test_a_run_is_resumed_by_itself_when_its_superlink_was_killed(tmp_path: Path) -> None:
-    """Its ServerApp ends with it; restarted on its database it knows its nodes, and fails the run."""
-    with stage(tmp_path) as made:
-        first = made.run(SMALL, resumes=2)
-        wait_for_training(made, 1, first)
-        kill(*made.processes("flower-superlink"))
-        wait_until(lambda: not made.processes("flwr-serverapp"), "the ServerApp to end")
-        made.restart_superlink()
-        first.result(PATIENCE)
-        (entry, resumed) = sorted(statuses(made.home))
-    assert entry == "finished:completed"
-    assert resumed == "finished:failed"
-    assert [event["event"] for event in made.events(RUN)].count("resumed") == 1
-    assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
-
-
-def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(tmp_path: Path) -> None:
-    settings = SMALL.replace(min_replies=2)
-    with stage(tmp_path) as made:
-        first = made.run(settings)
-        wait_until(lambda: made.rounds(RUN) >= 1, "a round", first)
-        with made.managed("node-1"):
-            made.kill_node_at_work(1)
-            first.result(PATIENCE)
-    (failed,) = [event for event in made.events(RUN) if event["event"] == "failed"]
+def test_a_round_waits_for_a_killed_supernode_that_the_quorum_needs(made: Stage, undisturbed: Path) -> None:
+    name = "node"
+    running = made.run(SMALL, min_replies=2, run_name=name)
+    wait_until(lambda: made.rounds(name) >= 1, "a round", running)
+    with made.managed("node-1"):
+        made.kill_node_at_work(1)
+        running.result(PATIENCE)
+    (failed,) = [event for event in made.events(name) if event["event"] == "failed"]
     assert (failed["partition"], failed["training"]) == (1, "fedavgm")
     assert failed["round"] in (2, 3)
     assert "heartbeat" in failed["reason"]
-    notes = [event["text"] for event in made.events(RUN) if event["event"] == "note"]
+    notes = [event["text"] for event in made.events(name) if event["event"] == "note"]
     assert [note for note in notes if note.endswith("the round is repeated")]
     # the client trains the round again from where it began, not from where it got to
-    assert_same_results(made.results(RUN), run(tmp_path / "undisturbed", SMALL))
-
-
-def test_a_run_goes_on_without_a_killed_supernode_that_no_quorum_needs(tmp_path: Path) -> None:
-    with stage(tmp_path) as made:
-        first = made.run(SMALL)
-        wait_until(lambda: made.rounds(RUN) >= 1, "a round", first)
-        made.kill_node_at_work(1)
-        first.result(PATIENCE)
-    events = made.events(RUN)
-    assert {event["partition"] for event in events if event["event"] == "failed"} == {1}
-    replied = [event["replied"] for event in events if event["event"] == "round"]
-    assert replied in ([[0, 1], [0], [0]], [[0, 1], [0, 1], [0]])
-    assert {event["partition"] for event in events if event["event"] == "evaluation"} == {0}
-    assert events[-1]["status"] == "completed"
+    assert_same_results(made.results(name), undisturbed)

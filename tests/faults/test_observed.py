@@ -1,4 +1,4 @@
-"""A standing run beside a training run: both devices are seen, one while it trains, and the models have the same bits.
+"""A standing run beside a training run: both devices are seen, one while it trains, and nothing changes the bits.
 
 Flower's SuperNode works on one message after the other, of all runs. A question to a node that trains is answered after
 its training; until then it is seen by its heartbeat and by what it said before.
@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 
 from fedtta.messages.replies import Telemetry
-from fedtta.models import load_arrays
 from fedtta.settings import Settings
-from fedtta.simulation import devices, standing, superlink
+from fedtta.simulation import control, devices, standing, superlink
 from fedtta.watch.fleet import damaged_lines, history, read_fleet
 from tests.faults.stage import PATIENCE, Stage, stage, wait_until
+from tests.server.test_run import assert_same_results, run
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(4 * PATIENCE)]
 EVERY = 5.0
@@ -56,16 +56,14 @@ def watching(stage: Stage, address: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_devices_are_seen_while_one_trains(tmp_path: Path) -> None:
     with stage(tmp_path) as made:
-        own = (made.home / "config.toml").read_text()
-        address = own.split('address = "')[1].split('"')[0]
-        made.run(SETTINGS.replace(observe_every=0.0), **{"run-name": "alone"}).result()
+        address, _ = superlink.connection(made.home)
         with watching(made, address) as process:
             wait_until(lambda: all(heard(made, i) for i in range(2)), "telemetry of both devices")
-            training = made.run(SETTINGS, **{"run-name": "watched"})
+            training = made.run(SETTINGS, run_name="watched")
             wait_until(lambda: made.in_training(0), "training", training)
             made.agents[0].send_signal(signal.SIGSTOP)  # it takes as long as this test wants
             try:
-                time.sleep(2 * EVERY)
+                time.sleep(EVERY)  # what it said before has come
                 stopped_at = time.time()
                 before = len(heard(made, 1))
                 wait_until(lambda: len(heard(made, 1)) >= before + 2, "telemetry of the other device")
@@ -82,8 +80,8 @@ def test_devices_are_seen_while_one_trains(tmp_path: Path) -> None:
         assert process.returncode == 143
         text = (made.root / "watch.log").read_text()
         assert " status=online " in text
-        (run,) = [one for one in standing.runs(address, made.keys.ca) if one.config.get(standing.KEY)]
-        assert run.over
+        (stood,) = [one for one in control.runs(address, made.keys.ca) if one.config.get(standing.KEY)]
+        assert stood.over
         results = made.root / "results"
         wait_until(lambda: not made.processes("flwr-serverapp"), "the end of the standing run")
         assert damaged_lines(results) == 0
@@ -92,6 +90,4 @@ def test_devices_are_seen_while_one_trains(tmp_path: Path) -> None:
         times = [at for at, _ in heard(made, 1)]
         gaps = sorted(b - a for a, b in itertools.pairwise(times))
         print(f"seconds between two answers: median {np.median(gaps):.1f}, longest {gaps[-1]:.1f}")
-        alone, watched = (load_arrays(results / name / "model.safetensors")[0] for name in ("alone", "watched"))
-        assert alone.keys() == watched.keys()
-        assert all(np.array_equal(alone[key], watched[key]) for key in alone)
+        assert_same_results(results / "watched", run(tmp_path / "alone", SETTINGS.replace(observe_every=0.0)))

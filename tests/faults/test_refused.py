@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from fedtta.settings import Settings
-from fedtta.simulation import deployment, signing, submit, superlink
-from fedtta.simulation.keys import make_keys
+from fedtta.simulation import deployment, devices, signing, submit, superlink
+from fedtta.simulation.keys import Keys, make_keys
 from tests.faults.stage import PATIENCE, wait_until
 from tests.server.test_run import assert_same_results, run
 
@@ -29,67 +30,69 @@ TOLD = {
 }
 
 
-def test_nodes_and_operators_without_the_right_keys_are_refused(tmp_path: Path) -> None:
-    home, intruder = tmp_path / "flower", tmp_path / "intruder"
-    home.mkdir()
-    intruder.mkdir()
-    keys, other = make_keys(home / "keys", 2)[0], make_keys(tmp_path / "other", 1)[0]
-    mine, not_registered = (keys.node(i)[0] for i in range(2))
-    with superlink.superlink(home, simulation=False, keys=keys) as fleet:
-        superlink.register(home, [keys.node(0)[1]])
-        started = {
-            "another authority": deployment.supernode(home / "another authority", fleet, CONFIG, (other.ca, mine)),
-            "not registered": deployment.supernode(home / "not registered", fleet, CONFIG, (keys.ca, not_registered)),
-            "no key": without_key(home / "no key", fleet, keys.ca, mine),
-        }
-        # this one takes the SuperLink for one that is not there yet, and keeps trying
-        plain = deployment.supernode(home / "no TLS", fleet, CONFIG, None)
-        for what, process in started.items():
-            assert process.wait(PATIENCE) != 0, what
-            assert TOLD[what] in log_of(home / what), f"{what}: {log_of(home / what)}"
-        wait_until(lambda: "Connection attempt failed" in log_of(home / "no TLS"), "the node without TLS")
-        assert plain.poll() is None
-        assert "online" not in statuses(home)
-        plain.kill()
-        plain.wait()
-        connection = (home / "config.toml").read_text(encoding="utf-8")
-        (intruder / "config.toml").write_text(connection.replace(str(keys.ca), str(other.ca)), encoding="utf-8")
-        with pytest.raises(superlink.FlowerError, match="flwr supernode register"):
-            superlink.register(intruder, [other.node(0)[1]])
-        with deployment.supernode(home / "node", fleet, CONFIG, (keys.ca, mine)) as node:
-            wait_until(lambda: "online" in statuses(home), "the node")
-            assert node.poll() is None
-            node.kill()
+@dataclass(frozen=True)
+class Link:
+    """A SuperLink, and a node with a registered key that trusts the key of an app."""
+
+    home: Path
+    fleet: str
+    keys: Keys
 
 
-def test_a_node_that_trusts_a_key_runs_what_it_has_signed_and_nothing_else(tmp_path: Path) -> None:
-    """A folder's app has no signature; the same app, signed, is submitted through the SuperLink's database."""
-    home = tmp_path / "flower"
-    home.mkdir()
-    keys = make_keys(home / "keys", 1, app=True)[0]
-    assert signing.main([str(keys.app), "--out", str(tmp_path / "app.fab")]) == 0
-    settings = SMALL.replace(clients=1, results=str(tmp_path))
-    own = {**CONFIG, "state-dir": str(tmp_path / "state")}
-    trusting = ["--trusted-entities", str(keys.trusted)]
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
+    home = tmp_path_factory.mktemp("flower")
+    keys = make_keys(home / "keys", 2, app=True)[0]
     with superlink.superlink(home, simulation=False, keys=keys) as fleet:
         superlink.register(home, [keys.node(0)[1]])
+        own, trusting = {**CONFIG, "state-dir": str(home / "state")}, ["--trusted-entities", str(keys.trusted)]
         with deployment.supernode(home / "node", fleet, own, (keys.ca, keys.node(0)[0]), trusting) as node:
-            wait_until(lambda: "online" in statuses(home), "the node")
-            with pytest.raises(superlink.FlowerError, match="could not be verified"):
-                deployment.run(home, settings.flat() | {"run-name": "unsigned"}, PATIENCE)
-            address = tomllib.loads((home / "config.toml").read_text())["superlink"][superlink.CONNECTION]["address"]
-            words = ["--superlink", address, "--root-certificates", str(keys.ca), "run", "--signed"]
-            words += [
-                str(tmp_path / "app.fab"),
-                "--database",
-                str(home / superlink.DATABASE),
-                "--timeout",
-                str(PATIENCE),
-            ]
-            pairs = (settings.flat() | {"run-name": "signed"}).items()
-            assert submit.main([*words, "--set", *(f"{key}={value}" for key, value in pairs)]) == 0
+            wait_until(lambda: statuses(home) == ["online"], "the node")
+            yield Link(home, fleet, keys)
             assert node.poll() is None
             node.kill()
+
+
+def test_nodes_and_operators_without_the_right_keys_are_refused(link: Link, tmp_path: Path) -> None:
+    """Another node with the right keys is online."""
+    home, fleet, ca = link.home, link.fleet, link.keys.ca
+    mine, not_registered = (link.keys.node(i)[0] for i in range(2))
+    other = make_keys(tmp_path / "other", 1)[0]
+    started = {
+        "another authority": deployment.supernode(home / "another authority", fleet, CONFIG, (other.ca, mine)),
+        "not registered": deployment.supernode(home / "not registered", fleet, CONFIG, (ca, not_registered)),
+        "no key": without_key(home / "no key", fleet, ca, mine),
+    }
+    # this one takes the SuperLink for one that is not there yet, and keeps trying
+    plain = deployment.supernode(home / "no TLS", fleet, CONFIG, None)
+    for what, process in started.items():
+        assert process.wait(PATIENCE) != 0, what
+        assert TOLD[what] in log_of(home / what), f"{what}: {log_of(home / what)}"
+    wait_until(lambda: "Connection attempt failed" in log_of(home / "no TLS"), "the node without TLS")
+    assert plain.poll() is None
+    plain.kill()
+    plain.wait()
+    address, _ = superlink.connection(home)
+    for trusted, reason in ((other.ca, "CERTIFICATE_VERIFY_FAILED"), (None, "no SuperLink answers")):
+        superlink.write_connection(tmp_path, address, trusted)
+        with pytest.raises(superlink.FlowerError, match=reason):
+            superlink.register(tmp_path, [other.node(0)[1]])
+    assert statuses(home) == ["online"]
+
+
+def test_a_node_that_trusts_a_key_runs_what_it_has_signed_and_nothing_else(link: Link, tmp_path: Path) -> None:
+    """A folder's app has no signature; the same app, signed, is submitted through the SuperLink's database."""
+    bundle = tmp_path / "app.fab"
+    assert signing.main([str(link.keys.app), "--out", str(bundle)]) == 0
+    settings = SMALL.replace(clients=1, results=str(tmp_path))
+    with pytest.raises(superlink.FlowerError, match="could not be verified"):
+        deployment.run(link.home, settings.replace(run_name="unsigned").flat(), PATIENCE)
+    address, ca = superlink.connection(link.home)
+    words = ["--superlink", address, "--root-certificates", str(ca), "run", "--timeout", str(PATIENCE)]
+    words += ["--signed", str(bundle), "--database", str(link.home / superlink.DATABASE), "--set"]
+    assert (
+        submit.main([*words, *(f"{k}={value}" for k, value in settings.replace(run_name="signed").flat().items())]) == 0
+    )
     assert_same_results(tmp_path / "signed", run(tmp_path / "alone", settings.replace(state_dir=str(tmp_path / "one"))))
 
 
@@ -112,4 +115,4 @@ def log_of(home: Path) -> str:
 
 def statuses(home: Path) -> list[str]:
     """Return the status of every node that is registered."""
-    return [node["status"] for node in superlink.flwr(home, "supernode", "list", superlink.CONNECTION)["nodes"]]
+    return [node.status for node in devices.listed(*superlink.connection(home))]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from fedtta.client.agent.control import Connection, rollback
 from fedtta.data import load
 from fedtta.models import load_model, save_model
 from fedtta.settings import Settings
-from fedtta.simulation import deployment
+from fedtta.simulation import deployment, devices, superlink
 from fedtta.simulation.demo.sites import SITES, Arrivals, write_sites
 from fedtta.simulation.engine import simulate
 from tests.faults.stage import PATIENCE, Stage, stage, wait_until
@@ -23,17 +25,19 @@ from tests.server.test_run import assert_same_results
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(6 * PATIENCE)]
 
+ROUNDS = 5  # of the run that a box joins in the third
 LATE = [site.name for site in SITES if site.joins_late]
 SETTINGS = Settings(
-    classes=",".join(str(i) for i in range(10)), clients=len(SITES) - len(LATE), rounds=3, image_size=16,
+    classes=",".join(str(i) for i in range(10)), clients=len(SITES) - len(LATE), rounds=2, image_size=16,
     local_epochs=4, learning_rate=0.1, device="cpu", model_options="norm=batch", methods="fedavg,tent",
     shifts="original", round_timeout=300.0,
 )  # fmt: skip
 
 
-@contextlib.contextmanager
-def boxes(root: Path) -> Iterator[tuple[Stage, Arrivals]]:
-    """Boxes with a folder each; the last one is not started."""
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stage, Arrivals]]:
+    """Boxes with a folder each; the last one is not started. The last test starts it and kills another."""
+    root = tmp_path_factory.mktemp("sites")
     arrivals = write_sites(root / "data", load("digits", image_size=32))
     keys = {site.name: {"data": f"folder:{root}/data/{site.name}/images", "adapter": "tent"} for site in SITES}
     with stage(root, keys, late=len(LATE)) as made:
@@ -48,44 +52,48 @@ def told(made: Stage, run: str, event: str) -> list[dict[str, Any]]:
     return [one for one in made.events(run) if one["event"] == event]
 
 
-def test_three_boxes_train_on_all_their_images_as_in_one_process_and_refuse_a_bad_model(tmp_path: Path) -> None:
-    with boxes(tmp_path) as (made, arrivals):
-        made.run(SETTINGS, **{"run-name": "good"}).result(PATIENCE)
-        (begin,) = told(made, "good", "clients")
-        assert begin["names"] == ["east", "north", "south"]
-        for name, sizes, data in zip(begin["names"], begin["sizes"], begin["data"], strict=True):
-            assert sum(sizes) == data["samples"] == images_in(tmp_path, name)
-            assert data["skipped"] == 0
-        assert [data["classes_present"] for data in begin["data"]] == [None, 10, 9]
+def test_three_boxes_train_on_all_their_images_as_in_one_process_and_refuse_a_bad_model(
+    boxes: tuple[Stage, Arrivals],
+) -> None:
+    made, arrivals = boxes
+    made.run(SETTINGS, run_name="good").result(PATIENCE)
+    (begin,) = told(made, "good", "clients")
+    assert begin["names"] == ["east", "north", "south"]
+    for name, sizes, data in zip(begin["names"], begin["sizes"], begin["data"], strict=True):
+        assert sum(sizes) == data["samples"] == images_in(made.root, name)
+        assert data["skipped"] == 0
+    assert [data["classes_present"] for data in begin["data"]] == [None, 10, 9]
 
-        alone = SETTINGS.replace(
-            devices=str(tmp_path / "device-*.toml"), results=str(tmp_path / "alone"), run_name="good", workers=1
-        )
-        (tmp_path / f"device-{LATE[0]}.toml").rename(tmp_path / "late.toml")
-        simulate(alone)
-        assert_same_results(made.results("good"), tmp_path / "alone" / "good")
-        served_in_turn(made, arrivals, tmp_path)
+    alone = made.root / "alone"
+    alone.mkdir()
+    for name in begin["names"]:
+        shutil.copy(made.root / f"device-{name}.toml", alone)
+    simulate(SETTINGS.replace(devices=f"{alone}/device-*.toml", results=str(alone), run_name="good", workers=1))
+    assert_same_results(made.results("good"), alone / "good")
+    served_in_turn(made, arrivals)
 
 
-def served_in_turn(made: Stage, arrivals: Arrivals, root: Path) -> None:
+def served_in_turn(made: Stage, arrivals: Arrivals) -> None:
     """A model that predicts one class is refused, a good one is served, and the one before comes back, under load."""
     north = made.names.index("north")
     first = version(made, north)
+    good = made.results("good") / "model.safetensors"
     with under_load(made, "north", arrivals) as answers:
-        network, spec = load_model(made.results("good") / "model.safetensors")
+        network, spec = load_model(good)
         network.head.weight.data.zero_()
         network.head.bias.data[:] = 0
         network.head.bias.data[3] = 10
-        save_model(root / "bad.safetensors", network, spec)
-        bad = SETTINGS.replace(rounds=0, init=str(root / "bad.safetensors"), run_name="bad", methods="fedavg")
-        made.run(bad).result(PATIENCE)
+        save_model(made.root / "bad.safetensors", network, spec)
+        bad = SETTINGS.replace(rounds=0, init=str(made.root / "bad.safetensors"), methods="fedavg")
+        made.run(bad, run_name="bad").result(PATIENCE)
         assert verdicts(made, "bad")["north"].startswith("refused")
         assert version(made, north) == first
         status = made.status(north)
         assert status is not None
         assert any("refused" in note for note in status.notes)
 
-        made.run(SETTINGS.replace(rounds=4), **{"run-name": "better"}).result(PATIENCE)
+        better = SETTINGS.replace(rounds=1, init=str(good), methods="fedavg")
+        made.run(better, run_name="better").result(PATIENCE)
         assert verdicts(made, "better")["north"].startswith("promoted")
         assert version(made, north) != first
         rollback(Connection(f"unix:{made.sockets}/anorth"))
@@ -107,7 +115,7 @@ def version(made: Stage, box: int) -> str:
 
 @contextlib.contextmanager
 def under_load(made: Stage, name: str, arrivals: Arrivals) -> Iterator[list[Any]]:
-    """Ask a box for predictions without a pause; a request that fails raises at the end."""
+    """Ask a box for predictions, some in each second; a request that fails raises at the end."""
     answers, failures, stopping = [], [], threading.Event()
     network, spec = load_model(made.results("good") / "model.safetensors")
     del network
@@ -116,7 +124,7 @@ def under_load(made: Stage, name: str, arrivals: Arrivals) -> Iterator[list[Any]
 
     def ask() -> None:
         try:
-            while not stopping.is_set():
+            while not stopping.wait(0.1):
                 reply = deployment.ask(f"unix:{made.sockets}/a{name}", images)[1]
                 assert reply is not None
                 answers.append(deployment.predicted(reply))
@@ -134,28 +142,38 @@ def under_load(made: Stage, name: str, arrivals: Arrivals) -> Iterator[list[Any]
         raise failures[0]
 
 
-def test_a_fourth_box_joins_midway_and_one_that_is_killed_is_named(tmp_path: Path) -> None:
-    with boxes(tmp_path) as (made, _):
-        run = made.run(SETTINGS.replace(rounds=14), **{"run-name": "long"})
-        wait_until(lambda: made.rounds("long") >= 2, "two rounds", run)
-        late = len(made.names) - 1
+def online(made: Stage) -> int:
+    return sum(one.status == "online" for one in devices.listed(*superlink.connection(made.home)))
+
+
+def test_a_fourth_box_joins_midway_and_one_that_is_killed_is_named(boxes: tuple[Stage, Arrivals]) -> None:
+    made, _ = boxes
+    name = "long"
+    run = made.run(SETTINGS.replace(rounds=ROUNDS), run_name=name)
+    wait_until(lambda: made.rounds(name) >= 1, "a round", run)
+    south, late = made.names.index("south"), len(made.names) - 1
+    made.agents[south].send_signal(signal.SIGSTOP)  # the run takes as long as a box takes to start
+    try:
         made.start_agent(late)
         made.start_node(late)
-        wait_until(lambda: bool(told(made, "long", "joined")), "the fourth box", run)
-        north = made.names.index("north")
-        for process in (made.agents[north], made.nodes[north]):
-            process.kill()
-            process.wait()
-        run.result(PATIENCE)
-        (joined,) = told(made, "long", "joined")
-        assert joined["name"] == LATE[0]
-        assert sum(joined["sizes"]) == images_in(tmp_path, LATE[0])
-        rounds = told(made, "long", "round")
-        assert len(rounds) == 14
-        names = [*told(made, "long", "clients")[0]["names"], LATE[0]]
-        replied = [{names[partition] for partition in one["replied"]} for one in rounds]
-        assert {"north", "south"} == replied[0]
-        assert {"south", LATE[0]} == replied[-1]
-        lost = [one for one in made.events("long") if one["event"] in ("left", "failed", "late")]
-        assert {names[one["partition"]] for one in lost} == {"north"}
-        assert made.events("long")[-1]["status"] == "completed"
+        wait_until(lambda: online(made) == len(made.names), "the fourth box", run)
+    finally:
+        made.agents[south].send_signal(signal.SIGCONT)
+    wait_until(lambda: bool(told(made, name, "joined")), "the fourth box in the run", run)
+    made.kill_node_at_work(made.names.index("north"))
+    run.result(PATIENCE)
+    (joined,) = told(made, name, "joined")
+    assert joined["name"] == LATE[0]
+    assert sum(joined["sizes"]) == images_in(made.root, LATE[0])
+    rounds = told(made, name, "round")
+    assert len(rounds) == ROUNDS
+    names = [*told(made, name, "clients")[0]["names"], LATE[0]]
+    replied = [{names[partition] for partition in one["replied"]} for one in rounds]
+    assert {"north", "south"} == replied[0]
+    assert {"south", LATE[0]} == replied[-1]
+    lost = [one for one in made.events(name) if one["event"] in ("left", "failed", "late")]
+    assert {names[one["partition"]] for one in lost} == {"north"}
+    assert "heartbeat" in told(made, name, "failed")[0]["reason"]
+    tested = told(made, name, "evaluation")
+    assert {names[one["partition"]] for one in tested} == {"south", LATE[0]}
+    assert made.events(name)[-1]["status"] == "completed"

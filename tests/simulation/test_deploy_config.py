@@ -17,6 +17,7 @@ import grpc
 import numpy as np
 import pytest
 from flwr.common.config import parse_config_args
+from flwr.proto.control_pb2 import RegisterNodeRequest, RegisterNodeResponse
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -28,8 +29,8 @@ from fedtta.messages.flower import allow_messages
 from fedtta.server.app import serve
 from fedtta.server.report import METRICS_FILE, read_results, render_tables
 from fedtta.settings import SettingsError
-from fedtta.simulation import deploy_local, deployment, flower_cli, superlink
-from fedtta.simulation.keys import Keys
+from fedtta.simulation import control, deploy_local, deployment, flower_cli, superlink
+from fedtta.simulation.keys import Keys, make_keys
 from fedtta.simulation.superlink import PROJECT, FlowerError
 from tests.client.folders import OWN, device_file, sites
 
@@ -139,33 +140,49 @@ def test_a_run_that_an_earlier_deployment_left_does_not_go_on(tmp_path: Path, mo
     assert list(tmp_path.glob(f"{superlink.DATABASE}*")) == []
 
 
+class Control:
+    """A SuperLink that registers keys."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: str = "Public key already in use.") -> None:
+        self.error, self.asked, self.known = error, list[tuple[str, bytes]](), list[bytes]()
+        monkeypatch.setattr(control, "client", self.client)
+
+    @contextlib.contextmanager
+    def client(self, superlink: str, ca: Path | None) -> Iterator[Control]:
+        assert (superlink, ca) == ("h:1", None)
+        yield self
+
+    def RegisterNode(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
+        self.asked.append((request.name, request.public_key))
+        if request.public_key in self.known:
+            raise FlowerError(self.error)
+        self.known.append(request.public_key)
+        return RegisterNodeResponse(node_id=len(self.known))
+
+
 def test_nodes_that_are_registered_already_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [tmp_path / f"node-{i}.pub" for i in range(3)]
-    for path in keys:
-        path.touch()
-    known, asked = {"node-1"}, []
-
-    def flwr(home: Path, *words: str) -> dict:
-        asked.append(words)
-        if Path(words[2]).stem in known:
-            raise FlowerError("flwr supernode: Public key already in use.")
-        return {"success": True, "node-id": 1}
-
-    monkeypatch.setattr(superlink, "flwr", flwr)
-    assert superlink.register(tmp_path, keys) == 2
-    assert asked[0] == ("supernode", "register", str(keys[0]), "own", "--name", "node-0")
-    with pytest.raises(FlowerError, match=r"node-9\.pub: no such file"):
+    keys = make_keys(tmp_path / "keys", 3)[0]
+    public = [keys.node(i)[1] for i in range(3)]
+    superlink.write_connection(tmp_path, "h:1", None)
+    made = Control(monkeypatch)
+    assert superlink.register(tmp_path, public[1:2]) == 1
+    assert superlink.register(tmp_path, public) == 2
+    assert [name for name, _ in made.asked] == ["node-1", "node-0", "node-1", "node-2"]
+    assert made.asked[0][1].startswith(b"-----BEGIN PUBLIC KEY-----")
+    with pytest.raises(FileNotFoundError, match=r"node-9\.pub: no such file"):
         superlink.register(tmp_path, [tmp_path / "node-9.pub"])
 
 
 def test_other_refusals_of_a_node_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flwr(home: Path, *words: str) -> dict:
-        raise FlowerError("flwr supernode: connection refused")
-
-    (tmp_path / "node-0.pub").touch()
-    monkeypatch.setattr(superlink, "flwr", flwr)
+    public = make_keys(tmp_path / "keys", 1)[0].node(0)[1]
+    superlink.write_connection(tmp_path, "h:1", None)
+    Control(monkeypatch, "connection refused")
+    superlink.register(tmp_path, [public])
     with pytest.raises(FlowerError, match="connection refused"):
-        superlink.register(tmp_path, [tmp_path / "node-0.pub"])
+        superlink.register(tmp_path, [public])
+    public.write_text("no key")
+    with pytest.raises(FlowerError, match=r"node-0\.pub is not the public key of a node"):
+        superlink.register(tmp_path, [public])
 
 
 def test_an_answer_of_flwr_that_is_no_success_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from fedtta.settings import SettingsError
 from fedtta.simulation import deployment, devices, superlink
 from fedtta.simulation.devices import Device, Known
 from fedtta.simulation.keys import make_keys
-from fedtta.simulation.superlink import FlowerError, free_ports
+from fedtta.simulation.superlink import POLL, FlowerError, free_ports
 from tests.client.agent import fake
 
 NOW = datetime(2026, 11, 23, 10, 20, 30, tzinfo=UTC)
@@ -76,14 +78,15 @@ def test_an_agent_says_what_it_serves(tmp_path: Path) -> None:
 
 
 def test_a_device_is_removed_by_its_name_only_if_one_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
+    calls: list[int] = []
     found = [Device("a", 1, "online", NOW), Device("b", 2, "online", NOW), Device("b", 3, "offline", NOW)]
     found.append(Device("a", 4, "unregistered", NOW))
     monkeypatch.setattr(devices, "listed", lambda *_: found)
-    monkeypatch.setattr(devices, "flwr", lambda home, *words: calls.append(words[2]) or {})
+    control = SimpleNamespace(UnregisterNode=lambda request: calls.append(request.node_id))
+    monkeypatch.setattr(devices, "client", lambda *_: nullcontext(control))
     assert devices.remove("h:1", None, "a") == "a (node 1) is removed"
     assert devices.remove("h:1", None, "3") == "b (node 3) is removed"
-    assert calls == ["1", "3"]
+    assert calls == [1, 3]
     with pytest.raises(SettingsError, match=r"several .*b \(2\), b \(3\)"):
         devices.remove("h:1", None, "b")
     with pytest.raises(SettingsError, match=r"no such device; enrolled: a \(1\), b \(2\), b \(3\)$"):
@@ -98,8 +101,7 @@ def test_devices_of_a_superlink_over_tls(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     with superlink.superlink(home, simulation=False, keys=keys) as fleet:
-        connection = (home / "config.toml").read_text()
-        address = connection.split('address = "')[1].split('"')[0]
+        address, _ = superlink.connection(home)
         how = ["--superlink", address, "--root-certificates", str(keys.ca)]
 
         def fedtta(*words: str) -> str:
@@ -119,6 +121,7 @@ def test_devices_of_a_superlink_over_tls(tmp_path: Path) -> None:
             end = time.monotonic() + 60
             while row("site-a")[2] != "online" and time.monotonic() < end:
                 assert node.poll() is None
+                time.sleep(POLL)
             found = row("site-a")
             assert found[2] == "online"
             seen = datetime.fromisoformat(f"{found[3]} {found[4]}+00:00")

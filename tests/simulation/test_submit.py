@@ -14,7 +14,8 @@ from fedtta.server.events import RunError
 from fedtta.server.report import METRICS_FILE
 from fedtta.server.resume import find_checkpoint
 from fedtta.settings import Settings, SettingsError
-from fedtta.simulation import submit, superlink
+from fedtta.simulation import control, submit, superlink
+from fedtta.simulation.control import Run
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar
 
 LOST = "finished:failed: No heartbeat received from the task"
@@ -99,68 +100,81 @@ def test_a_run_lost_before_its_first_checkpoint_begins_once_more(
         assert len(supervised({**CONFIG, "resume": str(tmp_path)}, 2)) == 2
 
 
-# The end of a run, as Flower's commands tell it
+# The end of a run, as its SuperLink tells it
 
 
-class Commands:
-    """`flwr` with given answers to `flwr ls`; the last one stays."""
+class Asked:
+    """A SuperLink with given answers to the question how a run is; the last one stays."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.script, self.calls = folder / "flwr", folder / "calls"
-        monkeypatch.setattr(superlink, "program", lambda name: str(folder / name))
-        monkeypatch.setattr(superlink, "PAUSES", (0.01, 0.02))
+        self.asked, self.stopped, self.answers = 0, list[int](), list[Run | FlowerError]()
+        superlink.write_connection(folder, "h:1", None)
+        monkeypatch.setattr(superlink, "ASKED", 0.01)
+        monkeypatch.setattr(control, "runs", self.runs)
+        monkeypatch.setattr(control, "stop", lambda address, ca, number: self.stopped.append(number))
+        monkeypatch.setattr(control, "log", lambda address, ca, number: f"log of {number} at {address}")
 
-    def answer(self, *answers: str) -> None:
-        lines = "\n".join(f"{i}) {answer} ;;" for i, answer in enumerate(answers[:-1]))
-        self.calls.write_text("0")
-        self.script.write_text(
-            f"#!/bin/sh\ncase $1 in\nlog) echo a line; exit 1 ;;\nstop) echo '{{\"success\": true}}'; exit ;;\nesac\n"
-            f"n=$(cat {self.calls}); echo $((n+1)) > {self.calls}\ncase $n in\n{lines}\n*) {answers[-1]} ;;\nesac\n"
-        )
-        self.script.chmod(stat.S_IRWXU)
-
-
-def run_is(status: str, details: str = "") -> str:
-    return f"echo '{json.dumps({'success': True, 'runs': [{'status': status, 'status-details': details}]})}'"
+    def runs(self, address: str, ca: Path | None, number: int) -> list[Run]:
+        assert (address, ca, number) == ("h:1", None, 1)
+        answer = self.answers[min(self.asked, len(self.answers) - 1)]
+        self.asked += 1
+        if isinstance(answer, FlowerError):
+            raise answer
+        return [answer]
 
 
-AWAY = "echo no SuperLink >&2; exit 1"
+def run_is(status: str, details: str = "") -> Run:
+    return Run(1, {}, status, details)
+
+
+AWAY = FlowerError("no SuperLink answers")
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
-    return Commands(tmp_path, monkeypatch)
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(tmp_path, monkeypatch)
 
 
-def test_a_superlink_that_is_away_for_a_while_and_a_log_that_breaks_off_end_no_run(
-    commands: Commands, tmp_path: Path
-) -> None:
-    commands.answer(AWAY, run_is("running"), AWAY, run_is("finished:completed"))
+def test_a_superlink_that_is_away_for_a_while_ends_no_run(asked: Asked, tmp_path: Path) -> None:
+    asked.answers = [AWAY, run_is("running"), AWAY, run_is("finished:completed")]
     superlink.finish(tmp_path, "1", 60.0)
-    assert commands.calls.read_text().strip() == "4"
+    assert asked.asked == 4
+
+
+def test_a_log_that_breaks_off_ends_no_run(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "flwr"
+    program.write_text("#!/bin/sh\necho a line; exit 1\n")
+    program.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(superlink, "program", lambda name: str(tmp_path / name))
+    asked.answers = [run_is("running"), run_is("finished:completed")]
+    superlink.finish(tmp_path, "1", 60.0, show=True)
+    assert asked.asked == 2
 
 
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
-        (run_is("finished:failed", "No heartbeat received from the task"), RunLostError, "No heartbeat"),
-        (run_is("finished:failed", f"{superlink.APP_FAILED}: no quorum"), FlowerError, "no quorum"),
+        (run_is("finished:failed", "No heartbeat received from the task"), RunLostError, "No heartbeat.*\nlog of 1"),
+        (run_is("finished:failed", f"{superlink.APP_FAILED}: no quorum"), FlowerError, "no quorum\nlog of 1 at h:1$"),
         (run_is("finished:stopped"), FlowerError, "finished:stopped"),
         (AWAY, RunLostError, "has not answered"),
-        (f"echo '{superlink.UNKNOWN}'; exit 1", RunLostError, "without its database"),
+        (FlowerError(f"refuses: {superlink.UNKNOWN}."), RunLostError, "without its database"),
     ],
 )
-def test_how_a_run_ended(answer: str, error: type[Exception], text: str, commands: Commands, tmp_path: Path) -> None:
-    commands.answer(answer)
+def test_how_a_run_ended(
+    answer: Run | FlowerError, error: type[Exception], text: str, asked: Asked, tmp_path: Path
+) -> None:
+    asked.answers = [answer]
     with pytest.raises(FlowerError, match=text) as raised:
         superlink.finish(tmp_path, "1", 60.0, silent=0.1)
     assert type(raised.value) is error
 
 
-def test_a_run_that_does_not_end_is_stopped(commands: Commands, tmp_path: Path) -> None:
-    commands.answer(run_is("running"))
+def test_a_run_that_does_not_end_is_stopped(asked: Asked, tmp_path: Path) -> None:
+    asked.answers = [run_is("running")]
     with pytest.raises(FlowerError, match=r"not finished after 0\.2 s"):
         superlink.finish(tmp_path, "1", 0.2)
+    assert asked.stopped == [1]
 
 
 # The command

@@ -16,8 +16,9 @@ from fedtta.messages.replies import LATENCY_BOUNDS, Telemetry
 from fedtta.server.observation import Kept
 from fedtta.simulation import devices as enrolled
 from fedtta.simulation import signing, standing
+from fedtta.simulation.control import Run
 from fedtta.simulation.devices import Device
-from fedtta.simulation.standing import Run, Standing
+from fedtta.simulation.standing import Standing
 from fedtta.simulation.superlink import FlowerError
 from fedtta.watch.devices import BARS, COLUMNS, cells, follow, lines, sparkline, table
 from fedtta.watch.fleet import FleetDevice
@@ -186,24 +187,15 @@ class SuperLink:
         self.runs: dict[int, Run] = {}
         self.stopped: list[int] = []
         monkeypatch.setattr(standing, "runs", lambda superlink, ca: list(self.runs.values()))
-        monkeypatch.setattr(standing, "client", lambda superlink, ca: self)
-
-    def __enter__(self) -> SuperLink:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def StopRun(self, request: Any) -> None:
-        self.stopped.append(request.run_id)
+        monkeypatch.setattr(standing, "stop", lambda superlink, ca, number: self.stopped.append(number))
 
     def begin(self, config: Mapping[str, Any]) -> str:
         number = len(self.runs) + 1
-        self.runs[number] = Run(number, config, False, "")
+        self.runs[number] = Run(number, config, "running", "")
         return str(number)
 
     def end(self, number: int, details: str = "") -> None:
-        self.runs[number] = Run(number, self.runs[number].config, True, details)
+        self.runs[number] = Run(number, self.runs[number].config, "finished:failed", details)
 
 
 def test_a_standing_run_is_started_once_and_only_the_own_one_is_stopped(
