@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fedtta.messages.requests import AdapterRow
 from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
+from fedtta.tta.auto import Candidate
+from fedtta.tta.estimates import Calibration
 from fedtta.tta.registry import create, info
 
 if TYPE_CHECKING:
     from fedtta.models import TwoHead
     from fedtta.models.exported import ExportedNetwork
-    from fedtta.tta.auto import Candidate
     from fedtta.tta.knn_per import Datastore, KNNPer
 
 
@@ -35,11 +36,12 @@ def make_adapter(
     statistics: Statistics | None = None,
     rates: Mapping[str, Mapping[str, float]] | None = None,
     neighbours: Memorized | None = None,
-    candidates: Mapping[str, Candidate] | None = None,
+    gains: Mapping[str, Calibration] | None = None,
     **given: Any,
 ) -> Adapter:
     """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.
 
+    `gains` are those of the candidates of an adapter that chooses among others (`fedtta.tta.auto.calibrate_gains`).
     `given` are options of the round, such as FedProx's; an adapter without such an option ignores them.
 
     Raises
@@ -53,13 +55,30 @@ def make_adapter(
     options = {**_defaults(row, settings), **applied, **row.options}
     network: Any = model  # of the adapters that take an `ExportedNetwork`, none asks for more than it has
     store = neighbours.store if neighbours else None
-    adapter = create(row.adapter, network, statistics, variant_rates, store, candidates, **options)
+
+    def candidate(name: str) -> Candidate:
+        one = candidate_row(name)
+        make = lambda network: make_adapter(one, network, settings, statistics, rates, neighbours)  # noqa: E731
+        return Candidate(make, (gains or {})[name])
+
+    candidates = None if gains is None else {name: candidate(name) for name in gains}
+    adapter = create(row.adapter, network, statistics, variant_rates, store, candidates, settings.clients, **options)
     if neighbours is not None and "weight" not in row.options:
         from fedtta.tta.knn_per import KNNPer
 
         if isinstance(adapter, KNNPer):
             adapter.weight = neighbours.best_weight(adapter, settings.eval_batch_size)
     return adapter
+
+
+def chooses(row: AdapterRow) -> bool:
+    """Return whether a row's adapter chooses among others, which are calibrated on labelled samples."""
+    return "candidates" in info(row.adapter).needs
+
+
+def candidate_row(name: str) -> AdapterRow:
+    """Return the row of a candidate: the adapter with default options."""
+    return AdapterRow(name, name, {"record": False})
 
 
 def _defaults(row: AdapterRow, settings: Settings) -> dict[str, Any]:
@@ -71,6 +90,6 @@ def _defaults(row: AdapterRow, settings: Settings) -> dict[str, Any]:
 
         dataset_info = DATASETS[settings.dataset]
         follow["augment"] = views.for_data(flip=dataset_info.flip, crop=dataset_info.crop)
-    if settings.leave_one_out or row.options.get("reading") == "published":  # which needs the number of clients
+    if settings.leave_one_out:
         follow["leave_one_out"] = settings.clients
     return {name: value for name, value in follow.items() if name in adapter.options}

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedtta.client.adaptation import adapt, batch_of, rates_of, refine_rates, score, streams_of
-from fedtta.client.adapters import make_adapter
+from fedtta.client.adapters import chooses, make_adapter
 from fedtta.client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
 from fedtta.client.algorithms.training import (
     TrainingSet,
@@ -31,8 +31,8 @@ from fedtta.client.evaluation import (
     Labelled,
     Neighbours,
     calibrate_row,
-    chooses,
     evaluate_row,
+    gains_of,
     memorize,
     memorizes,
 )
@@ -76,6 +76,7 @@ from fedtta.models.accelerator import clock
 from fedtta.settings import Settings
 from fedtta.tta import Statistics
 from fedtta.tta.atp import zero_rates
+from fedtta.tta.auto import SERVED
 from fedtta.tta.collaborator import Collaborator
 
 Rates = Mapping[str, Mapping[str, float]]
@@ -409,8 +410,6 @@ class Device:
         """
         if row.base == "personalised" and self.role == "target":
             raise ValueError(f"base = personalised trains on labels, and {self.name} is a target; use base = global")
-        if chooses(row):
-            raise ValueError(f"{row.adapter} is for evaluations: an agent's state does not hold its candidates")
         private, statistics = self._trained(request)
         algorithm = request.task.algorithm
         if missing := missing_heads(row.adapter, self._algorithm(request.task)):
@@ -424,7 +423,9 @@ class Device:
         rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
         classes = self.federation.images.classes
         spec = network_spec(self.federation.images, self.settings)
-        return serve(row, network, spec, self.settings, classes, baseline, statistics, rates, neighbours)
+        known = statistics, self.settings, rates, neighbours
+        gains = gains_of(row, self._validation(request), self.model, *known, SERVED) if chooses(row) else None
+        return serve(row, network, spec, self.settings, classes, baseline, statistics, rates, neighbours, gains)
 
     def _require_source(self) -> None:
         if self.role == "target":
@@ -509,12 +510,16 @@ class Device:
         asking = [row for row in rows if chooses(row) or (self.settings.estimate_accuracy and self.role != "target")]
         if not asking:
             return {}
-        if any(chooses(row) for row in asking):
-            self._require_source()
+        samples = self._validation(request)
+        return {row.label: calibrate_row(row, self.model, statistics, samples, *known) for row in asking}
+
+    def _validation(self, request: Evaluate) -> Labelled:
+        """Return the validation split, that estimates and candidates are calibrated on; ValueError for a target."""
+        if self.role == "target":
+            raise ValueError(f"client {self.name} is a target: it has no labels to calibrate on")
         federation = self.federation.in_round(request.round)
         validation = labelled(federation, federation.splits[self.partition].validation, self.device)
-        samples = Labelled(*validation, "personal_head" in self._algorithm(request.task).heads)
-        return {row.label: calibrate_row(row, self.model, statistics, samples, *known) for row in asking}
+        return Labelled(*validation, "personal_head" in self._algorithm(request.task).heads)
 
     def _trained_on(self, rows: Sequence[AdapterRow], private: Arrays, round: int) -> NDArray[np.int64]:
         """Return the samples that any client trained on, and those that this one uses beside them."""

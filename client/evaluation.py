@@ -5,7 +5,7 @@ An evaluation metric beside accuracy is a function in `METRICS`; the report says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedtta.client.adapters import make_adapter
+from fedtta.client.adapters import candidate_row, chooses, make_adapter
 from fedtta.client.algorithms.training import labelled
 from fedtta.data import Federation, Rows, Stream
 from fedtta.messages.replies import WEIGHT_BINS, EvaluationResult
@@ -24,11 +24,12 @@ from fedtta.models.accelerator import clock
 from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.arrays import to_host
-from fedtta.tta.auto import NONE, USUAL, Candidate, calibrate_candidates
+from fedtta.tta.auto import NONE, USUAL, calibrate_gains
 from fedtta.tta.estimates import Calibration, Signals, calibrations, estimates, signals
 from fedtta.tta.heads import two_heads
 from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
 from fedtta.tta.registry import info
+from fedtta.tta.statistics import STATISTICS_NEEDS
 
 #: Name → (probabilities [n, K], labels [n]) → number, averaged over clients by their test samples.
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {}
@@ -86,13 +87,13 @@ class Calibrated:
         The calibrations of its estimates by name (`fedtta.tta.estimates`); empty where they are not asked for.
     heads : bool
         See `Labelled`.
-    candidates : dict or None
-        What its adapter chooses from, if it needs that (`fedtta.tta.auto`).
+    gains : dict or None
+        Those of what its adapter chooses from, if it does (`fedtta.tta.auto`).
     """
 
     known: dict[str, Calibration]
     heads: bool = False
-    candidates: dict[str, Candidate] | None = None
+    gains: dict[str, Calibration] | None = None
 
 
 def memorizes(row: AdapterRow) -> bool:
@@ -124,8 +125,8 @@ def evaluate_row(
 ) -> EvaluationResult:
     """Predict a stream in order with a fresh adapter and count correct predictions; estimate accuracy if asked to."""
     total, estimated = _count(row, len(samples.y), settings), bool(calibrated and calibrated.known)
-    candidates = calibrated.candidates if calibrated else None
-    adapter = make_adapter(row, model, settings, statistics, rates, neighbours, candidates)
+    gains = calibrated.gains if calibrated else None
+    adapter = make_adapter(row, model, settings, statistics, rates, neighbours, gains)
     adapter.reset()
     size = _batch_size(adapter, settings, total)
     device = next(model.parameters()).device
@@ -171,26 +172,30 @@ def calibrate_row(
         The row's adapter chooses among candidates, and there are no samples, or a candidate does not fit.
     """
     known = model, statistics, settings, rates, neighbours
-    candidates = choose_from(row, samples, *known) if chooses(row) else None
+    gains = gains_of(row, samples, *known) if chooses(row) else None
     if not settings.estimate_accuracy or not len(samples.y):
-        return Calibrated({}, samples.heads, candidates)
-    predicted, correct = predicted_by(row, samples, *known, candidates)
+        return Calibrated({}, samples.heads, gains)
+    predicted, correct = predicted_by(row, samples, *known, gains)
     found = signals_of(model, samples.x, predicted, samples.heads)
-    return Calibrated(calibrations(found, correct), samples.heads, candidates)
+    return Calibrated(calibrations(found, correct), samples.heads, gains)
 
 
-def chooses(row: AdapterRow) -> bool:
-    """Return whether a row's adapter chooses among others, which are calibrated on labelled samples."""
-    return "candidates" in info(row.adapter).needs
-
-
-def choose_from(row: AdapterRow, samples: Labelled, model: TwoHead, *known: Any) -> dict[str, Candidate]:
-    """Return the calibrated candidates of a row's adapter, each with default options.
+def gains_of(
+    row: AdapterRow,
+    samples: Labelled,
+    model: TwoHead,
+    statistics: Statistics | None,
+    settings: Settings,
+    rates: Mapping[str, Mapping[str, float]] | None = None,
+    neighbours: Neighbours | None = None,
+    usual: Sequence[str] = USUAL,
+) -> dict[str, Calibration]:
+    """Return the calibrated gains of what a row's adapter chooses from, each with default options.
 
     Parameters
     ----------
-    known
-        Statistics, settings, rates and neighbours, as `make_adapter` needs them.
+    usual : sequence of str
+        Candidates where the row names none: those of them that fit.
 
     Raises
     ------
@@ -199,29 +204,26 @@ def choose_from(row: AdapterRow, samples: Labelled, model: TwoHead, *known: Any)
     """
     if not len(samples.y):
         raise ValueError(f"{row.label}: this client has no validation samples to calibrate candidates on")
-    statistics, settings, *more = known
     settings = settings.replace(tune_samples=0)  # all candidates see the same samples
     named = [name for name in str(row.options.get("among", "")).split("+") if name]
-    names = dict.fromkeys((NONE, *named)) if named else _usual(model)
-    rows = {name: AdapterRow(name, name, {"record": False}) for name in names}
+    names = dict.fromkeys((NONE, *named)) if named else _fitting(usual, model, statistics)
+    rows = {name: candidate_row(name) for name in names}
     if nested := [name for name, one in rows.items() if chooses(one)]:
         raise ValueError(f"{row.label}: {nested[0]} cannot be a candidate")
-
-    def maker(one: AdapterRow) -> Callable[[Any], Adapter]:
-        return lambda network: make_adapter(one, network, settings, statistics, *more)
-
-    found = {name: predicted_by(one, samples, model, statistics, settings, *more) for name, one in rows.items()}
+    known = samples, model, statistics, settings, rates, neighbours
+    found = {name: predicted_by(one, *known) for name, one in rows.items()}
     predicted = {name: to_host(torch.cat(parts)) for name, (parts, _) in found.items()}
-    makers = {name: maker(one) for name, one in rows.items()}
-    return calibrate_candidates(makers, predicted, {name: correct for name, (_, correct) in found.items()})
+    return calibrate_gains(predicted, {name: correct for name, (_, correct) in found.items()})
 
 
-def _usual(model: TwoHead) -> list[str]:
-    """Return the default candidates that fit a network."""
-    lacking = {"nonnegative"} if not model.features_nonnegative else set()
+def _fitting(usual: Sequence[str], model: TwoHead, statistics: Statistics | None) -> list[str]:
+    """Return the candidates that fit a network and for which there are statistics."""
+    lacking = {"nonnegative"} if not model.features_nonnegative else set[str]()
     if not any(isinstance(layer, nn.BatchNorm2d | nn.BatchNorm1d) for layer in model.modules()):
         lacking.add("batchnorm")
-    return [name for name in USUAL if not info(name).needs & lacking]
+    if statistics is None:
+        lacking |= STATISTICS_NEEDS
+    return [name for name in usual if not info(name).needs & lacking]
 
 
 def predicted_by(
@@ -232,11 +234,11 @@ def predicted_by(
     settings: Settings,
     rates: Mapping[str, Mapping[str, float]] | None = None,
     neighbours: Neighbours | None = None,
-    candidates: Mapping[str, Candidate] | None = None,
+    gains: Mapping[str, Calibration] | None = None,
 ) -> tuple[list[Tensor], NDArray[np.bool_]]:
     """Return what a fresh adapter predicts for samples as a stream, batch by batch, and which are right [n]."""
     total = _count(row, len(samples.y), settings)
-    adapter = make_adapter(row, model, settings, statistics, rates, neighbours, candidates)
+    adapter = make_adapter(row, model, settings, statistics, rates, neighbours, gains)
     adapter.reset()
     size = _batch_size(adapter, settings, total)
     predicted = [adapter.predict(samples.x[begin : min(begin + size, total)]) for begin in range(0, total, size)]

@@ -24,6 +24,7 @@ from fedtta.models import Preprocessing, load_arrays, save_arrays
 from fedtta.settings import Scalar, Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.arrays import softmax_of, to_host
+from fedtta.tta.estimates import Calibration
 
 if TYPE_CHECKING:
     from fedtta.tta.knn_per import Datastore
@@ -80,6 +81,8 @@ class ServedModel(ABC):
     datastore : Datastore or None
     chosen : mapping
         Options that validation data chose, where the row does not say otherwise.
+    gains : mapping
+        What validation data say about the candidates of an adapter that chooses among others, by name, in order.
     origin : str
         "<run>/<training>/<round>".
     """
@@ -94,6 +97,7 @@ class ServedModel(ABC):
     rates: Mapping[str, Mapping[str, float]] | None = None
     datastore: Datastore | None = None
     chosen: Mapping[str, float] = field(default_factory=dict)
+    gains: Mapping[str, Calibration] = field(default_factory=dict)
     origin: str = ""
 
     @abstractmethod
@@ -129,7 +133,8 @@ class ServedModel(ABC):
         """
         settings: dict[str, Any] = dict(self.settings)
         row = replace(self.row, options={**self.chosen, **self.row.options})
-        made = make_adapter(row, self.network, Settings(**settings), self.statistics, self.rates, self._neighbours())
+        needed = Settings(**settings), self.statistics, self.rates, self._neighbours()
+        made = make_adapter(row, self.network, *needed, self.gains or None)
         if made.takes_whole_set:
             raise ValueError(f"{self.row.label} takes a whole test set, which a stream never is")
         made.reset()
@@ -186,6 +191,8 @@ class ServedModel(ABC):
             "chosen": dict(self.chosen),
             "origin": self.origin,
         }
+        if self.gains:  # left out where there are none: models of former versions have the digests they had
+            about["gains"] = [[name, one.offset, one.variance] for name, one in self.gains.items()]
         return json.dumps(about, sort_keys=True, allow_nan=False)
 
     def arrays(self) -> Arrays:
@@ -236,6 +243,7 @@ class Rest:
             "baseline": Baseline(arrays["usual.shares"], float(arrays["usual.entropy"])),
             "rates": _rates(arrays, about["variants"]),
             "chosen": about["chosen"],
+            "gains": {name: Calibration(*values) for name, *values in about.get("gains", [])},
             "origin": about["origin"],
         }
         statistics = _part(arrays, "statistics.") if about["statistics"] else None

@@ -25,6 +25,7 @@ from fedtta.models.accelerator import ahead
 from fedtta.models.arrays import to_device
 from fedtta.settings import Settings
 from fedtta.tta import Statistics
+from fedtta.tta.estimates import Calibration
 from fedtta.tta.knn_per import Datastore, KNNPer
 from fedtta.tta.registry import info
 
@@ -96,6 +97,7 @@ def serve(
     statistics: Statistics | None,
     rates: Mapping[str, Mapping[str, float]] | None,
     neighbours: Neighbours | None,
+    gains: Mapping[str, Calibration] | None = None,
 ) -> Served:
     """Return what makes a row's adapter, after making it once; what follows from validation data is fixed by that.
 
@@ -105,12 +107,12 @@ def serve(
         As `Served.build`.
     """
     followed = {key.replace("-", "_"): value for key, value in settings.select("adapter").items()}
-    made = make_adapter(row, network, settings, statistics, rates, neighbours)
+    made = make_adapter(row, network, settings, statistics, rates, neighbours, gains)
     chosen = {"weight": made.weight} if isinstance(made, KNNPer) else {}
     variant = str(row.options.get("adapt", "all"))
     own = {variant: dict((rates or {})[variant])} if "rates" in info(row.adapter).needs else None
     store = neighbours.store if neighbours else None
-    served = Served(row, network, dict(spec), followed, classes, baseline, statistics, own, store, chosen)
+    served = Served(row, network, dict(spec), followed, classes, baseline, statistics, own, store, chosen, gains or {})
     served.build()
     return served
 
@@ -125,7 +127,7 @@ def from_file(path: Path, row: AdapterRow, device: torch.device) -> tuple[Served
     """
     network, spec = load_model(path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    given = {"gradients", "batchnorm"}
+    given = {"gradients", "batchnorm", "clients"}
     if any(name.startswith(PERSONAL_PREFIX) for name in load_arrays(path)[0]):
         given.add("personal_head")
     if network.rotation_head is not None:

@@ -117,6 +117,7 @@ TELLS: dict[type[Reply], dict[str, str]] = {
         "candidate": "which model it tries or has not approved",
         "refused": "which model it refused, and why, without figures if `count-step` is above 1",
         "adapter": "its test-time adaptation",
+        "choice": "which adapter `auto` takes for the best there: whether its images are like its training data",
         "phase": "whether it works for a federation",
         "predictions": "how much it is used, and when",
         "refusals": "how many prediction requests were refused",

@@ -64,7 +64,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("model_version", "adapter", "classes", "samples", "unsaved_samples", "waiting", "holding", "guard_events", "snapshots", "notes", "uptime_seconds", "training", "shape", "candidate", "refused", "data_samples", "data_skipped", "data_notes", "estimated_accuracy")
+    __slots__ = ("model_version", "adapter", "classes", "samples", "unsaved_samples", "waiting", "holding", "guard_events", "snapshots", "notes", "uptime_seconds", "training", "shape", "candidate", "refused", "data_samples", "data_skipped", "data_notes", "estimated_accuracy", "choice", "choice_reason")
     class GuardEventsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,8 @@ class StatusReply(_message.Message):
     DATA_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     DATA_NOTES_FIELD_NUMBER: _ClassVar[int]
     ESTIMATED_ACCURACY_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_REASON_FIELD_NUMBER: _ClassVar[int]
     model_version: str
     adapter: str
     classes: _containers.RepeatedScalarFieldContainer[str]
@@ -110,7 +112,9 @@ class StatusReply(_message.Message):
     data_skipped: int
     data_notes: _containers.RepeatedScalarFieldContainer[str]
     estimated_accuracy: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, model_version: _Optional[str] = ..., adapter: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., samples: _Optional[int] = ..., unsaved_samples: _Optional[int] = ..., waiting: _Optional[int] = ..., holding: bool = ..., guard_events: _Optional[_Mapping[str, int]] = ..., snapshots: _Optional[_Iterable[str]] = ..., notes: _Optional[_Iterable[str]] = ..., uptime_seconds: _Optional[float] = ..., training: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., candidate: _Optional[str] = ..., refused: _Optional[str] = ..., data_samples: _Optional[int] = ..., data_skipped: _Optional[int] = ..., data_notes: _Optional[_Iterable[str]] = ..., estimated_accuracy: _Optional[_Iterable[float]] = ...) -> None: ...
+    choice: str
+    choice_reason: str
+    def __init__(self, model_version: _Optional[str] = ..., adapter: _Optional[str] = ..., classes: _Optional[_Iterable[str]] = ..., samples: _Optional[int] = ..., unsaved_samples: _Optional[int] = ..., waiting: _Optional[int] = ..., holding: bool = ..., guard_events: _Optional[_Mapping[str, int]] = ..., snapshots: _Optional[_Iterable[str]] = ..., notes: _Optional[_Iterable[str]] = ..., uptime_seconds: _Optional[float] = ..., training: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., candidate: _Optional[str] = ..., refused: _Optional[str] = ..., data_samples: _Optional[int] = ..., data_skipped: _Optional[int] = ..., data_notes: _Optional[_Iterable[str]] = ..., estimated_accuracy: _Optional[_Iterable[float]] = ..., choice: _Optional[str] = ..., choice_reason: _Optional[str] = ...) -> None: ...
 
 class Model(_message.Message):
     __slots__ = ("version", "state", "origin", "time", "reason", "check", "snapshots")

@@ -95,8 +95,10 @@ def _listed(software: dict[str, str]) -> str:
 SECONDS = "fedtta_predict_seconds"
 METRICS: tuple[Named[Telemetry], ...] = (
     Named(
-        "fedtta_device", "1, with model, adapter and software as labels.",
-        lambda one: {"model": one.model, "adapter": one.adapter, "software": _listed(one.software)}, InfoMetricFamily,
+        "fedtta_device", "1, with model, adapter, its choice and software as labels.",
+        lambda one: {
+            "model": one.model, "adapter": one.adapter, "choice": one.choice, "software": _listed(one.software),
+        }, InfoMetricFamily,
     ),
     Named(
         SECONDS, "Seconds from a request's arrival to its answer.",

@@ -379,8 +379,8 @@ class Telemetry(Reply):
     model, candidate, refused : str
         Version that is served; "shadow <version>" or "waiting for approval <version>"; "<version>: <reason>" of the
         last refused model.
-    adapter : str
-        Test-time adaptation, with its options.
+    adapter, choice : str
+        Test-time adaptation, with its options; and what it predicts with now, if it chooses among others.
     phase : str
         The federated request that is being processed.
     predictions, refusals : int
@@ -424,6 +424,7 @@ class Telemetry(Reply):
     candidate: Prose = ""
     refused: Prose = ""
     adapter: Identifier = ""
+    choice: Identifier = ""
     phase: Identifier = ""
     predictions: Count = 0
     refusals: Count = 0

@@ -32,9 +32,9 @@ def is_tensor(value: object) -> TypeGuard[Tensor]:
 
 
 def is_module(value: object) -> bool:
-    """Return whether a network is one of torch, whose outputs are tensors."""
+    """Return whether a network is one of torch, whose outputs are tensors, or stands for one as its `network`."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    return torch is not None and isinstance(getattr(value, "network", value), torch.nn.Module)
 
 
 def untracked() -> AbstractContextManager[object]:

@@ -14,16 +14,20 @@ the candidate with the largest
 and "none" where that is not above `margin` for any: it takes evidence to leave "none". The unadapted network is the
 judge: where it is hardly better than chance, so is the choice, and nothing here finds that out.
 
-1. Probe: over W samples all candidates predict. The choice is made again after each batch, and from that batch on its
-   predictions are the choice's; no later sample is looked at.
-2. Then "none" and the choice alone go on, and "none" takes over again as soon as the rule says so.
-3. A probe begins again after `every` samples, or with the batch after one in which the drift test (`fedtta.tta.drift`),
-   on outputs of the unadapted network, finds a change. All candidates but the choice are reset then, as they were for
-   their calibration.
+A candidate's means are over those of the W samples that it has predicted. It is chosen again whenever a twentieth of
+them is new, after each sample at first; the prediction of that sample is already the new choice's, and no later sample
+is looked at. With a candidate whose results depend on batches, all of this goes by batches; without one, results do not
+depend on how the stream is cut.
 
-Cost: one forward pass a sample serves "none", the heads, FedTHE, BTFL, T3A, EM, BBSE and kNN-Per together. With the
-others' passes f_a a sample it is 1 + Σ f_a in a probe and 1 + f_choice outside: at most 1 + max f_a + (W / every) Σ f_a
-over a long stream without drift.
+1. "none", the choice, and all candidates that need no more of the network than its outputs always predict.
+2. The others do in probes of W samples, which begin with the stream and every `every` samples. They are reset then,
+   but for the choice, as they were for their calibration.
+3. After a sample at which the drift test (`fedtta.tta.drift`) finds a change of the unadapted network's outputs, what
+   was before counts no more: a probe begins, and all candidates but the choice are reset.
+
+Cost: one forward pass a sample serves "none", the heads, FedTHE, BTFL, T3A, EM, BBSE and kNN-Per together; with these
+alone there is no other. With the others' passes f_a a sample it is 1 + Σ f_a in a probe and 1 + f_choice outside: at
+most 1 + max f_a + (W / every) Σ f_a over a long stream without drift.
 """
 
 from __future__ import annotations
@@ -31,13 +35,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from fedtta.tta.arrays import to_host
+from fedtta.tta.arrays import namespace, to_host
 from fedtta.tta.base import Adapter, prefixed
 from fedtta.tta.checks import check_finite, check_least, check_number, class_count
 from fedtta.tta.drift import DriftTest, outputs
@@ -46,6 +48,7 @@ from fedtta.tta.registry import LIGHT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from torch import Tensor, nn
 
 NONE = "none"
 PLAIN = "unadapted"  # the window of the unadapted probabilities; the others hold predicted classes
@@ -53,6 +56,12 @@ PLAIN = "unadapted"  # the window of the unadapted probabilities; the others hol
 OF_OUTPUTS = (*LIGHT, "knn_per")
 #: Candidates by default: those whose statistics do not tell a client's class counts.
 USUAL = (NONE, "personal", "fixed_mix", "fedthe", "btfl", "t3a", "bn_adapt")
+#: Those of them that an agent chooses from by default: one pass serves all, and requests may be of any size.
+SERVED = tuple(name for name in USUAL if name in OF_OUTPUTS)
+#: Why the choice is what it is.
+CAUSES = ("the first samples", "a probe in its turn", "the samples after drift", "later samples")
+FIRST, IN_TURN, DRIFT, LATER = range(len(CAUSES))
+PARTS = 20  # of the window; when one of them is new, the choice is made again
 
 
 @dataclass(frozen=True)
@@ -71,56 +80,84 @@ class Candidate:
     gain: Calibration
 
 
-def calibrate_candidates(
-    makers: Mapping[str, Callable[[nn.Module], Adapter]],
-    predicted: Mapping[str, NDArray[Any]],
-    correct: Mapping[str, NDArray[Any]],
-) -> dict[str, Candidate]:
-    """Return the candidates, given what new ones predict for the same labelled samples.
+def calibrate_gains(
+    predicted: Mapping[str, NDArray[Any]], correct: Mapping[str, NDArray[Any]]
+) -> dict[str, Calibration]:
+    """Return the calibrated gain of each candidate, given what new ones predict for the same labelled samples.
 
     Parameters
     ----------
-    makers : mapping
-        Name → what makes the adapter; "none" is among them.
     predicted : mapping
-        Name → probabilities [n, K], n at least 1.
+        Name → probabilities [n, K], n at least 1; "none" is among them.
     correct : mapping
         Name → whether they are right, bool [n].
     """
     posterior = with_new_shares(predicted[NONE])
-    missed = {name: correct[name] - judged(posterior, predicted[name].argmax(1)) for name in makers}
-    return {name: Candidate(make, calibrated(missed[name] - missed[NONE], least=-2)) for name, make in makers.items()}
+    missed = {name: correct[name] - judged(posterior, rows.argmax(1)) for name, rows in predicted.items()}
+    return {name: calibrated(values - missed[NONE], least=-2) for name, values in missed.items()}
 
 
-class _Once(nn.Module):
-    """A network whose outputs for a batch are computed once, however many adapters ask for them."""
+class _Once:
+    """A network whose features of a batch are computed once, however many adapters ask for them."""
 
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
+    def __init__(self, network: Any) -> None:
         self.network = network
         self.forget()
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("network"), name)
+        return getattr(self.network, name)
+
+    def eval(self) -> _Once:
+        """Return this network, which is in evaluation mode."""
+        return self
+
+    def hold(self, x: Any, z: Any) -> None:
+        """Remember the features z [B, d] of a batch."""
+        self._x, self._z = x, z
 
     def forget(self) -> None:
-        """Forget the outputs: a batch may be another one at the same place in memory."""
-        self._x: Tensor | None = None
-        self._z: Tensor | None = None
+        """Forget the features: a batch may be another one at the same place in memory."""
+        self.hold(None, None)
 
-    def features(self, x: Tensor) -> Tensor:
+    def features(self, x: Any) -> Any:
         """Return z [B, d]."""
         if self._x is not x or self._z is None:
-            self._x, self._z = x, self.network.features(x)  # type: ignore[operator]
+            self.hold(x, self.network.features(x))
         return self._z
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Any) -> Any:
         """Return the global head's logits [B, K]."""
-        logits: Tensor = self.network.head(self.features(x))  # type: ignore[operator]
-        return logits
+        return self.network.head(self.features(x))
+
+
+@dataclass
+class _Counters:
+    """What a state has beside windows, drift test and candidates.
+
+    Parameters
+    ----------
+    choice, since, cause : int
+        Position of the choice among the names, samples before it became that, and its cause.
+    position : int
+        Samples since the reset.
+    began, seen, drifted : int
+        Cause of the last probe, samples since it began, and whether a next one is due because of drift.
+    """
+
+    choice: int = 0
+    since: int = 0
+    cause: int = FIRST
+    position: int = 0
+    began: int = FIRST
+    seen: int = 0
+    drifted: int = 0
+
+    def check(self, names: int) -> None:
+        """Raise ValueError for a value that no state of ours has."""
+        most = {"choice": names - 1, "since": self.position, "cause": LATER, "began": DRIFT, "seen": self.position}
+        for name, high in (most | {"drifted": 1}).items():
+            if not 0 <= (value := getattr(self, name)) <= high:
+                raise ValueError(f"state {name!r} of Auto is {value}: allowed is 0 to {high}")
 
 
 class Auto(Adapter):
@@ -129,7 +166,7 @@ class Auto(Adapter):
     Parameters
     ----------
     model : nn.Module
-        A network with `features` and `head` (`fedtta.models.TwoHead`).
+        A network with `features` and `head` (`fedtta.models.TwoHead`), or one that gives numpy arrays.
     candidates : mapping
         Name → candidate, "none" among them.
     among : str
@@ -138,7 +175,8 @@ class Auto(Adapter):
     probe : int
         W, samples.
     every : int
-        Samples from the begin of a probe to that of the next, at least W; 0: no further one without drift.
+        Samples from the begin of a probe to that of the next, at least W; 0: no further one without drift. Without
+        effect where all candidates always predict.
     false_alarms : float
         In [0, 0.5]: without a change, the drift test finds one in t samples with at most t times this probability; 0:
         no drift test.
@@ -164,7 +202,7 @@ class Auto(Adapter):
 
     name = "auto"
     adapts = "what the adapter does that it chooses"
-    per = "batch"
+    per: Literal["sample", "batch"] = "batch"
     needs = frozenset({"candidates", "personal_head", "descriptor", "dle", "entropy"})
 
     def __init__(
@@ -173,7 +211,7 @@ class Auto(Adapter):
         candidates: Mapping[str, Candidate],
         *,
         among: str = "",
-        probe: int = 100,
+        probe: int = 200,
         every: int = 1000,
         false_alarms: float = 0.001,
         caution: float = 0.5,
@@ -193,46 +231,107 @@ class Auto(Adapter):
         self.names = (NONE, *(name for name in dict.fromkeys(wanted) if name != NONE))
         self.probe, self.every, self.caution, self.margin = probe, every, caution, margin
         self.drift = DriftTest(false_alarms=false_alarms) if false_alarms else None
-        self._once = _Once(model).eval()
+        self._once = _Once(model)
+        self._windows: Signals = {}
         self._classes = class_count(model, None)
         self._gains = {name: candidates[name].gain for name in self.names}
         self.candidates = {
-            name: candidates[name].make(self._once if name in OF_OUTPUTS else model) for name in self.names
+            name: candidates[name].make(cast("nn.Module", self._once) if name in OF_OUTPUTS else model)
+            for name in self.names
         }
-        self._choice, self._seen, self._drifted, self._windows = 0, 0, False, self._no_windows()
+        self._pausing = tuple(name for name in self.names if name not in OF_OUTPUTS)
+        self.per = "sample" if all(one.per == "sample" for one in self.candidates.values()) else "batch"
         self.reset()
 
     @property
     def choice(self) -> str:
         """Return the name of the present choice."""
-        return self.names[self._choice]
+        return self.names[self._at.choice]
+
+    @property
+    def reason(self) -> str:
+        """Return since which sample the present choice has been that, and why, in words."""
+        return f"since sample {self._at.since} ({CAUSES[self._at.cause]})"
+
+    def unadapted(self, x: Tensor) -> Tensor:
+        """Return the global head's logits [B, K]; if `x` is predicted next, that needs no other pass of the network."""
+        self._once.forget()
+        logits: Tensor = self._once(x)
+        return logits
 
     def _predict(self, x: Tensor) -> Tensor:
-        self._once.forget()
-        check_finite("the network's output", torch.cat([self._once.features(x), self._once(x)], 1))
-        if len(x) == 0:
-            return self.candidates[NONE].predict(x)
-        if self._drifted or 0 < self.every <= self._seen:
-            self._begin_probe()
-        running = self.names if self._seen < self.probe else tuple(dict.fromkeys((NONE, self.choice)))
-        rows = torch.stack([self.candidates[name].predict(x) for name in running])  # [candidates, B, K]
-        self._once.forget()
+        try:
+            z, logits = self._once.features(x), self._once(x)
+            check_finite("the network's output", namespace(z).concat((z, logits), axis=1))
+            if len(x) == 0:
+                return self.candidates[NONE].predict(x)
+            parts, end = [], 0
+            while end < len(x):
+                parts.append(self._predict_some(x[end:], z[end:]))
+                end += len(parts[-1])
+            return namespace(parts[0]).concat(parts, axis=0)
+        finally:
+            self._once.forget()
+
+    def _predict_some(self, x: Tensor, z: Tensor) -> Tensor:
+        """Predict the first samples of a batch, up to one after which other candidates run; all if they go by batches.
+
+        They run on ahead of the choice: where that changes who runs before the last of these samples, they go back.
+        """
+        self._begin_probe()
+        running, step = self._running, 1 if self.per == "sample" else len(x)
+        ends = [end - self._at.seen for end in (self.probe, self.every) if end > self._at.seen and self._pausing]
+        most = max(step, min([len(x), *ends]))
+        x, z, choices = x[:most], z[:most], list[int]()
+        before = {name: self.candidates[name].state_dict() for name in running if most > step}
+        rows = self._rows(running, x, z)  # [candidates, B, K]
         known = to_host(rows).astype(np.float64)
+        while len(choices) < most and not self._at.drifted and self._running == running:
+            self._observe(running, known[:, len(choices) : len(choices) + step])
+            choices += [self._at.choice] * step
+        if (taken := len(choices)) < most:
+            for name in running:
+                self.candidates[name].load_state_dict(before[name])
+            self._rows(running, x[:taken], z[:taken])
+        self._note(choice=np.array(choices, np.int64))
+        return rows[[running.index(self.names[one]) for one in choices], list(range(taken))]
+
+    @property
+    def _running(self) -> tuple[str, ...]:
+        """Return the candidates that predict the next sample, "none" first."""
+        if self._at.seen < self.probe:
+            return self.names
+        return tuple(name for name in self.names if name not in self._pausing or name == self.choice)
+
+    def _rows(self, running: tuple[str, ...], x: Tensor, z: Tensor) -> Tensor:
+        """Return what candidates predict for a batch with features z, [candidates, B, K]."""
+        self._once.hold(x, z)
+        rows = [self.candidates[name].predict(x) for name in running]
+        return namespace(rows[0]).stack(rows, axis=0)
+
+    def _observe(self, running: tuple[str, ...], known: NDArray[np.float64]) -> None:
+        """Look for drift in what the running candidates predict, [candidates, n, K], and choose again if it is time."""
         batch = dict(zip(running, known.argmax(2).astype(np.float64), strict=True)) | {PLAIN: known[0]}
         # a candidate that pauses loses its window: what it missed would be another stream's
         self._windows = {**self._no_windows(), **slid(self._windows, batch, self.probe)}
-        self._seen += len(x)
-        self._drifted = self.drift is not None and bool(self.drift.update(outputs(known[0])))
-        best = self._best(running)
-        self._choice = self.names.index(best)
-        self._note(choice=torch.full((len(x),), self._choice, dtype=torch.int64))
-        return rows[running.index(best)]
+        at, probing = self._at, self._at.seen < self.probe
+        before, at.seen, at.position = at.position, at.seen + known.shape[1], at.position + known.shape[1]
+        due = self.per == "batch" or at.seen % max(1, min(at.seen, self.probe) // PARTS) == 0
+        if due and (choice := self.names.index(self._best(running))) != at.choice:
+            at.choice, at.since, at.cause = choice, before, at.began if probing else LATER
+        at.drifted = int(self.drift is not None and bool(self.drift.update(outputs(known[0]))))
 
     def _begin_probe(self) -> None:
-        for name in self.names:
+        """Begin a probe if there was drift or it is time."""
+        at = self._at
+        if not at.drifted and not (self._pausing and 0 < self.every <= at.seen):
+            return
+        for name in self.names if at.drifted else self._pausing:
             if name not in (NONE, self.choice):
                 self.candidates[name].reset()
-        self._windows, self._seen, self._drifted = self._no_windows(), 0, False
+        if at.drifted:
+            self._windows = self._no_windows()
+        at.began, at.seen, at.drifted = DRIFT if at.drifted else IN_TURN, 0, 0
 
     def _no_windows(self) -> Signals:
         return {name: np.empty(0) for name in self.names} | {PLAIN: np.empty((0, self._classes))}
@@ -240,10 +339,13 @@ class Auto(Adapter):
     def _best(self, running: tuple[str, ...]) -> str:
         """Return the running candidate with the largest cautious gain over "none", or "none"."""
         best, most = NONE, self.margin
+        if running == (NONE,):
+            return best
         posterior = with_new_shares(self._windows[PLAIN])
         none = judged(posterior, self._windows[NONE])
         for name in running[1:]:
-            more = judged(posterior, self._windows[name]) - none
+            n = len(self._windows[name])
+            more = judged(posterior[-n:], self._windows[name]) - none[-n:]
             gain, error = self._gains[name].corrected(more, least=-1)
             if gain - self.caution * error > most:
                 best, most = name, gain - self.caution * error
@@ -254,13 +356,10 @@ class Auto(Adapter):
             one.reset()
         if self.drift is not None:
             self.drift.reset()
-        self._choice = 0
-        self._begin_probe()
+        self._at, self._windows = _Counters(), self._no_windows()
 
     def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            "choice": np.array(self._choice), "seen": np.array(self._seen), "drifted": np.array(int(self._drifted)),
-        }  # fmt: skip
+        state: dict[str, Any] = {name: np.array(value) for name, value in vars(self._at).items()}
         state |= {f"memory.{name}": values for name, values in self._windows.items()}
         if self.drift is not None:
             state |= {f"memory.drift.{name}": value for name, value in self.drift.state_dict().items()}
@@ -273,12 +372,11 @@ class Auto(Adapter):
         return owner == "memory" or (owner in self.candidates and self.candidates[owner]._varies(own))
 
     def _load(self, state: dict[str, Tensor]) -> None:
-        choice = int(state["choice"])
-        if not 0 <= choice < len(self.names):
-            raise ValueError(f"state 'choice' of Auto is {choice}: there are {len(self.names)} candidates")
+        at = _Counters(**{name: int(state[name]) for name in vars(self._at)})
+        at.check(len(self.names))
         windows = {name: to_host(state[f"memory.{name}"]) for name in self._windows}
         plain, n = windows.pop(PLAIN), len(windows[NONE])
-        fits = plain.shape == (n, self._classes) and all(one.shape in ((0,), (n,)) for one in windows.values())
+        fits = plain.shape == (n, self._classes) and all(one.ndim == 1 and len(one) <= n for one in windows.values())
         if not fits or any(((one < 0) | (one >= self._classes)).any() for one in (plain, *windows.values())):
             raise ValueError("state of Auto: its windows do not fit together")
         before = {name: one.state_dict() for name, one in self.candidates.items()}
@@ -291,8 +389,7 @@ class Auto(Adapter):
             for name, one in self.candidates.items():
                 one.load_state_dict(before[name])
             raise
-        self._choice, self._seen, self._drifted = choice, int(state["seen"]), bool(state["drifted"])
-        self._windows = {**windows, PLAIN: plain}
+        self._at, self._windows = at, {**windows, PLAIN: plain}
 
 
 def _of(owner: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 #: What an adapter may need from the training before it, the model or the machine.
 NEEDS = STATISTICS_NEEDS | {
     "personal_head", "residual_head", "rotation_head", "gradients", "batchnorm", "nonnegative", "rates", "datastore",
-    "candidates",
+    "candidates", "clients",
 }  # fmt: skip
 
 #: Constructor arguments that are no options: they come from the training or the network.
-GIVEN = ("self", "model", "statistics", "rates", "datastore", "candidates", "fisher", "num_classes")
+GIVEN = ("self", "model", "statistics", "rates", "datastore", "candidates", "clients", "fisher", "num_classes")
 
 
 class _Options:

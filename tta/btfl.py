@@ -143,8 +143,9 @@ class BTFL(Adapter):
     reading : "paper" or "published"
         What the options below say where they are None: the paper, or all that the published code does.
     strength, leave_one_out, mixing, denominators, classes, squash, prune, integral, prior
-        See `Reading`. With `reading="published"`, leave_one_out has to be given: the number of clients. With
-        `prior="batch"` results depend on the batches.
+        See `Reading`. With `prior="batch"` results depend on the batches.
+    clients : int or None
+        N where the reading leaves the own share out and leave_one_out does not say it.
     record : bool
         Keep the report: `weight` e, `log_tau` (raw) and `log_tau_hat` (rectified, squashed) [n], `prior` (a, b) as used
         [n, 2], `event` [n]: 1 external, -1 internal, 0 none.
@@ -160,7 +161,7 @@ class BTFL(Adapter):
     name = "btfl"
     paper = "BTFL: A Bayesian-based Test-Time Generalization Method (KDD 2025)"
     adapts = "the weight of the global head"
-    needs = frozenset({"personal_head", "dle", "entropy", "nonnegative"})
+    needs = frozenset({"personal_head", "dle", "entropy", "nonnegative", "clients"})
 
     def __init__(
         self,
@@ -178,6 +179,7 @@ class BTFL(Adapter):
         prune: Literal["paper", "code"] | None = None,
         integral: Literal["exact", "grid"] | None = None,
         prior: Literal["sample", "batch"] | None = None,
+        clients: int | None = None,
         record: bool = True,
     ) -> None:
         features = check_two_heads(model, "btfl")
@@ -194,6 +196,8 @@ class BTFL(Adapter):
         }  # fmt: skip
         given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
         self.reading = replace(READINGS[reading], **given)
+        if self.reading.leave_one_out is None:
+            self.reading = replace(self.reading, leave_one_out=clients)
         super().__init__(model, record=record)
         self.rectify = rectify
         self.per = self.reading.prior

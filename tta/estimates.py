@@ -110,14 +110,13 @@ def with_new_shares(probabilities: NDArray[Any]) -> Values:
     is q_k; q is the mean of these, which expectation maximization finds, starting from equal shares.
     """
     p = np.asarray(probabilities, np.float64)
-    shares, found = np.full(p.shape[1], 1 / p.shape[1]), p
+    before = shares = np.full(p.shape[1], 1 / p.shape[1])
     for _ in range(EM_STEPS):
-        found = p * shares
-        found /= found.sum(1, keepdims=True)
-        before, shares = shares, found.mean(0)
+        before, shares = shares, shares * ((1 / (p @ shares)) @ p) / len(p)  # the mean of what is returned
         if np.abs(shares - before).max() < EM_CHANGE:
             break
-    return found
+    found: Values = p * before
+    return found / found.sum(1, keepdims=True)
 
 
 def judged(probabilities: NDArray[Any], classes: NDArray[Any]) -> Values:

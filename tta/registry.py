@@ -51,8 +51,8 @@ PATHS = {
 }
 
 #: Adapters of arithmetic on a network's outputs alone: with a network that gives numpy arrays they need no torch. The
-#: others train, or replace layers, or keep tensors.
-LIGHT = ("none", "personal", "fixed_mix", "fedrod", "fedthe", "btfl", "t3a", "em", "bbse")
+#: others train, or replace layers, or keep tensors. Of auto it holds if it does of its candidates.
+LIGHT = ("none", "personal", "fixed_mix", "fedrod", "fedthe", "btfl", "t3a", "em", "bbse", "auto")
 
 
 class _Adapters(Mapping[str, "type[Adapter]"]):
@@ -91,6 +91,7 @@ def create(
     rates: Mapping[str, float] | None = None,
     datastore: Datastore | None = None,
     candidates: Mapping[str, Any] | None = None,
+    clients: int | None = None,
     **options: Any,
 ) -> Adapter:
     """Return a new adapter.
@@ -109,6 +110,8 @@ def create(
         The client's memorised samples, if the adapter needs them.
     candidates : mapping or None
         What the adapter chooses from, if it needs that: name → `fedtta.tta.auto.Candidate`.
+    clients : int or None
+        How many clients the means in `statistics` are over, of which some options make use.
     **options
         Arguments of the class; see `Adapter.options`.
 
@@ -127,6 +130,8 @@ def create(
     constructor: Any = adapter
     accepted = inspect.signature(constructor).parameters
     given: dict[str, Any] = {"statistics": statistics} if "statistics" in accepted else {}
+    if "clients" in adapter.needs:
+        given["clients"] = clients
     for need, value, what in (
         ("rates", rates, "learned adaptation rates"),
         ("datastore", datastore, "memorised samples"),

@@ -65,7 +65,7 @@ def _told(one: Telemetry) -> dict[str, str]:
         "software": " ".join(f"{package} {version}" for package, version in sorted(one.software.items())),
         "candidate": one.candidate,
         "refused": one.refused,
-        "adapter": one.adapter,
+        "adapter": f"{one.adapter}: {one.choice}" if one.choice else one.adapter,
         "samples": f"{one.samples:,}{unsaved}" + (" (saving fails)" if one.saving_fails else ""),
         "weight": UNKNOWN if one.weight is None else f"{one.weight:.2f}",
         "weights": sparkline(one.weights),

@@ -20,9 +20,9 @@ from torch import Generator, Tensor, nn
 from fedtta.benchmarks.clients import summarize
 from fedtta.benchmarks.papers import values
 from fedtta.benchmarks.speed.measurement import Measured, Ratio, clock_and_processor
-from fedtta.client.adapters import make_adapter
+from fedtta.client.adapters import chooses, make_adapter
 from fedtta.client.device import Device
-from fedtta.client.evaluation import Labelled, Neighbours, choose_from, chooses, memorize
+from fedtta.client.evaluation import Labelled, Neighbours, gains_of, memorize
 from fedtta.client.state import MemoryState, NetworkStore, private_folder
 from fedtta.client.statistics import ON_REQUEST, join_statistics
 from fedtta.data import Federation, Images
@@ -150,11 +150,11 @@ class Client:
     def adapter(self, name: str) -> Adapter:
         """Return an adapter with default options."""
         row, (model, settings) = AdapterRow(name, name), (self.device.model, self.device.settings)
-        candidates = None
+        gains = None
         if chooses(row):
             samples = Labelled(self.neighbours.x, self.neighbours.y, True)
-            candidates = choose_from(row, samples, model, self.statistics, settings, self.rates, self.neighbours)
-        return make_adapter(row, model, settings, self.statistics, self.rates, self.neighbours, candidates)
+            gains = gains_of(row, samples, model, self.statistics, settings, self.rates, self.neighbours)
+        return make_adapter(row, model, settings, self.statistics, self.rates, self.neighbours, gains)
 
 
 def count_passes(client: Client, name: str, x: Tensor, batch: int) -> tuple[float, float]:

@@ -31,6 +31,7 @@ WORDS = {
     "rates": "learned adaptation rates",
     "datastore": "the client's memorised training samples",
     "candidates": "labelled samples that its candidates are calibrated on",
+    "clients": "how many clients there are",
     "label_prior": "pooled label frequencies",
     "confusion": "pooled confusion of labels and predictions",
     "block_scores": "pooled accuracy of each tuned block",

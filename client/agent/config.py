@@ -213,23 +213,38 @@ class AgentConfig:
             )
 
     def _check_adapter(self) -> None:
-        """Refuse an adapter that does not exist, that needs a whole test set, or that chooses among others."""
-        from fedtta.tta.registry import LIGHT, info
+        """Refuse an adapter that cannot run here, or one that chooses among others that cannot."""
+        from fedtta.tta.registry import info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
+        self._check_runs(name, options)
+        if "candidates" not in info(name).needs:
+            return
+        if self.role == "target":
+            raise SettingsError(
+                f"adapter = {self.adapter!r}: with role = 'target' there are no labels to calibrate its candidates on"
+            )
+        for candidate in filter(None, str(options.get("among", "")).split("+")):
+            self._check_runs(candidate, {})
+            if "candidates" in info(candidate).needs:
+                raise SettingsError(f"adapter = {self.adapter!r}: {candidate} cannot be a candidate")
+
+    def _check_runs(self, name: str, options: Mapping[str, Any]) -> None:
+        """Refuse an adapter that does not exist, that the runtime cannot run, or that needs a whole test set."""
+        from fedtta.tta.registry import LIGHT, info
+
+        try:
+            adapter = info(name)
+        except ValueError as error:
+            raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
         if self.runtime == "onnx" and name not in LIGHT:
             raise SettingsError(
-                f"adapter = {self.adapter!r} adapts the network itself, which runtime = onnx has as a fixed graph; "
-                f"allowed there are {', '.join(LIGHT)}"
+                f"adapter = {self.adapter!r}: {name} adapts the network itself, which runtime = onnx has as a fixed "
+                f"graph; allowed there are {', '.join(LIGHT)}"
             )
-        if "candidates" in info(name).needs:
-            raise SettingsError(
-                f"adapter = {self.adapter!r} is for evaluations: its candidates are calibrated on labels, which an "
-                "agent's state does not hold"
-            )
-        if whole_set := info(name).whole_set:
+        if whole_set := adapter.whole_set:
             option, value = whole_set
-            if options.get(option, info(name).options[option][1]) == value:
+            if options.get(option, adapter.options[option][1]) == value:
                 raise SettingsError(
                     f"adapter = {self.adapter!r}: {option}={value} needs a whole test set, but requests are a stream"
                 )

@@ -84,6 +84,7 @@ def status(agent: Connection) -> str:
     lines = {
         "model": reply.model_version or "none yet",
         "adapter": reply.adapter + (" (held by the guard)" if reply.holding else ""),
+        "choice": f"{reply.choice} {reply.choice_reason}" if reply.choice else "",
         "classes": ", ".join(reply.classes),
         "samples": f"{reply.samples} predicted, {reply.unsaved_samples} not saved, {reply.waiting} requests wait",
         "accuracy": "{:.0%} ({:.0%} to {:.0%}), estimated without labels".format(*reply.estimated_accuracy)

@@ -180,6 +180,7 @@ class Agent:
 
     def _status(self, live: Live | None) -> Status:
         """Return the state of the agent; numbers are those of one moment while `predicting` is held."""
+        choice, reason = live.choice if live else ("", "")
         return Status(
             version=live.version if live else "",
             adapter=self.config.adapter,
@@ -199,6 +200,8 @@ class Agent:
             data_skipped=self._scans.found.skipped,
             data_notes=self._scans.notes,
             estimated_accuracy=live.recent.accuracy(self._check_of(live), self.config.policy.rounded) if live else (),
+            choice=choice,
+            choice_reason=reason,
         )
 
     def snapshot(self) -> Saved:

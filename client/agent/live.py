@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedtta.client.adapters import chooses
 from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import Guard, LastGood, Verdict, flat_images
 from fedtta.client.agent.observation import Recent
 from fedtta.client.served import ServedModel
 from fedtta.messages.arrays import Arrays
 from fedtta.tta.arrays import softmax_of, to_host, untracked
+from fedtta.tta.auto import Auto
 from fedtta.tta.heads import NoAdaptation, two_heads
 from fedtta.tta.registry import info
 
@@ -63,7 +65,7 @@ class Live:
         self._good = LastGood(start, limits.window if limits else 1)
         self._before: NDArray[Any] | None = None  # the last image, which the next one may repeat
         self._noted = dict(self.guard.events) if self.guard else {}
-        self._mixes = MIXES in info(served.row.adapter).needs
+        self._mixes = MIXES in info(served.row.adapter).needs and not chooses(served.row)
         self.recent = Recent()
         self.former_events: dict[str, int] = {}
 
@@ -110,6 +112,11 @@ class Live:
         weights = np.ones(len(x), np.float32) if self._mixes else None
         self.recent.note(plain, weights, plain)
         return plain, weights, False
+
+    @property
+    def choice(self) -> tuple[str, str]:
+        """Return what an adapter has chosen that chooses among others, and since when and why; empty for others."""
+        return (self.adapter.choice, self.adapter.reason) if isinstance(self.adapter, Auto) else ("", "")
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -181,6 +188,8 @@ class Live:
         if hasattr(self.adapter, "interpolate"):  # one pass of the network for both
             heads = two_heads(self.served.network, x)
             return _array(softmax_of(heads[1])), heads
+        if isinstance(self.adapter, Auto):  # its own pass
+            return _array(softmax_of(self.adapter.unadapted(x))), None
         return _array(softmax_of(self.served.network(x))), None
 
     def _tried(

@@ -175,6 +175,7 @@ class Observation:
             candidate=status.candidate,
             refused=status.refused,
             adapter=printable(status.adapter, NAME_LENGTH),
+            choice=status.choice,
             phase=status.training,
             predictions=predictions,
             refusals=refusals,

@@ -64,6 +64,8 @@ class Status:
     estimated_accuracy : tuple of float
         That of the last predictions, adapted ones included, and the ends of its interval, estimated without labels
         (`fedtta.client.agent.observation`); empty: unknown.
+    choice, choice_reason : str
+        The adapter that `auto` predicts with now; and since which sample and why. Empty: another adapter, or no model.
     """
 
     version: str = ""
@@ -84,3 +86,5 @@ class Status:
     data_skipped: int = 0
     data_notes: list[str] = field(default_factory=list)
     estimated_accuracy: tuple[float, ...] = ()
+    choice: str = ""
+    choice_reason: str = ""

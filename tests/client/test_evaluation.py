@@ -20,7 +20,7 @@ from fedtta.models import TwoHead
 from fedtta.settings import Settings
 from fedtta.tta.atp import modules
 from fedtta.tta.augmix import AugMix
-from fedtta.tta.auto import calibrate_candidates
+from fedtta.tta.auto import Candidate, calibrate_gains
 from fedtta.tta.views import Views
 from tests.client.tiny import Client as Device
 from tests.client.tiny import Task, device, federation, global_arrays, images, network, settings
@@ -169,7 +169,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> di
     """What `evaluate_row` asks the registry for."""
     seen: dict[str, Any] = {}
 
-    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, _: Any, **options: Any) -> tta.Adapter:
+    def create(name: str, model: Any, statistics: Any, *_: Any, **options: Any) -> tta.Adapter:
         seen.update(options)
         return tta.create("none", model, statistics)
 
@@ -185,7 +185,6 @@ def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> di
         (Row("btfl", "btfl", {"strength": 4.0}), True, 3),
         (Row("btfl", "btfl", {"leave_one_out": 0}), True, 0),
         (Row("btfl", "btfl"), False, 0),
-        (Row("btfl", "btfl", {"reading": "published"}), False, 3),
         (Row("btfl", "btfl", {"reading": "published", "leave_one_out": 0}), True, 0),
         (Row("fedthe", "fedthe"), True, 0),
         (Row("fedavg", "none"), True, 0),
@@ -195,6 +194,15 @@ def test_leave_one_out_reaches_btfl_alone(monkeypatch: pytest.MonkeyPatch, row: 
     options = options_of(monkeypatch, row, settings(leave_one_out=on))
     assert options.pop("leave_one_out", 0) == expected
     assert options == {name: value for name, value in row.options.items() if name != "leave_one_out"}
+
+
+def test_the_published_btfl_gets_the_number_of_clients(trained: tuple[Device, Arrays, Arrays]) -> None:
+    """As the need that its class declares; a row that names a number keeps it."""
+    model, known = prepared(*trained)
+    published = {"reading": "published"}
+    for options, expected in ((published, 3), ({**published, "leave_one_out": 0}, 0), ({}, 0)):
+        made = adapters.make_adapter(Row("btfl", "btfl", options), model, settings(), known)
+        assert made.reading.leave_one_out == expected  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("adapter", TUNING)
@@ -239,7 +247,7 @@ def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.Monkey
     rates = {variant: dict.fromkeys(modules(model), rate) for variant, rate in (("all", 0.1), ("params", 0.2))}
     given: list[Any] = []
 
-    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, _: Any, **options: Any) -> tta.Adapter:
+    def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, *_: Any, **options: Any) -> tta.Adapter:
         given.append(rates)
         return tta.create(name, model, statistics, rates, store, **options)
 
@@ -336,7 +344,8 @@ def test_auto_chooses_by_labelled_samples(trained: tuple[Device, Arrays, Arrays]
     }
     predicted = {name: make(model).predict(x).numpy() for name, make in makers.items()}
     right = {name: rows.argmax(1) == y.numpy() for name, rows in predicted.items()}
-    candidates, choices = calibrate_candidates(makers, predicted, right), []
+    gains, choices = calibrate_gains(predicted, right), list[int]()
+    candidates = {name: Candidate(make, gains[name]) for name, make in makers.items()}
     for shift, count in zip(SHIFTS, correct, strict=True):
         samples = stream_of(client, shift)
         adapter = tta.create("auto", model, candidates=candidates, probe=8, caution=0.0)
@@ -357,8 +366,6 @@ def test_auto_needs_validation_samples_and_candidates_that_can_be_made(trained: 
             client.evaluate(3, Task("t"), arrays, means, [Row("auto", "auto", options)], ["original"])
     with pytest.raises(ValueError, match="auto: this client has no validation samples to calibrate candidates on"):
         calibrate_row(Row("auto", "auto"), client.model, None, no_samples(), settings())
-    with pytest.raises(ValueError, match="auto is for evaluations"):
-        client.serve(3, Task("t"), arrays, means, Row("auto", "auto"))
 
 
 def no_samples() -> Labelled:

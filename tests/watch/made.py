@@ -17,8 +17,8 @@ from tests.report.runs import training_round, write_events
 #: Everything that telemetry may hold.
 FULL: dict[str, Any] = {
     "software": {"fedtta": "0.9.1", "torch": "2.7.0"}, "uptime": 7200.0, "model": "3f2c1ab", "candidate": "shadow 77aa",
-    "refused": "12ab: accuracy 0.41 is below 0.55", "adapter": "fedthe_plus[lr=0.001]", "phase": "train",
-    "predictions": 1200, "refusals": 3, "samples": 1100, "unsaved_samples": 40,
+    "refused": "12ab: accuracy 0.41 is below 0.55", "adapter": "fedthe_plus[lr=0.001]", "choice": "btfl",
+    "phase": "train", "predictions": 1200, "refusals": 3, "samples": 1100, "unsaved_samples": 40,
     "latency": [0, 10, 30, 40, 15, 5, 0, 0, 0, 0, 0, 0, 0, 0], "latency_sum": 1.25, "weight": 0.62,
     "weights": [0.5, 0.55, 0.7, 0.62], "estimated_accuracy": 0.81, "drift": 0.2, "holding": True,
     "guard_events": {"collapse": 2, "constant images": 1}, "saving_fails": True, "disk_used": 123_000_000,

@@ -76,7 +76,7 @@ def test_a_row_says_everything() -> None:
     assert {name: cell.strip() for name, cell in cells.items()} == {
         "device": "site-a", "status": "online", "last seen": "just now", "guard": "holds, 3 events",
         "weight e": "0.62", "accuracy, estimated": "81.0 %", "drift": "0.20", "samples": "1,100", "model": "3f2c1ab",
-        "new model": "shadow 77aa", "adapter": "fedthe_plus[lr=0.001]",
+        "new model": "shadow 77aa", "adapter": "fedthe_plus[lr=0.001]: btfl",
         # 50 of 100 requests: 10 of the 40 in (5, 10] ms lie below; the 95th ends (10, 25] ms
         "latency": "6.25 ms / 25 ms", "disk": "123 MB, 9.88 GB free", "memory": "512 MB", "software": "0.9.1",
     }  # fmt: skip
@@ -112,7 +112,7 @@ def test_old_telemetry_is_said_to_be_old() -> None:
     assert shown(one).rows[1][2] == "just now telemetry 2 h ago"
 
 
-@pytest.mark.parametrize("field", ["model", "candidate", "refused", "adapter", "phase"])
+@pytest.mark.parametrize("field", ["model", "candidate", "refused", "adapter", "choice", "phase"])
 def test_a_devices_words_are_text(field: str) -> None:
     """Long ones are cut in the table."""
     one = device(**{**FULL, field: EVIL, "guard_events": {EVIL: 1}, "software": {EVIL: "1.0"}})

@@ -26,8 +26,8 @@ from fedtta.watch.fleet import FleetDevice
 NOW = 10_000.0
 FULL = Telemetry(
     name="site-a", software={"fedtta": "1.2.0", "torch": "2.9"}, model="run/fedavg/3", candidate="shadow run/fedavg/4",
-    refused="run/x: too new", adapter="tent[lr=0.01]", samples=12_345, unsaved_samples=7, saving_fails=True,
-    weight=0.5, weights=[0.0, 0.5, 1.0], estimated_accuracy=0.834, drift=0.25, holding=True,
+    refused="run/x: too new", adapter="auto[probe=50]", choice="btfl", samples=12_345, unsaved_samples=7,
+    saving_fails=True, weight=0.5, weights=[0.0, 0.5, 1.0], estimated_accuracy=0.834, drift=0.25, holding=True,
     guard_events={"collapse": 2, "black": 1}, disk_used=5_000_000, disk_free=7_000_000_000, memory=300_000_000,
     latency=[0, 0, 100, *[0] * (len(LATENCY_BOUNDS) - 2)],
 )  # fmt: skip
@@ -46,8 +46,8 @@ def test_every_column_of_a_device() -> None:
     assert cells(DEVICE, NOW) == {
         "name": "site-a", "status": "online", "seen": "5 s ago", "told": "10 min ago", "model": "run/fedavg/3",
         "software": "fedtta 1.2.0 torch 2.9", "candidate": "shadow run/fedavg/4", "refused": "run/x: too new",
-        "adapter": "tent[lr=0.01]", "samples": "12,345, 7 unsaved (saving fails)", "weight": "0.50", "weights": "▁▅█",
-        "accuracy": "83.4 %", "drift": "0.25", "guard": "holding", "events": "black 1, collapse 2",
+        "adapter": "auto[probe=50]: btfl", "samples": "12,345, 7 unsaved (saving fails)", "weight": "0.50",
+        "weights": "▁▅█", "accuracy": "83.4 %", "drift": "0.25", "guard": "holding", "events": "black 1, collapse 2",
         "disk": "5.0 MB, 7.0 GB", "memory": "300.0 MB", "p50": "3.8 ms", "p95": "4.9 ms",
     }  # fmt: skip
     silent = cells(SILENT, NOW)

@@ -69,7 +69,7 @@ def test_every_documented_metric_exists_and_no_other(found: tuple[str, Found]) -
         for sample in family.samples:
             name = re.sub(r"_(bucket|sum|count)$", "", sample.name) if family.type == "histogram" else sample.name
             own = {"le"} if sample.name.endswith("_bucket") else set()
-            own |= {"model", "adapter", "software"} if name == "fedtta_device_info" else set()
+            own |= {"model", "adapter", "choice", "software"} if name == "fedtta_device_info" else set()
             assert set(sample.labels) - own == set(filter(None, documented[name][1].split(", "))), sample
     assert {family.name for family in text_string_to_metric_families(text) if not family.samples} == set()
 

@@ -114,7 +114,7 @@ class FakeAgent:
         return Status(
             "run/ce/3/abcd", "fedthe", ("a", "b", "c"), len(self.seen), 2, True, {"one-class": 4}, ["1", "2"], ["n"],
             1.5, "train", (1, 2, 2), "shadow run/ce/4/bbbbbbbb", "run/ce/2/cccccccc: not finite", 61, 1, ["1 damaged"],
-            (0.75, 0.5, 1.0),
+            (0.75, 0.5, 1.0), "btfl", "since sample 7 (the samples after drift)",
         )  # fmt: skip
 
     def telemetry(self) -> Telemetry:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[3]
             ["status"],
             """model      run/ce/3/abcd
 adapter    fedthe (held by the guard)
+choice     btfl since sample 7 (the samples after drift)
 classes    a, b, c
 samples    0 predicted, 2 not saved, 0 requests wait
 accuracy   75% (50% to 100%), estimated without labels

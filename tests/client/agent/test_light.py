@@ -38,6 +38,8 @@ from fedtta.models.exported import ENCODER
 from fedtta.settings import Settings, SettingsError
 from fedtta.tta import Statistics
 from fedtta.tta.arrays import entropy_of_logits
+from fedtta.tta.auto import SERVED
+from fedtta.tta.estimates import Calibration
 from fedtta.tta.registry import ADAPTERS, LIGHT, info
 from tests.client.agent.world import TASK, common, config, initial, sample_images, train
 
@@ -55,6 +57,7 @@ ROWS: list[tuple[str, dict[str, Any], bool]] = [
     ("t3a", {"support": 0}, False),
     ("bbse", {"predictions": "soft"}, False),
     ("fixed_mix", {"mix": "logits", "e": 0.3}, False),
+    ("auto", {"probe": 6, "every": 9, "caution": 0.0}, True),
 ]
 CLOSE = {"rtol": 0, "atol": 1e-5}
 #: EM's iterations on one image magnify the network's rounding.
@@ -93,8 +96,10 @@ def made(name: str) -> Served:
     )
     settings: Any = {key.replace("-", "_"): value for key, value in Settings().select("adapter").items()}
     classes = tuple(map(str, range(CLASSES)))
-    row = AdapterRow("none", "none")
-    return Served(row, network, spec, settings, classes, Baseline.unknown(CLASSES), statistics, origin="r/t/1")
+    names = [name for name in SERVED if network.features_nonnegative or name != "btfl"]
+    gains = {name: Calibration(0.02 * number, 0.01) for number, name in enumerate(names)}
+    known: Any = {"statistics": statistics, "gains": gains, "origin": "r/t/1"}
+    return Served(AdapterRow("none", "none"), network, spec, settings, classes, Baseline.unknown(CLASSES), **known)
 
 
 @pytest.fixture(scope="module", params=list(NETWORKS))
@@ -147,7 +152,7 @@ def test_probabilities_are_torchs_and_histories_move_both_ways(
 
 def test_a_history_matters(both: tuple[Served, Exported]) -> None:
     """Otherwise the test before would say nothing of histories."""
-    for adapter in ("btfl", "fedthe", "t3a"):
+    for adapter in ("btfl", "fedthe", "t3a", "auto"):
         fresh, light = (live(both[1], adapter, {}, False) for _ in range(2))
         stream(light, 0, 24)
         pairs = zip(stream(light, 24, 40), stream(fresh, 24, 40), strict=True)
@@ -170,7 +175,9 @@ def test_bad_input_is_refused_as_in_torch(both: tuple[Served, Exported]) -> None
 def test_adapters_that_adapt_the_network_are_refused_with_what_is_allowed(tmp_path: Path, adapter: str) -> None:
     if info(adapter).whole_set:
         return
-    with pytest.raises(SettingsError, match=f"adapter = '{adapter}' adapts the network itself.*allowed there are none"):
+    with pytest.raises(
+        SettingsError, match=f"adapter = '{adapter}': {adapter} adapts the network itself.*allowed there are none"
+    ):
         config(tmp_path, runtime="onnx", adapter=adapter)
 
 
@@ -205,11 +212,11 @@ from fedtta.client.agent.core import Agent
 from fedtta.client.agent.server import serve
 from fedtta.tta.registry import LIGHT, info
 
-config = AgentConfig(name="0", state_dir=sys.argv[1], runtime="onnx", adapter="btfl")
+config = AgentConfig(name="0", state_dir=sys.argv[1], runtime="onnx", adapter=sys.argv[2])
 agent = Agent(config)
 running = serve(agent, config)
 answer = agent.predict(np.random.default_rng(0).random((5, 3, 16, 16), np.float32))
-print(answer.version, answer.adapted, len(answer.weights), agent.telemetry().predictions)
+print(answer.version, answer.adapted, len(answer.probabilities), agent.telemetry().predictions)
 for name in LIGHT:
     info(name).options
 print(sorted({"torch", "flwr", "scipy", "onnx"} & set(sys.modules)), agent.backend._children._process)
@@ -218,15 +225,16 @@ print(agent.close() == "")
 """
 
 
-def test_a_process_that_predicts_has_neither_torch_nor_flower(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", ["btfl", "auto"])
+def test_a_process_that_predicts_has_neither_torch_nor_flower(tmp_path: Path, adapter: str) -> None:
     served, state = made("cnn"), tmp_path / "state"
     store = Store(state, 1, print)
-    store.add(replace(served, row=AdapterRow("btfl", "btfl")), "served")
+    store.add(replace(served, row=AdapterRow(adapter, adapter)), "served")
     (folder,) = (state / "models").iterdir()
     export_encoder(served.network, served.shape, folder / NETWORK)
     store.close()
     done = subprocess.run(
-        [sys.executable, "-c", CODE, str(state)], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", CODE, str(state), adapter], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     answered, imported, closed = done.stdout.splitlines()

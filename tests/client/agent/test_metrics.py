@@ -47,7 +47,7 @@ def test_prometheus_reads_what_happened() -> None:
         assert found[f"{SECONDS}_count",] == found[f"{SECONDS}_bucket", "+Inf"] == 3
         assert found["fedtta_guard_events_total", "one-class"] == 4
         (about,) = (key for key in found if key[0] == "fedtta_device_info")
-        assert about[1:3] == ("fedthe", "run/ce/3/abcd")
+        assert about[1:4] == ("fedthe", "btfl", "run/ce/3/abcd")
         predictor(line).Predict(request(), timeout=TIMEOUT)
         assert read(scrape(sockets.metrics))[f"{SECONDS}_count",] == 4
         names = {name for name, *_ in found}

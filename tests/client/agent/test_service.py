@@ -56,7 +56,7 @@ def test_status_snapshot_rollback_reset(agent: Any) -> None:
         waiting=0, holding=True, guard_events={"one-class": 4}, snapshots=["1", "2"], notes=["n"], uptime_seconds=1.5,
         training="train", shape=[1, 2, 2], candidate="shadow run/ce/4/bbbbbbbb",
         refused="run/ce/2/cccccccc: not finite", data_samples=61, data_skipped=1, data_notes=["1 damaged"],
-        estimated_accuracy=[0.75, 0.5, 1.0],
+        estimated_accuracy=[0.75, 0.5, 1.0], choice="btfl", choice_reason="since sample 7 (the samples after drift)",
     )  # fmt: skip
     assert stub.Rollback(pb.RollbackRequest(), timeout=TIMEOUT).snapshot == "2"
     assert stub.Rollback(pb.RollbackRequest(snapshot="1"), timeout=TIMEOUT).snapshot == "1"
