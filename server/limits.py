@@ -178,7 +178,7 @@ class TrainLimits(Limits):
             layout = layout_of(sent[0])
             middle = {name: value.astype(layout[name][1]) for name, value in found.center.items()}
             near = [overlaid(one, middle) if i in far else one for i, one in enumerate(sent)]
-            final = forward(near, names, self.sent)
+            final = forward(near, names, self.sent, () if far else found.middle)
             far = {i: f"{reason}, counts as the median" for i, reason in far.items()}
         else:
             far = {i: f"{reason}, pulled back" for i, reason in far.items()}

@@ -35,15 +35,42 @@ from fedtta.simulation.cluster import KeptState, connected, gpu_share, keeper, r
 from fedtta.simulation.gpus import allocate, environment_with, mask
 
 LOG = logging.getLogger(__name__)
-AHEAD = 2  # requests that a worker has: the current one, and the next
+AHEAD = 2  # calls that a worker has: the current one, and the next
 TRIES = 3  # times that a request is handed to a worker, all but the first alone: two nodes may be lost in a row
 WAIT = 0.5  # seconds for the next reply, at most, so that the deadline is checked
+#: A call costs some 7 ms of processor time on all sides, so one may have many requests. A worker answers at least the
+#: first, and others for so many seconds and while the replies have so few bytes: large or slow clients have their own.
+REQUESTS_AT_ONCE = 16
+SECONDS_AT_ONCE = 0.25
+BYTES_AT_ONCE = 16 << 20
+#: Kind, values and client's number of a request, and its arrays: name → index among those of the call.
+Asked = tuple[str, dict[str, Any], int, dict[str, int]]
 #: Kind, values and arrays of a reply.
 Sent = tuple[str, dict[str, Any], dict[str, dict[str, Contiguous]]]
 
 
 class ClientError(Exception):
-    """A client failed; the text says why. Raised in a worker: Ray's dashboard shows the request as failed."""
+    """A client failed; the text says why."""
+
+
+class CallError(Exception):
+    """Clients of a call failed. Raised in a worker: Ray's dashboard shows the call as failed.
+
+    Parameters
+    ----------
+    text : str
+        Why, of each of them.
+    results : list of Sent or ClientError
+        What `Worker.perform` would have returned.
+    """
+
+    def __init__(self, text: str, results: list[Sent | ClientError]) -> None:
+        super().__init__(text, results)
+        self.results = results
+
+    def __str__(self) -> str:
+        """Return the text alone: the results hold arrays."""
+        return str(self.args[0])
 
 
 class NotOpen(Exception):
@@ -113,31 +140,43 @@ class Worker:
         LOG.warning("images are fetched: those of this node are others than the driver's")
         return None
 
-    def perform(
-        self,
-        kind: str,
-        values: Mapping[str, Any],
-        number: int,
-        names: Sequence[str],
-        *arrays: Mapping[str, Contiguous],
-    ) -> Sent:
-        """Answer a request to a node, given in plain form; its arrays are read-only and shared with other processes.
+    def perform(self, asked: Sequence[Asked], *arrays: Mapping[str, Contiguous]) -> list[Sent | ClientError]:
+        """Answer the first of these requests, and as many others as are worth one call; see `REQUESTS_AT_ONCE`.
+
+        The arrays are read-only and shared with other processes.
 
         Raises
         ------
-        ClientError
-            The client failed.
+        CallError
+            A client failed.
         NotOpen
             `open` comes first.
         """
         if not self._open:
             raise NotOpen
-        record = Record(kind, dict(values), {name: unpacked(one) for name, one in zip(names, arrays, strict=True)})
-        try:
-            request = REQUESTS[kind].from_record(record)
-            reply = perform(request, self._node(number, request)).to_record()
-        except Exception as error:
-            raise ClientError(reason_of(error)) from error
+        results: list[Sent | ClientError] = []
+        failed, size, end = list[str](), 0, time.monotonic() + SECONDS_AT_ONCE
+        for kind, values, number, own in asked:
+            try:
+                record = Record(kind, dict(values), {name: unpacked(arrays[i]) for name, i in own.items()})
+                sent = self.answer(record, number)
+            except Exception as error:
+                results.append(ClientError(reason_of(error)))
+                failed.append(f"{self.nodes[number].name}: {results[-1]}")
+                continue
+            size += sum(value.nbytes for named in sent[2].values() for value, _ in named.values())
+            if len(results) + 1 == len(asked) or time.monotonic() > end or size > BYTES_AT_ONCE:
+                results.append(sent)
+                break
+            results.append(_copied(sent))  # the next client trains the same network
+        if failed:
+            raise CallError("; ".join(failed), results)
+        return results
+
+    def answer(self, record: Record, number: int) -> Sent:
+        """Return a client's reply to a request; its arrays may be those of the network."""
+        request = REQUESTS[record.kind].from_record(record)
+        reply = perform(request, self._node(number, request)).to_record()
         return reply.kind, reply.values, {name: packed(one) for name, one in reply.arrays.items()}
 
     def _node(self, number: int, request: Request) -> Node:
@@ -171,6 +210,7 @@ class RayTransport:
         self.stored_images: Any = None  # Ray's reference
         self._busy = [0] * len(workers)  # of the `AHEAD` slots of each worker
         self._begun: dict[Any, tuple[int, int]] = {}  # Ray's reference → worker, slots that it takes
+        self._most = 1  # requests of a call: twice as many as the last one answered
         self._opening: dict[Any, int] = {}  # Ray's reference → worker that gets ready
         self._lost: dict[int, str] = {}  # worker that cannot be started → why
         self._networks: dict[str, Arrays] = {}  # by digest
@@ -191,7 +231,7 @@ class RayTransport:
         nodes = set(self.nodes())
         addressed = [one for one in requests if one.node in nodes]
         yield from (unknown_node(one) for one in requests if one.node not in nodes)
-        queued, waiting = deque(enumerate(addressed)), dict[Any, tuple[int, Addressed]]()
+        queued, waiting = deque(enumerate(addressed)), dict[Any, list[tuple[int, Addressed]]]()
         stored: dict[int, Any] = {}  # by the identity of named arrays, which `requests` keeps alive
         deaths = Counter[int]()
         while (queued or waiting) and len(self._lost) < len(self._workers) and (left := end - time.monotonic()) > 0:
@@ -199,14 +239,21 @@ class RayTransport:
             for reference, sent in self._finished(min(WAIT, left)):
                 if reference not in waiting:  # the result of an earlier exchange, which came too late
                     continue
-                number, one = waiting.pop(reference)
-                if isinstance(sent, ray.exceptions.RayError | NotOpen):
-                    deaths[number] += not isinstance(sent, NotOpen)
-                    if deaths[number] < TRIES:
-                        queued.appendleft((number, one))
-                        continue
-                yield _answer(one, sent)
-        for _, one in (*waiting.values(), *queued):
+                batch = waiting.pop(reference)
+                if isinstance(sent, Exception):
+                    for number, one in reversed(batch):
+                        deaths[number] += not isinstance(sent, NotOpen)
+                        again = len(batch) > 1 or isinstance(sent, ray.exceptions.RayError | NotOpen)
+                        if again and deaths[number] < TRIES:
+                            queued.appendleft((number, one))
+                        else:
+                            yield _answer(one, sent)
+                    continue
+                for (_, one), result in zip(batch, sent, strict=False):
+                    yield _answer(one, result)
+                queued.extendleft(reversed(batch[len(sent) :]))
+                self._most = min(REQUESTS_AT_ONCE, 2 * len(sent))
+        for one in (*(one for batch in waiting.values() for _, one in batch), *(one for _, one in queued)):
             yield late(one, timeout) if len(self._lost) < len(self._workers) else self._unanswered(one)
 
     def _unanswered(self, one: Addressed) -> Answer:
@@ -220,8 +267,8 @@ class RayTransport:
             self._begun[reference], self._opening[reference] = (worker, AHEAD), worker
             self._busy[worker] += AHEAD
 
-    def _finished(self, timeout: float) -> Iterator[tuple[Any, Sent | Exception]]:
-        """Wait for results, free the slots of their workers, and yield those of requests."""
+    def _finished(self, timeout: float) -> Iterator[tuple[Any, list[Sent | ClientError] | Exception]]:
+        """Wait for results, free the slots of their workers, and yield those of calls with requests."""
         done, _ = ray.wait(list(self._begun), timeout=timeout)
         for reference in done:
             worker, slots = self._begun.pop(reference)
@@ -231,7 +278,7 @@ class RayTransport:
             try:
                 sent = ray.get(reference)
             except ray.exceptions.RayTaskError as error:
-                sent = error.cause
+                sent = error.cause.results if isinstance(error.cause, CallError) else error.cause
             except ray.exceptions.RayError as error:
                 sent = error
             if opening and isinstance(sent, Exception):
@@ -257,35 +304,41 @@ class RayTransport:
     def _fill(
         self,
         queued: deque[tuple[int, Addressed]],
-        waiting: dict[Any, tuple[int, Addressed]],
+        waiting: dict[Any, list[tuple[int, Addressed]]],
         deaths: Counter[int],
         stored: dict[int, Any],
     ) -> None:
         """Hand requests to the least busy workers while they have free slots."""
         while queued and min(self._busy) < AHEAD:
-            worker, (number, one) = self._busy.index(min(self._busy)), queued[0]
-            slots = AHEAD if deaths[number] else 1
+            worker, alone = self._busy.index(min(self._busy)), deaths[queued[0][0]] > 0
+            slots = AHEAD if alone else 1
             if self._busy[worker] + slots > AHEAD:
                 break
-            queued.popleft()
+            most = 1 if alone else min(self._most, max(1, len(queued) // (AHEAD * len(self._workers))))
+            batch = [queued.popleft()]
+            while len(batch) < most and not deaths[queued[0][0]]:
+                batch.append(queued.popleft())
+            reference = self._begin(worker, [one for _, one in batch], stored)
+            self._begun[reference], waiting[reference] = (worker, slots), batch
+            self._busy[worker] += slots
+
+    def _begin(self, worker: int, batch: Sequence[Addressed], stored: dict[int, Any]) -> Any:
+        """Hand requests to a worker in one call; return Ray's reference of its results."""
+        position: dict[int, int] = {}  # by the identity of named arrays → among those of the call
+        asked: list[Asked] = []
+        for one in batch:
             record = self._with_network(one.request).to_record()
             for arrays in record.arrays.values():
                 if id(arrays) not in stored:
                     stored[id(arrays)] = ray.put(packed(arrays))
-            title = f"{record.kind} {self._names[one.node - 1]} round {record.values.get('round', 0)}"
-            reference = (
-                self._workers[worker]
-                .perform.options(name=title)
-                .remote(
-                    record.kind,
-                    record.values,
-                    one.node - 1,
-                    list(record.arrays),
-                    *(stored[id(arrays)] for arrays in record.arrays.values()),
-                )
-            )
-            self._begun[reference], waiting[reference] = (worker, slots), (number, one)
-            self._busy[worker] += slots
+                position.setdefault(id(arrays), len(position))
+            own = {name: position[id(arrays)] for name, arrays in record.arrays.items()}
+            asked.append((record.kind, record.values, one.node - 1, own))
+        kind, values, *_ = asked[0]
+        names = ", ".join(self._names[number] for _, _, number, _ in asked)
+        title = f"{kind} {names} round {values.get('round', 0)}"
+        perform = self._workers[worker].perform.options(name=title)
+        return perform.remote(asked, *(stored[key] for key in position))
 
     def _with_network(self, request: Request) -> Request:
         """Return a request with the network that its client got before: on a cluster it may be on another node now."""
@@ -294,6 +347,18 @@ class RayTransport:
         if request.arrays is not None:
             self._networks[request.network] = request.arrays
         return replace(request, arrays=self._networks.get(request.network))
+
+
+def _copied(sent: Sent) -> Sent:
+    kind, values, arrays = sent
+    return (
+        kind,
+        values,
+        {
+            name: {key: (value.copy(), turned) for key, (value, turned) in named.items()}
+            for name, named in arrays.items()
+        },
+    )
 
 
 def _answer(one: Addressed, sent: Sent | Exception) -> Answer:

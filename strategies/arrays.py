@@ -27,6 +27,8 @@ Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 RUNNING_STATISTICS = ("running_mean", "running_var")
 #: Numbers (float64) in one block: 8 MiB.
 BLOCK = 1 << 20
+#: Blocks that are read at once: of many clients a block has few numbers of each.
+READ = 4
 #: How far the sum of a row of W may be from one.
 TOLERANCE = 1e-6
 
@@ -167,9 +169,14 @@ def named_blocks(
     for name in layout if names is None else names:
         rows = [one if isinstance(one, LazyArrays) else {name: np.ravel(one[name])} for one in clients]
         size = math.prod(layout[name][0])
-        for left in range(0, size, width):
-            where = slice(left, min(left + width, size))
-            yield name, where, np.stack([part(row, name, where) for row in rows])
+        for left in range(0, size, READ * width):
+            right = min(left + READ * width, size)
+            wide = np.empty((len(clients), right - left), layout[name][1])
+            for row, target in zip(rows, wide, strict=True):
+                target[:] = part(row, name, slice(left, right))
+            for start in range(left, right, width):
+                where = slice(start, min(start + width, right))
+                yield name, where, wide[:, start - left : where.stop - left]
 
 
 def blocks(clients: Sequence[Arrays]) -> Iterator[Float]:

@@ -22,6 +22,7 @@ does not grow with the number of clients whose arrays are in a file (`fedtta.mes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -31,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.messages.arrays import layout_of
-from fedtta.messages.store import blank, overlaid, put
+from fedtta.messages.store import blank, overlaid, part, put
 from fedtta.strategies.arrays import Arrays, Float, Named, named_blocks
 
 #: Fewer clients have no median that one of them does not decide.
@@ -63,12 +64,15 @@ class Clipped:
         The largest distance that is allowed; infinite where there is no limit.
     center : dict
         name → array in float64; empty where no client is far from it.
+    middle : list of mappings
+        See `middle_rows`.
     """
 
     arrays: list[Arrays]
     distances: Float
     radius: float
     center: Named = field(default_factory=dict)
+    middle: list[Arrays] = field(default_factory=list)
 
     @property
     def far(self) -> list[int]:
@@ -110,27 +114,49 @@ def clip(
     few = len(clients) < LEAST
     if few and start is None:
         return Clipped(list(clients), np.zeros(len(clients)), np.inf)
-    given = start if few else None
-
-    def middle(name: str, where: slice, block: NDArray[Any]) -> NDArray[Any]:
-        return median(block) if given is None else np.ravel(given[name])[where]
-
+    given, kept = start if few else None, _room(clients, names)
     squares = np.zeros(len(clients))
     with np.errstate(over="ignore"):  # an infinite distance is beyond any radius
         for name, where, block in named_blocks(clients, names):
-            off = block - middle(name, where, block)
+            rows = middle_rows(block)
+            _keep(kept, name, where, rows)
+            off = block - (median(rows) if given is None else np.ravel(given[name])[where])
             squares += np.einsum("np,np->n", off, off, dtype=np.float64)
         distances = np.sqrt(squares)
         known = np.concatenate([np.asarray(past, np.float64), distances])
         radius = factor * float(np.median(known)) if len(known) >= LEAST else np.inf
     arrays, center = list(clients), dict[str, Float]()
     if (distances > radius).any():  # seldom: only then is there a center of all arrays in memory
-        center = {name: np.empty(layout_of(clients[0])[name][0], np.float64) for name in names}
-        for name, where, block in named_blocks(clients, names):
-            center[name].reshape(-1)[where] = middle(name, where, block)
+        for name in names:
+            shape = layout_of(clients[0])[name][0]
+            whole = _stored(kept, name, slice(0, math.prod(shape)))
+            center[name] = (median(whole) if given is None else given[name].astype(np.float64)).reshape(shape)
     for i in map(int, np.flatnonzero(distances > radius)):
         arrays[i] = overlaid(clients[i], _between(center, clients[i], radius / distances[i]))
-    return Clipped(arrays, distances, radius, center)
+    return Clipped(arrays, distances, radius, center, kept)
+
+
+def middle_rows(rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the two or three rows in the middle of the sorted columns of [N, P]; fewer if there are fewer.
+
+    The median of a column is theirs, and so is its median without one of its numbers.
+    """
+    others = len(rows) - 1
+    return np.sort(rows, axis=0)[max(0, (others - 1) // 2) : others // 2 + 2]
+
+
+def _room(clients: Sequence[Arrays], names: Sequence[str]) -> list[Arrays]:
+    """Return room for the middle rows of clients' arrays, in the file that has these, or in memory."""
+    return [blank(clients[-1], names) for _ in range(min(len(clients), 2 + len(clients) % 2))]
+
+
+def _keep(middle: Sequence[Any], name: str, where: slice, rows: NDArray[Any]) -> None:
+    for arrays, row in zip(middle, rows, strict=True):
+        put(arrays, name, where, row)
+
+
+def _stored(middle: Sequence[Arrays], name: str, where: slice) -> NDArray[Any]:
+    return np.stack([part(arrays, name, where) for arrays in middle])
 
 
 def median(rows: NDArray[Any]) -> Float:
@@ -140,36 +166,44 @@ def median(rows: NDArray[Any]) -> Float:
     return low + (high - low) / 2
 
 
-def _between(center: Arrays, arrays: Arrays, part: float) -> Arrays:
+def _between(center: Arrays, arrays: Arrays, share: float) -> Arrays:
     """Return the point between the center (0) and the arrays of its names (1), in their dtypes."""
     made = blank(arrays, center)
     for name, middle in center.items():
-        # part 0 also stands for a difference that float64 does not hold
-        found = middle if part == 0 else middle + part * (arrays[name].astype(np.float64) - middle)
+        # share 0 also stands for a difference that float64 does not hold
+        found = middle if share == 0 else middle + share * (arrays[name].astype(np.float64) - middle)
         put(made, name, slice(0, middle.size), np.ravel(found))
     return made
 
 
-def others_median(rows: NDArray[Any]) -> Float:
-    """Return for each row of [N, P] the median of each column without it; with it if fewer than `LEAST` are left."""
-    others = len(rows) - 1
-    if others < LEAST:
-        return np.broadcast_to(median(rows), rows.shape)
-    ordered = np.sort(rows, axis=0)
+def others_median(rows: NDArray[Any], middle: NDArray[Any], clients: int) -> Float:
+    """Return for each row of [n, P] the median of each column without it; with it if fewer than `LEAST` are left.
+
+    Parameters
+    ----------
+    middle : [2 or 3, P]
+        The middle of the columns, see `middle_rows`.
+    clients : int
+        N, how many rows the columns have; those given may be some of them.
+    """
+    if clients - 1 < LEAST:
+        return np.broadcast_to(median(middle), rows.shape)
     # without a number that is at most the k-th, the k-th of the others is the next one
-    first, last = (others - 1) // 2, others // 2
-    low, high = (ordered[k : k + 2].astype(np.float64) for k in (first, last))
-    if first == last:
-        return np.where(rows <= ordered[first], low[1], low[0])
-    middle = np.where(rows <= ordered[first], low[1], low[0])
-    half = np.where(rows <= ordered[last], high[1], high[0])
-    half -= middle  # in place: more arrays of this size cost more than the arithmetic
+    exact = middle.astype(np.float64)
+    low, last = exact[0], exact[-1]
+    if len(middle) == 2:
+        return np.where(rows <= middle[0], last, low)
+    lower = np.where(rows <= middle[0], exact[1], low)
+    half = np.where(rows <= middle[1], last, exact[1])
+    half -= lower  # in place: more arrays of this size cost more than the arithmetic
     half /= 2
-    middle += half
-    return middle
+    lower += half
+    return lower
 
 
-def forward(clients: Sequence[Arrays], names: Sequence[str], start: Arrays) -> list[Arrays]:
+def forward(
+    clients: Sequence[Arrays], names: Sequence[str], start: Arrays, middle: Sequence[Arrays] = ()
+) -> list[Arrays]:
     """Return arrays whose step from `start` is not against the median step of the other clients.
 
     Of the others: in the median of all, ten clients' own steps have a cosine of about 0.2 with it, and a flipped sign
@@ -185,6 +219,8 @@ def forward(clients: Sequence[Arrays], names: Sequence[str], start: Arrays) -> l
         Float arrays whose numbers are one vector; the others are left alone.
     start : mapping
         name → array that was sent to the clients.
+    middle : sequence of mappings, optional
+        The middle rows of these clients, if `clip` has found them.
 
     Raises
     ------
@@ -193,22 +229,26 @@ def forward(clients: Sequence[Arrays], names: Sequence[str], start: Arrays) -> l
     """
     along, common, own = np.zeros((3, len(clients)))
     flat = {name: np.ravel(start[name]) for name in names}
+    kept = list(middle) or _room(clients, names)
     for name, where, block in named_blocks(clients, names):
         begin = flat[name][where].astype(np.float64)
-        median_step, step = others_median(block) - begin, block - begin
+        if not middle:
+            _keep(kept, name, where, middle_rows(block))
+        others = others_median(block, _stored(kept, name, where), len(clients))
+        median_step, step = others - begin, block - begin
         for total, (left, right) in ((along, (step, median_step)), (common, (median_step,) * 2), (own, (step,) * 2)):
             total += np.einsum("np,np->n", left, right)
     against = [int(i) for i in np.flatnonzero((along < 0) & (common > 0))]
     if not against:
         return list(clients)
-    part = np.maximum(0.0, 1 + along[against] / np.sqrt(common[against] * own[against]) / AGAINST)[:, None]
+    fade = np.maximum(0.0, 1 + along[against] / np.sqrt(common[against] * own[against]) / AGAINST)[:, None]
     back = (along[against] / common[against])[:, None]
     changed = [blank(clients[i], names) for i in against]
-    for name, where, block in named_blocks(clients, names):
+    for name, where, block in named_blocks([clients[i] for i in against], names):
         begin = flat[name][where].astype(np.float64)
-        middle = others_median(block)[against]
-        beside = block[against] - back * (middle - begin)
-        for arrays, values in zip(changed, middle + part * (beside - middle), strict=True):
+        others = others_median(block, _stored(kept, name, where), len(clients))
+        beside = block - back * (others - begin)
+        for arrays, values in zip(changed, others + fade * (beside - others), strict=True):
             put(arrays, name, where, values)
     result = list(clients)
     for i, arrays in zip(against, changed, strict=True):

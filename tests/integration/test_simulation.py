@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from flwr.clientapp import ClientApp
 
 from fedtta.client.app import answer
 from fedtta.messages.flower import allow_messages, request_of
+from fedtta.messages.record import Record
 from fedtta.messages.replies import Telemetry
 from fedtta.messages.requests import Observe, Request, Train
 from fedtta.messages.transport import Addressed
 from fedtta.settings import Settings
 from fedtta.simulation import simulate, workers
-from fedtta.simulation.workers import RayTransport, Sent, Worker
+from fedtta.simulation.workers import Asked, RayTransport, Sent, Worker
 from tests.client.folders import OWN, sites
 from tests.server.test_run import SMALL, assert_same_results, run
 
@@ -54,10 +55,10 @@ def trained_round(request: Request) -> int | None:
 class Killed(Worker):
     """A worker that is killed once."""
 
-    def perform(self, kind: str, values: Mapping[str, Any], partition: int, *rest: Any) -> Sent:
-        results = json.loads(values["settings"])["results"]
-        die(partition, values.get("round") if kind == "train" else None, results)
-        return super().perform(kind, values, partition, *rest)
+    def answer(self, record: Record, number: int) -> Sent:
+        results = json.loads(record.values["settings"])["results"]
+        die(number, record.values.get("round") if record.kind == "train" else None, results)
+        return super().answer(record, number)
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +165,10 @@ def doomed(kind: str, values: dict[str, Any]) -> Any:
         def open(self) -> bool:
             return True
 
-        def perform(self, asked: str, about: Mapping[str, Any], number: int, *rest: Any) -> Sent:
-            if number == 0:
+        def perform(self, asked: Sequence[Asked], *arrays: Any) -> list[Sent]:
+            if any(number == 0 for _, _, number, _ in asked):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return kind, values, {}
+            return [(kind, values, {}) for _ in asked]
 
     return library.remote(Doomed)
 

@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayTaskError
 
 from fedtta.client.state import DirectoryState
+from fedtta.messages.record import Record
 from fedtta.settings import Settings, SettingsError
 from fedtta.simulation import cluster as cluster_module
 from fedtta.simulation import simulate, workers
@@ -158,13 +159,14 @@ def interrupted(mark: Path, node: str) -> type[Worker]:
     """Return a worker that hangs on one node in the second round; defined here, it travels by value."""
 
     class Interrupted(Worker):
-        def perform(self, kind: str, values: Any, *rest: Any) -> Any:
-            if kind == "train" and values["round"] == 2 and ray.get_runtime_context().get_node_id() == node:
+        def answer(self, record: Record, number: int) -> Any:
+            here = ray.get_runtime_context().get_node_id()
+            if record.kind == "train" and record.values["round"] == 2 and here == node:
                 from fedtta.client import node as module
 
                 mark.write_text(str(module.__file__))
                 time.sleep(PATIENCE)
-            return super().perform(kind, values, *rest)
+            return super().answer(record, number)
 
     return Interrupted
 

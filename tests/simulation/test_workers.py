@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +21,22 @@ from fedtta.messages.arrays import packed, unpacked
 from fedtta.messages.replies import Trained
 from fedtta.messages.requests import RefineRates, Train, TrainingTask
 from fedtta.messages.transport import Addressed
-from fedtta.settings import Settings
+from fedtta.settings import Settings, to_json
 from fedtta.simulation import workers
-from fedtta.simulation.workers import AHEAD, TRIES, ClientError, NotOpen, RayTransport, Sent, Worker, ray_transport
+from fedtta.simulation.workers import (
+    AHEAD,
+    REQUESTS_AT_ONCE,
+    TRIES,
+    Asked,
+    CallError,
+    ClientError,
+    NotOpen,
+    RayTransport,
+    Sent,
+    Worker,
+    ray_transport,
+)
+from tests.client.through_app import SETTINGS, initial
 
 Made = Callable[[int], Sent]
 
@@ -43,20 +58,20 @@ class FakeRay:
 
     def __init__(self, make: Made) -> None:
         self.make, self.stored, self.names = make, {}, itertools.count()
-        self.begun: dict[str, tuple[int, int]] = {}  # reference → worker, partition
-        self.finished: dict[str, int] = {}  # reference → partition
+        self.begun: dict[str, tuple[int, list[int]]] = {}  # reference → worker, partitions
+        self.finished: dict[str, list[int]] = {}  # reference → partitions
         self.opened: dict[str, bool | Exception] = {}
         self.calls: list[tuple[int, str]] = []  # worker, name of the call
         self.bare, self.broken = set[int](), dict[int, Exception]()
         self.most: dict[int, int] = {}
-        self.stuck = False
+        self.stuck, self.patience = False, 1  # requests of a call that a worker answers
 
     def handle(self, worker: int) -> Any:
-        def perform(kind: str, values: Any, partition: int, names: list[str], *references: str) -> str:
-            assert values["round"] == 1
+        def perform(asked: list[Asked], *references: str) -> str:
+            assert all(values["round"] == 1 for _, values, _, _ in asked)
             assert set(references) <= set(self.stored)
             name = f"work {next(self.names)}"
-            self.begun[name] = worker, partition
+            self.begun[name] = worker, [partition for _, _, partition, _ in asked]
             own = sum(busy == worker for busy, _ in self.begun.values())
             self.most[worker] = max(self.most.get(worker, 0), own)
             return name
@@ -87,10 +102,24 @@ class FakeRay:
         return done, [one for one in references if one not in done]
 
     def get(self, reference: str) -> Any:
-        result = self.opened.pop(reference) if reference in self.opened else self.make(self.finished.pop(reference))
+        if reference not in self.opened:
+            return self.performed(self.finished.pop(reference)[: self.patience])
+        result = self.opened.pop(reference)
         if isinstance(result, Exception):
             raise result
         return result
+
+    def performed(self, partitions: list[int]) -> Any:
+        """As `Worker.perform`; what `make` raises of Ray's, the call raises."""
+        results: list[Any] = []
+        for partition in partitions:
+            try:
+                results.append(self.make(partition))
+            except ClientError as error:
+                results.append(error)
+        if any(isinstance(one, ClientError) for one in results):
+            raise failed(CallError("sensors", results))
+        return results
 
 
 def failed(cause: Exception) -> RayTaskError:
@@ -100,10 +129,10 @@ def failed(cause: Exception) -> RayTaskError:
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RayTransport, FakeRay]]:
-    def made(count: int = 2, make: Made = trained, images: Any = None) -> Any:
+    def made(count: int = 2, make: Made = trained, images: Any = None, clients: int = 10) -> Any:
         fake = FakeRay(make)
         monkeypatch.setattr(workers, "ray", fake)
-        return RayTransport([str(i) for i in range(10)], [fake.handle(i) for i in range(count)], images), fake
+        return RayTransport([str(i) for i in range(clients)], [fake.handle(i) for i in range(count)], images), fake
 
     return made
 
@@ -143,7 +172,7 @@ def test_a_reason_and_a_worker_that_died_too_often_are_the_clients_answers(stage
         if partition == 3 or (partition == 5 and asked[5] == 1):  # the worker that 3 killed had 5 next
             raise RayActorError(error_msg="the worker died")
         if partition == 4:
-            raise failed(ClientError("ValueError: sensor unplugged"))
+            raise ClientError("ValueError: sensor unplugged")
         return trained(partition)
 
     transport, fake = stage(2, make)
@@ -207,15 +236,96 @@ def test_a_network_that_was_sent_once_comes_along_on_a_cluster_only(stage: Any) 
             assert ("w" in str(fake.stored)) == (arrays is not None or images is not None)
 
 
-def test_a_worker_raises_its_clients_error_as_text() -> None:
-    worker = Worker(simulated_nodes(Settings(clients=2)))
+def test_calls_have_more_requests_the_more_the_last_one_answered_and_fewer_at_the_end(stage: Any) -> None:
+    transport, fake = stage(2, clients=200)
+    fake.patience = REQUESTS_AT_ONCE
+    answers = list(transport.exchange(requests({}, 200), 60.0))
+    assert sorted(one.node for one in answers) == transport.nodes()
+    sizes = [name.count(",") + 1 for _, name in fake.calls if name != "open"]
+    assert sizes[:2] == [1, 1]
+    assert max(sizes) == REQUESTS_AT_ONCE
+    assert sizes[-4:] == [1, 1, 1, 1]  # so that all workers have some
+    fake.calls.clear()
+    fake.patience = 1  # clients are slow now
+    assert sorted(one.node for one in transport.exchange(requests({}, 200), 60.0)) == transport.nodes()
+    assert {name.count(",") + 1 for _, name in fake.calls} == {1, 2}
+
+
+def test_of_the_requests_that_a_worker_died_with_only_the_one_that_kills_it_fails(stage: Any) -> None:
+    asked = Counter[int]()
+
+    def make(partition: int) -> Sent:
+        asked[partition] += 1
+        if partition == 33:
+            raise RayActorError(error_msg="the worker died")
+        if partition == 34:
+            raise failed(RuntimeError("no memory for the results"))
+        return trained(partition)
+
+    transport, fake = stage(1, make, clients=60)
+    fake.patience = REQUESTS_AT_ONCE
+    answers = {one.node: one for one in transport.exchange(requests({}, 60), 60.0)}
+    assert sorted(answers) == transport.nodes()
+    assert {node for node, one in answers.items() if one.reply is None} == {34, 35}
+    assert asked[33] == TRIES
+    assert answers[35].reason == "RuntimeError: no memory for the results"
+    assert {node for node, one in answers.items() if one.reply and one.reply.num_examples != node} == set()
+    assert max(asked.values()) == TRIES
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Worker:
+    return Worker(simulated_nodes(SETTINGS.replace(state_dir=str(tmp_path))))
+
+
+def training(settings: Settings, partitions: list[int]) -> tuple[list[Asked], dict[str, Any]]:
+    """The requests of a call, and their arrays."""
+    record = Train(settings=to_json(settings), run="r", round=1, task=TrainingTask("ce"), arrays=initial()).to_record()
+    return [(record.kind, record.values, one, {"arrays": 0}) for one in partitions], packed(record.arrays["arrays"])
+
+
+def bits(sent: Any) -> Any:
+    kind, values, arrays = sent
+    named = {name: value.tobytes() for name, value in unpacked(arrays["arrays"]).items()}
+    return kind, {name: value for name, value in values.items() if name != "seconds"}, named
+
+
+def test_replies_of_one_call_are_those_of_one_call_each(worker: Worker, tmp_path: Path) -> None:
+    worker.open()
+    asked, arrays = training(SETTINGS.replace(state_dir=str(tmp_path)), [2, 0, 3])
+    alone = [bits(*worker.perform([one], arrays)) for one in asked]
+    together = list(map(bits, worker.perform(asked, arrays)))
+    assert together == alone
+    assert alone[0][2] != alone[1][2]
+
+
+@pytest.mark.parametrize(("limit", "value"), [("SECONDS_AT_ONCE", 0.0), ("BYTES_AT_ONCE", 1)])
+def test_a_slow_or_large_client_has_a_call_of_its_own(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: float
+) -> None:
+    worker.open()
+    asked, arrays = training(SETTINGS.replace(state_dir=str(tmp_path)), [2, 0])
+    monkeypatch.setattr(workers, limit, value)
+    (result,) = worker.perform(asked, arrays)
+    assert bits(result) == bits(*worker.perform(asked[:1], arrays))
+
+
+def test_a_worker_raises_its_clients_errors_as_text_with_the_results(worker: Worker, tmp_path: Path) -> None:
+    asked, arrays = training(SETTINGS.replace(state_dir=str(tmp_path)), [2, 0])
     with pytest.raises(NotOpen):
-        worker.perform("train", {}, 0, [])
+        worker.perform(asked, arrays)
     assert worker.open()
-    with pytest.raises(ClientError, match="nonsense"):
-        worker.perform("train", {"nonsense": 1}, 0, ["arrays"], {})
-    with pytest.raises(ClientError, match="'dance'"):
-        worker.perform("dance", {}, 0, [])
+    wrong: Asked = ("train", {"nonsense": 1}, 1, {"arrays": 0})
+    with pytest.raises(CallError, match=r"^1: .*nonsense") as caught:
+        worker.perform([asked[0], wrong, asked[1]], arrays)
+    first, failure, last = pickle.loads(pickle.dumps(caught.value)).results  # as Ray sends it
+    assert (bits(first), bits(last)) == (
+        bits(*worker.perform(asked[:1], arrays)),
+        bits(*worker.perform(asked[1:], arrays)),
+    )
+    assert (type(failure), "nonsense" in str(failure)) == (ClientError, True)
+    with pytest.raises(CallError, match=r"^0: .*'dance'"):
+        worker.perform([("dance", {}, 0, {})])
 
 
 def test_a_ray_that_was_there_before_stays(monkeypatch: pytest.MonkeyPatch) -> None:

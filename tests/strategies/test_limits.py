@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedtta.strategies.limits import AGAINST, LEAST, capped, clip, forward, median, others_median
+from fedtta.strategies import arrays, limits
+from fedtta.strategies.limits import AGAINST, LEAST, capped, clip, forward, median, middle_rows, others_median
 
 Client = dict[str, np.ndarray]
 
@@ -114,15 +115,35 @@ def test_median_of_columns(number: int, seed: int) -> None:
     rows = np.random.default_rng(seed).normal(size=(number, 5)).astype(np.float32)
     expected = [statistics.median(map(float, column)) for column in rows.T]
     np.testing.assert_array_equal(median(rows), expected)
+    np.testing.assert_array_equal(median(middle_rows(rows)), expected)
 
 
 @settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(0, 99))
 def test_median_of_the_others_in_columns(number: int, seed: int) -> None:
     rows = np.random.default_rng(seed).integers(-3, 3, size=(number, 7)).astype(np.float32)  # with equal numbers
-    for i, found in enumerate(others_median(rows)):
+    for i, found in enumerate(others_median(rows, middle_rows(rows), number)):
         others = np.delete(rows, i, axis=0) if number > LEAST else rows
         np.testing.assert_array_equal(found, [statistics.median(map(float, column)) for column in others.T])
+
+
+@pytest.mark.parametrize("number", [3, 8, 9])
+def test_the_middle_that_clipping_found_gives_the_same_steps(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    draw = np.random.default_rng(number)
+    monkeypatch.setattr(arrays, "BLOCK", 4 * number)  # several blocks an array, and several readings of blocks
+    sent = [{"x": draw.normal(1, size=(7, 9)).astype(np.float32), "y": draw.normal(1, size=5)} for _ in range(number)]
+    sent[0] = {name: -value for name, value in sent[0].items()}
+    start = {name: np.zeros_like(value) for name, value in sent[0].items()}
+    names = ["y", "x"]
+    found = clip(sent, names, 100.0)
+    assert not found.far
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "middle_rows", None)  # they are not sorted again
+        again = forward(sent, names, start, found.middle)
+    expected = forward(sent, names, start)
+    assert any(one is not before for one, before in zip(again, sent, strict=True))
+    for one, other in zip(again, expected, strict=True):
+        assert all(np.array_equal(one[name], other[name]) for name in names)
 
 
 def test_directions_by_hand() -> None:
