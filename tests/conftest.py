@@ -2,12 +2,14 @@
 without pages unless a test reads them, and which test files run side by side.
 """
 
+import gc
 import os
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.pop("RAY_ADDRESS", None)  # tests start a Ray of their own
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "120")  # seconds for Ray's first process to answer, instead of 20
 
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -27,9 +29,20 @@ PROCESSES = (
 UNDRAWN = tuple(f"tests/{part}/" for part in ("client", "faults", "hostile", "integration", "server", "simulation"))
 BUILD_PAGE = page.build_page
 
+gc.disable()  # until all tests are collected: to look for garbage takes a third of that time, and there is none
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("untimed", deadline=None)  # how long an example takes is no property
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """From here on garbage is looked for, but not among modules and collected tests, which stay."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

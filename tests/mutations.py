@@ -17,6 +17,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -105,6 +106,7 @@ def run_tests(copy: Path, files: list[str], limit: float, *options: str) -> tupl
     child = os.fork()
     if not child:
         os.setsid()  # the tests' own processes end with them
+        gc.freeze()  # what is imported already is not looked through again, page by copied page
         os.chdir(copy)
         sys.path[:] = [str(copy)] + [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
         for name in [name for name in sys.modules if name.split(".")[0] in ("fedtta", "tests")]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,18 @@ def files() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
+@functools.cache
+def parsed(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file, in the order of `ast.walk`."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(known: dict[str, Path]) -> dict[str, set[str]]:
     """Return module → the modules of ours that it imports, wherever in the file; type checking counts, too."""
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in parsed(path):
             if isinstance(node, ast.Import):
                 found |= {one.name for one in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -85,35 +92,39 @@ def folder(module: str, known: dict[str, Path]) -> str:
 
 
 KNOWN = files()
-GRAPH = imports(KNOWN)
 
 
-def test_no_file_imports_itself_around_a_corner() -> None:
-    assert len(GRAPH) > 120
-    assert cycle(GRAPH) == []
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    return imports(KNOWN)
 
 
-def test_no_folder_imports_itself_around_a_corner() -> None:
+def test_no_file_imports_itself_around_a_corner(graph: dict[str, set[str]]) -> None:
+    assert len(graph) > 120
+    assert cycle(graph) == []
+
+
+def test_no_folder_imports_itself_around_a_corner(graph: dict[str, set[str]]) -> None:
     folders: dict[str, set[str]] = {}
-    for module, found in GRAPH.items():
+    for module, found in graph.items():
         if module.endswith(".__main__"):
             continue  # a program, which nothing imports, is above all folders
         home = folder(module, KNOWN)
         folders.setdefault(home, set()).update({folder(one, KNOWN) for one in found} - {home})
-    assert not any("__main__" in one for found in GRAPH.values() for one in found)
+    assert not any("__main__" in one for found in graph.values() for one in found)
     assert cycle(folders) == []
 
 
-def test_imports_point_one_way() -> None:
-    for module, found in GRAPH.items():
+def test_imports_point_one_way(graph: dict[str, set[str]]) -> None:
+    for module, found in graph.items():
         home = module.split(".")[1]
         others = {one.split(".")[1] for one in found} - {home}
         assert others <= ALLOWED[home], f"{module} imports {sorted(others - ALLOWED[home])}"
 
 
-def bare(tree: ast.AST) -> Iterator[str]:
+def bare(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield every import of a part by a name without `fedtta`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [node.module]
@@ -126,9 +137,11 @@ def test_there_is_one_import_name() -> None:
         path for folder in (*PACKAGES, "docs", "examples", "fedtta", "tests") for path in (ROOT / folder).rglob("*.py")
     ]
     assert len(paths) > 300
-    found = [f"{path.relative_to(ROOT)}, {one}" for path in paths for one in bare(ast.parse(path.read_text("utf-8")))]
+    found = [f"{path.relative_to(ROOT)}, {one}" for path in paths for one in bare(parsed(path))]
     assert not found
-    assert len(list(bare(ast.parse("import data, os\nfrom tta.btfl import BTFL\nfrom fedtta import tta")))) == 2
+    assert (
+        len(list(bare(ast.walk(ast.parse("import data, os\nfrom tta.btfl import BTFL\nfrom fedtta import tta"))))) == 2
+    )
 
 
 def test_no_file_is_imported_twice() -> None:
@@ -161,9 +174,9 @@ LISTED = 4
 NAMES = set(fields_by_key()) | {key.replace("-", "_") for key in fields_by_key()}
 
 
-def listed(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
+def listed(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, list[str]]]:
     """Yield the line and the keys of every literal collection of settings' keys."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Tuple | ast.List | ast.Set):
             words = [one.value for one in node.elts if isinstance(one, ast.Constant) and isinstance(one.value, str)]
             keys = [word for word in words if word in NAMES]
@@ -172,17 +185,13 @@ def listed(tree: ast.AST) -> Iterator[tuple[int, list[str]]]:
 
 
 def test_no_list_of_settings_stands_beside_the_groups() -> None:
-    found = [
-        f"{module}, line {line}: {keys}"
-        for module, path in KNOWN.items()
-        for line, keys in listed(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    found = [f"{module}, line {line}: {keys}" for module, path in KNOWN.items() for line, keys in listed(parsed(path))]
     assert not found
 
 
 def test_the_check_sees_a_list_of_settings() -> None:
-    assert list(listed(ast.parse('X = ("dataset", "alpha", "step-ratio", "clients")')))
-    assert not list(listed(ast.parse('X = ("dataset", "alpha", "of", "clients")')))
+    assert list(listed(ast.walk(ast.parse('X = ("dataset", "alpha", "step-ratio", "clients")'))))
+    assert not list(listed(ast.walk(ast.parse('X = ("dataset", "alpha", "of", "clients")'))))
 
 
 def test_every_setting_has_a_group_and_every_group_settings() -> None:
@@ -198,9 +207,9 @@ def test_every_setting_has_a_group_and_every_group_settings() -> None:
 DISPATCHED = re.compile(r"\b(adapter|algorithm|aggregation|method|rule|training|collaboration)(\.name)?$")
 
 
-def dispatches(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def dispatches(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield every comparison of such a name with a text."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Compare) and DISPATCHED.search(ast.unparse(node.left)):
             if not all(isinstance(one, ast.Eq | ast.NotEq | ast.In | ast.NotIn) for one in node.ops):
                 continue
@@ -212,15 +221,13 @@ def dispatches(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_no_method_algorithm_or_aggregation_is_named_in_an_if() -> None:
     found = [
-        f"{module}, line {line}: {text}"
-        for module, path in KNOWN.items()
-        for line, text in dispatches(ast.parse(path.read_text(encoding="utf-8")))
+        f"{module}, line {line}: {text}" for module, path in KNOWN.items() for line, text in dispatches(parsed(path))
     ]
     assert not found
 
 
 def test_the_check_sees_a_dispatch() -> None:
-    assert list(dispatches(ast.parse('if settings.aggregation == "fedprox":\n    pass')))
-    assert list(dispatches(ast.parse('x = task.algorithm in ("a", "b")')))
-    assert not list(dispatches(ast.parse("if settings.aggregation == own:\n    pass")))
-    assert not list(dispatches(ast.parse('if adapter in costs["adapters"]:\n    pass')))
+    assert list(dispatches(ast.walk(ast.parse('if settings.aggregation == "fedprox":\n    pass'))))
+    assert list(dispatches(ast.walk(ast.parse('x = task.algorithm in ("a", "b")'))))
+    assert not list(dispatches(ast.walk(ast.parse("if settings.aggregation == own:\n    pass"))))
+    assert not list(dispatches(ast.walk(ast.parse('if adapter in costs["adapters"]:\n    pass'))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics as averages
 from pathlib import Path
@@ -117,6 +118,12 @@ def test_seconds_are_multiples_of_btfl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["fedthe, cnn"].ratio == 0.5
 
 
+@functools.cache
+def trained(rotation_head: bool) -> adapters.Client:
+    """A client for all adapters with such a network; most of the time is its statistics."""
+    return adapters.Client.of(adapters.make_setup("cnn", None, 4, 2), rotation_head)
+
+
 @pytest.mark.parametrize(
     ("name", "forward", "backward"),
     [
@@ -132,7 +139,7 @@ def test_seconds_are_multiples_of_btfl(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_images_through_the_network_per_predicted_image(name: str, forward: int, backward: int) -> None:
-    client = adapters.Client.of(adapters.make_setup("cnn", None, 4, 2), ADAPTERS[name].needs >= {"rotation_head"})
+    client = trained(ADAPTERS[name].needs >= {"rotation_head"})
     x = torch.rand(4, 3, adapters.SIDE, adapters.SIDE, generator=torch.Generator().manual_seed(2))
     assert adapters.count_passes(client, name, x, 2) == (forward, backward)
     assert not client.device.model.encoder._forward_hooks

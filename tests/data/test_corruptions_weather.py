@@ -136,8 +136,9 @@ def test_frost_costs_a_network_what_photographs_do(severity, photographs):
     first = np.arange(4000)
     x = corrupt(images.batch(first), "frost", severity, 0)
     network = load_model(RESULTS / "source-resnet8.safetensors")[0].eval()
-    with torch.inference_mode():
-        predicted = torch.cat([network(part).argmax(dim=1) for part in x.split(500)])
+    network, x = (one.to(memory_format=torch.channels_last) for one in (network, x))
+    with torch.inference_mode():  # 50 at a time, channels last: half the time, the same predictions
+        predicted = torch.cat([network(part).argmax(dim=1) for part in x.split(50)])
     accuracy = 100 * float((predicted.numpy() == images.labels[first]).mean())
     assert accuracy == pytest.approx(photographs, abs=1)
 

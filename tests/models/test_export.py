@@ -23,7 +23,14 @@ from fedtta.models.export import FORMATS, export, main
 CLASSES = ["covid", "no finding", "größer", '"x"']
 SPECS: dict[str, dict[str, Any]] = {
     "own": {"name": "resnet20-bn", "num_classes": 4, "image_size": 16, "depth": 8, "width": 4, "mean": 0.3},
-    "timm": {"name": "timm:vit_tiny_patch16_224", "num_classes": 4, "image_size": 32, "in_channels": 1, "mean": [0.4]},
+    "timm": {
+        "name": "timm:vit_tiny_patch16_224",
+        "num_classes": 4,
+        "image_size": 32,
+        "in_channels": 1,
+        "mean": [0.4],
+        "depth": 2,
+    },
 }
 
 #: What a process elsewhere does with one exported file: `path`, `images` and `answer` are files.

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
-import torchvision
 from safetensors.torch import save_file
 from torch import nn
 
@@ -108,6 +106,8 @@ def test_rectified_features(name: str) -> None:
 
 
 def test_the_classifier_and_the_features_are_the_librarys() -> None:
+    import timm  # not above: every worker would import it, for seconds
+
     ours = build("timm:mobilenetv3_small_050").eval()
     torch.manual_seed(0)
     theirs = timm.create_model("mobilenetv3_small_050", num_classes=5).eval()
@@ -177,8 +177,12 @@ def make(name: str) -> nn.Module:
     torch.manual_seed(9)
     library, _, rest = name.partition(":")
     if library == "timm":
+        import timm
+
         network = timm.create_model(rest, num_classes=5)
     else:
+        import torchvision
+
         network = torchvision.models.get_model(rest, num_classes=5)
     network.train()(torch.rand(4, 3, 32, 32))
     return network.eval()
@@ -284,6 +288,8 @@ def test_downloads_happen_on_request_only_and_fail_clearly(name: str, monkeypatc
 
 
 def test_downloaded_weights_keep_their_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision
+
     torch.manual_seed(2)
     theirs = torchvision.models.get_model("shufflenet_v2_x0_5").eval()
     monkeypatch.setattr("torchvision.models._api.WeightsEnum.get_state_dict", lambda *_, **__: theirs.state_dict())

@@ -1,4 +1,4 @@
-"""The optimizers against `torch.optim`, bit for bit, and that it leaves torch's compiler alone."""
+"""The optimizers against `torch.optim`, bit for bit, and that training leaves torch's compiler alone."""
 
 from __future__ import annotations
 
@@ -126,16 +126,20 @@ def test_stacked_networks_step_as_each_alone(name: str, decay: float) -> None:
             torch.testing.assert_close(stacked[str(i)][seed], value.detach(), atol=1e-6, rtol=1e-5)
 
 
-def test_a_process_that_trains_and_adapts_imports_no_compiler(tmp_path: Path) -> None:
+def test_a_process_that_trains_and_adapts_imports_neither_compiler_nor_torchvision(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
 from flwr.supercore.task_identity import TaskIdentity
 TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+from fedtta.models import build
+from fedtta.server.report import page
 from tests.server.test_run import SMALL, run
+page.build_page = lambda *about: "not drawn"
+build("resnet18", 10, 32)  # a network of torchvision's
 rows = "fedavg,fedavg_ft,ditto,fedrep,fedicon,fedthe_plus,btfl,tent,shot,atp[mode=online]"
 run(Path({str(tmp_path)!r}), SMALL.replace(methods=rows, model_options="norm=batch", rounds=1, optimizer="adam"))
-assert "torch._dynamo" not in sys.modules
+assert not {{"torch._dynamo", "torchvision"}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

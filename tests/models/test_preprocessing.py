@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
-from torchvision.transforms import v2
 
 from fedtta.models import Preprocessing
 from fedtta.models.preprocessing import INTERPOLATIONS, RESIZES
@@ -219,6 +218,8 @@ def test_other_arrays_are_refused(array: NDArray[Any]) -> None:
 @pytest.mark.parametrize("filter_", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(64, 128), (128, 64), (96, 96)])
 def test_crop_is_torchvisions_resize_and_center_crop(filter_: str, size: tuple[int, int]) -> None:
+    from torchvision.transforms import v2  # not above: every worker would import it, for seconds
+
     one = Preprocessing(28, resize="crop", interpolation=filter_, crop_fraction=0.875)
     image = Image.fromarray(photo(*size))
     theirs = v2.Compose([v2.Resize(32, v2.InterpolationMode(filter_)), v2.CenterCrop(28)])(image)

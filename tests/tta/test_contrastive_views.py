@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torchvision.transforms.functional as tv
 from torch import Generator, Tensor
 
 from fedtta.tta.contrastive import DRAWS, TRIES, ContrastiveViews
@@ -40,6 +39,8 @@ def box_of(row: list[float], views: ContrastiveViews, height: int, width: int) -
 
 def by_torchvision(x: Tensor, views: ContrastiveViews, seed: int) -> Tensor:
     """The published pipeline, image by image, from torchvision's functions and the same draws."""
+    import torchvision.transforms.functional as tv  # not above: every worker would import it, for seconds
+
     draws = torch.rand(len(x), DRAWS, generator=Generator().manual_seed(seed), dtype=torch.float64)
     adjust = [tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adjust_hue]
     rows = []

@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-import torchvision.transforms.functional as tv
 from torch import Generator, Tensor
-from torchvision.transforms import InterpolationMode
 
 from fedtta.tta.views import COLOURS, DRAWS, Views, blur
 
@@ -21,6 +19,9 @@ def images(n: int = 6, channels: int = 3, size: tuple[int, int] = (16, 16), seed
 
 def by_torchvision(x: Tensor, views: Views, seed: int) -> Tensor:
     """The published pipeline, image by image, from torchvision's functions and the same draws."""
+    import torchvision.transforms.functional as tv  # not above: every worker would import it, for seconds
+    from torchvision.transforms import InterpolationMode
+
     generator = Generator().manual_seed(seed)
     draws = torch.rand(len(x), DRAWS, generator=generator, dtype=torch.float64)
     noise = torch.randn(x.shape, generator=generator).to(x) if views.noise else torch.zeros_like(x)
