@@ -272,7 +272,7 @@ PROOFS = (
     Proof("make keys", keys_are_made),
     Proof("make torch-hashes", place="tests/docker", words='"torch-hashes"'),
     Proof("flwr run", run_config_parses, "simulation", '"run", str(app)'),
-    Proof("flwr ls", place="simulation", words='"ls"'),
+    Proof("flwr ls", place="tests/integration", words='"ls"'),
     Proof("flower-supernode", supernode_parses, "simulation", 'program("flower-supernode")'),
     Proof("make base-image", script_exists, "docker/README.md", "localhost/fedtta-base"),
     Proof("make images", script_exists, "tests/docker", 'container("fedtta-server"'),

@@ -11,6 +11,7 @@ import signal
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ class Runs:
 
     root: Path
     refused: str = ""  # the error of a run that the app refuses
+    listed: list[dict[str, Any]] = field(default_factory=list)  # by `flwr ls`
     left: list[int] = field(default_factory=list)  # processes that were still there
 
     @property
@@ -82,6 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
                     deployment.run(made.home, config | {"rounds": -1}, PATIENCE)
                 made.refused = str(refused.value)
                 deployment.run(made.home, config, PATIENCE)
+                made.listed = superlink.flwr(made.home, "ls", superlink.CONNECTION)["runs"]
         finally:
             made.left = mark.living()
             for pid in made.left:
@@ -130,6 +133,10 @@ def test_all_that_happened_is_what_happens_in_one_process(runs: Runs) -> None:
 def test_a_run_that_the_app_refuses_fails_with_its_reason(runs: Runs) -> None:
     assert runs.refused.startswith("finished:failed")
     assert "rounds = -1: allowed is 0 or more" in runs.refused
+
+
+def test_flowers_command_line_lists_runs_with_the_same_status(runs: Runs) -> None:
+    assert sorted(one["status"] for one in runs.listed) == ["finished:completed", "finished:failed"]
 
 
 def test_the_run_can_tell_right_from_wrong(runs: Runs) -> None:
