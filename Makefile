@@ -33,7 +33,8 @@ test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
 # Tests of a file share what they start.
 test-faults: $(VENV)/ready  ## real processes over TLS: killed, cut off, refused, and every phase undisturbed
 	$(BIN)/python -m pytest -m faults -n 3 --dist loadfile --no-loadscope-reorder tests/faults/test_killed.py \
-	  tests/faults/test_sites.py tests/faults/test_undisturbed.py tests/faults tests/simulation/test_enrolled.py $(ARGS)
+	  tests/faults/test_sites.py tests/faults/test_undisturbed.py tests/faults tests/integration/test_simulation.py \
+	  tests/simulation/test_enrolled.py $(ARGS)
 
 lint: $(VENV)/ready  ## lint, format and types
 	$(BIN)/ruff check .

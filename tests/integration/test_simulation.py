@@ -96,6 +96,8 @@ def killed(message: Message, context: Context, call_next: CallNext) -> Message:
     return call_next(message, context)
 
 
+@pytest.mark.faults
+@pytest.mark.timeout(1800)
 def test_same_bits_after_a_worker_of_flowers_was_killed_mid_round(
     tmp_path: Path, devices: tuple[Settings, Path]
 ) -> None:
