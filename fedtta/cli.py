@@ -273,7 +273,7 @@ def fleet(
         if signed:
             return signing.start(superlink, ca, Path(database), Path(signed), config)
         checkout()
-        with enrolled.flower_home(superlink, ca) as home:
+        with flower.temporary_home(superlink, ca) as home:
             return flower.start(home, config)
 
     run = standing.Standing(superlink, ca, begin, results, every)

@@ -1,14 +1,12 @@
 """The devices enrolled at a SuperLink: list, enrol by public key, remove; and what runs and agents know of them.
 
-Listing asks Flower's Control API, whose answer has the names that `flwr supernode list` leaves out.
+All of this asks Flower's Control API; its list has the names that `flwr supernode list` leaves out.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,8 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtta.settings import SettingsError
-from fedtta.simulation.control import FlowerError, client, existing, register
-from fedtta.simulation.superlink import write_connection
+from fedtta.simulation.control import FlowerError, client, register
 
 REMOVED = "unregistered"  # Flower's status of a node that may no longer connect
 PATIENCE = 10.0  # seconds for an agent to answer
@@ -110,15 +107,6 @@ def remove(superlink: str, ca: Path | None, device: str) -> str:
     with client(superlink, ca) as control:
         control.UnregisterNode(UnregisterNodeRequest(node_id=found[0].node_id))
     return f"{found[0].name} (node {found[0].node_id}) is removed"
-
-
-@contextmanager
-def flower_home(superlink: str, ca: Path | None) -> Iterator[Path]:
-    """Make a Flower home that names the SuperLink."""
-    with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:
-        home = Path(folder).resolve()
-        write_connection(home, superlink, existing(ca).resolve() if ca else None)
-        yield home
 
 
 def from_run(folder: Path) -> dict[str, Known]:

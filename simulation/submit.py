@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,9 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
         config = run_config(arguments.set, {"observe-every": OBSERVE_EVERY}) if arguments.command == "run" else {}
         if arguments.command == "run" and (arguments.signed is None) != (arguments.database is None):
             raise SettingsError("--signed and --database: allowed are both, or neither")
-        with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:
-            home = Path(folder).resolve()
-            superlink.write_connection(home, arguments.superlink, arguments.root_certificates.resolve())
+        with superlink.temporary_home(arguments.superlink, arguments.root_certificates) as home:
             if arguments.command == "run":
                 _run(home, config, arguments)
             else:

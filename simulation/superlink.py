@@ -115,6 +115,15 @@ def write_connection(home: Path, address: str, ca: Path | None) -> None:
     (home / "config.toml").write_text(tomli_w.dumps(content), encoding="utf-8")
 
 
+@contextlib.contextmanager
+def temporary_home(address: str, ca: Path | None) -> Iterator[Path]:
+    """Make a Flower home that names a SuperLink, and remove it at the end; FileNotFoundError if there is no `ca`."""
+    with tempfile.TemporaryDirectory(prefix="fedtta-flower-") as folder:
+        home = Path(folder).resolve()
+        write_connection(home, address, control.existing(ca).resolve() if ca else None)
+        yield home
+
+
 def connection(home: Path) -> tuple[str, Path | None]:
     """Return what `write_connection` wrote: a SuperLink's address, and the authority to trust."""
     own = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"][CONNECTION]

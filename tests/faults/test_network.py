@@ -29,7 +29,7 @@ SMALL = Settings(
 )  # fmt: skip
 
 
-def test_a_run_over_a_bad_line_have_the_bits_of_one_process(tmp_path: Path) -> None:
+def test_a_run_over_a_bad_line_has_the_bits_of_one_process(tmp_path: Path) -> None:
     lines: list[Proxy] = []
 
     @contextlib.contextmanager

@@ -90,9 +90,8 @@ def test_a_node_that_trusts_a_key_runs_what_it_has_signed_and_nothing_else(link:
     address, ca = superlink.connection(link.home)
     words = ["--superlink", address, "--root-certificates", str(ca), "run", "--timeout", str(PATIENCE)]
     words += ["--signed", str(bundle), "--database", str(link.home / superlink.DATABASE), "--set"]
-    assert (
-        submit.main([*words, *(f"{k}={value}" for k, value in settings.replace(run_name="signed").flat().items())]) == 0
-    )
+    words += [f"{key}={value}" for key, value in settings.replace(run_name="signed").flat().items()]
+    assert submit.main(words) == 0
     assert_same_results(tmp_path / "signed", run(tmp_path / "alone", settings.replace(state_dir=str(tmp_path / "one"))))
 
 

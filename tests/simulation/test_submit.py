@@ -180,18 +180,34 @@ def test_a_run_that_does_not_end_is_stopped(asked: Asked, tmp_path: Path) -> Non
 # The command
 
 
-def test_a_signed_bundle_needs_the_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--superlink", "h:1", "--root-certificates", "ca.crt", "run", "--signed", str(tmp_path / "app.fab")]
+@pytest.fixture
+def where(tmp_path: Path) -> list[str]:
+    (tmp_path / "ca.crt").touch()
+    return ["--superlink", "h:1", "--root-certificates", str(tmp_path / "ca.crt")]
+
+
+def test_a_missing_authority_is_named(where: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path(where[-1]).unlink()
+    assert submit.main([*where, "run"]) == 2
+    assert "ca.crt: no such file" in capsys.readouterr().err
+
+
+def test_a_signed_bundle_needs_the_database(
+    where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*where, "run", "--signed", str(tmp_path / "app.fab")]
     assert submit.main(words) == 2
     assert "--database" in capsys.readouterr().err
     assert submit.main([*words, "--database", str(tmp_path / "nowhere.db")]) == 2
     assert "app.fab" in capsys.readouterr().err
 
 
-def test_a_lost_run_says_how_to_continue(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_run_says_how_to_continue(
+    where: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def lost(*_: Any) -> None:
         raise RunLostError(LOST)
 
     monkeypatch.setattr(superlink, "start", lost)
-    assert submit.main(["--superlink", "h:1", "--root-certificates", "ca.crt", "run"]) == 1
+    assert submit.main([*where, "run"]) == 1
     assert "--supervise" in capsys.readouterr().err
