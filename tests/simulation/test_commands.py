@@ -32,7 +32,8 @@ def command(
     if request.param == "flower_cli":
         words = ["--set", f"results={tmp_path.parent}", f"run-name={tmp_path.name}"]
         return lambda: flower_cli.main(words), lambda run: monkeypatch.setattr(flower_cli, "run", run)
-    words = ["--superlink", "127.0.0.1:1", "--root-certificates", str(tmp_path / "ca.crt"), "run", "--set", "seed=3"]
+    (ca := tmp_path / "ca.crt").touch()
+    words = ["--superlink", "127.0.0.1:1", "--root-certificates", str(ca), "run", "--set", "seed=3"]
     monkeypatch.setattr(submit.superlink, "start", lambda home, config: "1")
     return lambda: submit.main(words), lambda run: monkeypatch.setattr(submit.superlink, "finish", run)
 
