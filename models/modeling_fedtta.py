@@ -45,7 +45,7 @@ class FedTTAForImageClassification(PreTrainedModel):
         self.program = program
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls, folder: str | os.PathLike[str], *_: Any, config: Any = None, **options: Any
     ) -> FedTTAForImageClassification:
         """Load `config.json` and `program.pt2` from a folder or a repository of the hub."""
@@ -82,7 +82,7 @@ class FedTTAImageProcessor(BaseImageProcessor):
         super().__init__(**options)
         self.preprocessing = preprocessing or {}
 
-    def __call__(self, images: Any, **_: Any) -> BatchFeature:  # type: ignore[override]
+    def __call__(self, images: Any, **_: Any) -> BatchFeature:
         """Prepare one image or a sequence of images."""
         prepare = Preprocessing.from_dict(self.preprocessing)
         several = images if isinstance(images, Sequence) and not isinstance(images, bytes) else [images]

@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.pop("RAY_ADDRESS", None)  # tests start a Ray of their own
 os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "120")  # seconds for Ray's first process to answer, instead of 20
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would make its workers wait for all other tests
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,10 +21,13 @@ from xdist.scheduler import LoadFileScheduling
 
 from fedtta.server.report import page
 
-#: Files that start Ray or a whole deployment, each enough for two cores; they are collected first.
-PROCESSES = (
-    "tests/integration/", "tests/simulation/test_transport_contract.py", "tests/simulation/test_cluster.py",
+#: Files that start Ray, each enough for two cores.
+RAY = (
+    "tests/integration/test_flower_cli.py", "tests/integration/test_simulation.py",
+    "tests/simulation/test_cluster.py", "tests/simulation/test_transport_contract.py",
 )  # fmt: skip
+#: Files that mostly wait for processes: they take longest, and other workers compute meanwhile.
+WAITING = (*RAY, "tests/integration/test_deployment.py", "tests/hostile/test_superlink.py")
 
 #: Tests whose runs in this process write a page that says nothing: to draw one takes twice as long as a small run.
 UNDRAWN = tuple(f"tests/{part}/" for part in ("client", "faults", "hostile", "integration", "server", "simulation"))
@@ -45,6 +49,11 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with those that wait."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+
+
 @pytest.fixture(autouse=True)
 def _flower_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `Message(...)` be made outside a Flower process."""
@@ -60,15 +69,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class OneAfterAnother(LoadFileScheduling):
-    """Distribution by files, of which those in `PROCESSES` count as one.
-
-    One worker runs them one after another while the others run tests that compute: deployments do not wait for each
-    other's processes, and no two Rays start at the same time, which takes them longer than they wait.
+    """Distribution by files, of which those in `RAY` count as one: two Rays that start at a time take longer than two
+    that start one after another.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "processes" if file.startswith(PROCESSES) else file
+        return "ray" if file.startswith(RAY) else file
 
 
 @pytest.hookimpl(optionalhook=True)
