@@ -29,12 +29,11 @@ demo: $(VENV)/ready  ## four sites with folders of their own, real processes ove
 test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# In parallel, since much of the time is spent waiting until Flower notices that a process is gone; the longest first.
-# Tests of a file share what they start.
+# In parallel, since much of the time is spent waiting until Flower notices that a process is gone. Tests of a file share
+# what they start.
 test-faults: $(VENV)/ready  ## real processes over TLS: killed, cut off, refused, and every phase undisturbed
-	$(BIN)/python -m pytest -m faults -n 3 --dist loadfile --no-loadscope-reorder tests/faults/test_killed.py \
-	  tests/faults/test_sites.py tests/faults/test_undisturbed.py tests/faults tests/integration/test_simulation.py \
-	  tests/simulation/test_enrolled.py $(ARGS)
+	$(BIN)/python -m pytest -m faults -n 3 --dist loadfile --no-loadscope-reorder \
+	  tests/faults tests/integration/test_simulation.py tests/simulation/test_enrolled.py $(ARGS)
 
 lint: $(VENV)/ready  ## lint, format and types
 	$(BIN)/ruff check .
