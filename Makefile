@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export FLWR_TELEMETRY_ENABLED := 0
 export OMP_NUM_THREADS := 1
+# Flower starts a process for each message, which would compile the app again; empty is as good as unset.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run demo test test-faults lint docs screenshots flower keys deploy-local sheet proto requirements torch-hashes clean help
 

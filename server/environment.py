@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +31,13 @@ def describe(settings: Settings) -> dict[str, Any]:
     }
 
 
+@cache
 def commit() -> str | None:
-    """Return the commit of the working copy, with '+changes' when it has any; None outside one."""
+    """Return the commit of the working copy when this process first asked, with '+changes' if any; None outside one."""
     here = Path(__file__).parent
     try:
         run = subprocess.run(
-            [
-                "git",
-                "-C",
-                str(here),
-                "describe",
-                "--always",
-                "--dirty=+changes",
-                "--abbrev=12",
-                "--exclude=*",
-            ],
+            ["git", "-C", str(here), "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"],
             capture_output=True,
             text=True,
             timeout=10,

@@ -9,12 +9,12 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import tomli_w
 
 from fedtta.settings.names import class_names
-from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key
+from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key, types_of_fields
 
 
 def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settings:
@@ -138,7 +138,7 @@ def convert(key: str, word: str) -> Scalar:
     fields = fields_by_key()
     if key not in fields:
         raise SettingsError(_unknown(key, fields))
-    kind = get_type_hints(Settings)[fields[key].name]
+    kind = types_of_fields()[fields[key].name]
     if kind is bool:
         words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if word.lower() not in words:

@@ -501,7 +501,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        hints = _hints()
+        hints = types_of_fields()
         for field in dataclasses.fields(self):
             value = check(field, hints[field.name], getattr(self, field.name))
             object.__setattr__(self, field.name, value)
@@ -605,7 +605,7 @@ def check(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
 
 
 @cache
-def _hints() -> dict[str, Any]:
+def types_of_fields() -> dict[str, Any]:
     """Return the types of the settings' fields; found once, since every message has settings."""
     return get_type_hints(Settings)
 

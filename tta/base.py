@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -34,12 +35,16 @@ class _Options:
     """The options of an adapter class: name → (type, default), read from its constructor."""
 
     def __get__(self, instance: object, owner: type) -> dict[str, tuple[Any, Any]]:
-        constructor: Any = owner.__init__  # type: ignore[misc]
-        given = dict.fromkeys(GIVEN)  # whose types may need torch
-        plain = types.SimpleNamespace(__annotations__={**constructor.__annotations__, **given})
-        hints = typing.get_type_hints(plain, constructor.__globals__)
-        parameters = inspect.signature(constructor).parameters
-        return {name: (hints[name], one.default) for name, one in parameters.items() if name not in GIVEN}
+        return dict(_options(owner.__init__))  # type: ignore[misc]
+
+
+@functools.cache
+def _options(constructor: Any) -> dict[str, tuple[Any, Any]]:
+    given = dict.fromkeys(GIVEN)  # whose types may need torch
+    plain = types.SimpleNamespace(__annotations__={**constructor.__annotations__, **given})
+    hints = typing.get_type_hints(plain, constructor.__globals__)
+    parameters = inspect.signature(constructor).parameters
+    return {name: (hints[name], one.default) for name, one in parameters.items() if name not in GIVEN}
 
 
 class Adapter(ABC):

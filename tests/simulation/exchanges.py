@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,52 +62,53 @@ Played = dict[str, list[Heard]]
 
 
 def play(transport: Transport, settings: Settings = SETTINGS, too_short: float = TOO_SHORT) -> Played:
-    """Exchange the requests of the contract and return the answers to each exchange, sorted by partition.
+    """Exchange the requests of the contract and return the answers by the name of the request, sorted by partition.
 
     `too_short` is a timeout in which no two clients train, in seconds. Over gRPC each request costs a process, so an
-    exchange shows several things: the first one finds the nodes; one goes to a client that fails and to a node that is
-    not there, too; the last one is in reversed order.
+    exchange shows several things: the first one finds the nodes; most carry another request to each client; one has a
+    client that fails and a node that is not there; the last one is in reversed order.
     """
     nodes, model = _nodes(transport), _model(settings)
     sent = {name: value.tobytes() for name, value in model.items()}
     common: dict[str, Any] = {"settings": to_json(settings), "run": "contract"}
-    row = AdapterRow("fedavg", "none")
     network: dict[str, Any] = {"network": digest(model), "arrays": model}
     rates = {name: np.float64(0.01) * np.ones(()) for name in zero_rates(_network(settings))}
+    train = Train(round=1, task=TASK, arrays=model, **common)
+    coded = dataclasses.replace(train, task=TrainingTask("coded"), update_format="int8")
     requests: dict[str, Request] = {
-        "identify": Identify(**common),
-        "train": Train(round=1, task=TASK, arrays=model, **common),
+        "train": train,
         "summarize": Summarize(round=2, task=TASK, arrays=model, **common),
         "refine": RefineRates(round=1, variant="all", rates=rates, **network, **common),
         "adapt": Adapt(round=1, cell="cell", row=AdapterRow("bbn", "bbn"), share="statistics", **network, **common),
-        "evaluate": Evaluate(round=2, task=TASK, arrays=model, rows=[row], shifts=["original"], **common),
+        "evaluate": Evaluate(
+            round=2, task=TASK, arrays=model, rows=[AdapterRow("fedavg", "none")], shifts=["original"], **common
+        ),
+        "int8": coded,
+        "int8 later": dataclasses.replace(coded, round=2),
+        "broken": dataclasses.replace(train, arrays={name: value[..., :0] for name, value in model.items()}),
+        "absent": train,
+        "late": dataclasses.replace(train, task=TrainingTask("late")),
+        "train again": train,
     }
-    identified = list(_exchange(transport, nodes, requests.pop("identify")))
+    identify = Identify(**common)
+    identified = list(transport.exchange([Addressed(node, identify) for node in nodes], PATIENCE))
     partitions = {one.node: int(one.reply.name) for one in identified}  # type: ignore[union-attr]
-    order = sorted(partitions, key=partitions.__getitem__)
+    first, second = sorted(partitions, key=partitions.__getitem__)
+    played: Played = {"identify": [_heard(one, partitions[one.node]) for one in identified]}
 
-    def hear(answers: Iterator[Answer]) -> list[Heard]:
-        heard = [_heard(one, partitions.get(one.node, UNKNOWN)) for one in answers]
-        return sorted(heard, key=lambda one: one.partition)
+    def exchange(*asked: tuple[int, str], timeout: float = PATIENCE) -> None:
+        names = dict(asked)
+        for one in transport.exchange([Addressed(node, requests[name]) for node, name in asked], timeout):
+            played.setdefault(names[one.node], []).append(_heard(one, partitions.get(one.node, UNKNOWN)))
 
-    played = {"identify": hear(iter(identified))}
-    played |= {name: hear(_exchange(transport, order, request)) for name, request in requests.items()}
-    train = requests["train"]
-    coded = dataclasses.replace(train, task=TrainingTask("coded"), update_format="int8")
-    played["int8"] = hear(_exchange(transport, order, coded))
-    played["int8 later"] = hear(_exchange(transport, order, dataclasses.replace(coded, round=2)))
-    broken = dataclasses.replace(train, arrays={name: value[..., :0] for name, value in model.items()})
-    some_fail = [(order[1], broken), (order[0], train), (2**40 + 1, train)]
-    played["some fail"] = hear(transport.exchange([Addressed(*one) for one in some_fail], PATIENCE))
-    slow = dataclasses.replace(train, task=TrainingTask("late"))
-    played["late"] = hear(transport.exchange([Addressed(node, slow) for node in order], too_short))
-    played["reversed"] = hear(_exchange(transport, order[::-1], train))
+    exchange((first, "train"), (second, "train"))
+    exchange((first, "summarize"), (second, "refine"))
+    exchange((first, "adapt"), (second, "evaluate"))
+    exchange((second, "broken"), (first, "int8"), (2**40 + 1, "absent"))
+    exchange((first, "late"), (second, "late"), timeout=too_short)
+    exchange((second, "train again"), (first, "int8 later"))
     assert {name: value.tobytes() for name, value in model.items()} == sent, "a client changed the arrays of a request"
-    return played
-
-
-def _exchange(transport: Transport, nodes: Sequence[int], request: Request) -> Iterator[Answer]:
-    return transport.exchange([Addressed(node, request) for node in nodes], PATIENCE)
+    return {name: sorted(heard, key=lambda one: one.partition) for name, heard in played.items()}
 
 
 def _nodes(transport: Transport) -> list[int]:
