@@ -34,7 +34,9 @@ LONGEST = (
 )  # fmt: skip
 
 #: Tests whose runs in this process write a page that says nothing: to draw one takes twice as long as a small run.
-UNDRAWN = tuple(f"tests/{part}/" for part in ("client", "faults", "hostile", "integration", "server", "simulation"))
+UNDRAWN = tuple(
+    f"tests/{part}/" for part in ("benchmarks", "client", "faults", "hostile", "integration", "server", "simulation")
+)
 BUILD_PAGE = page.build_page
 
 gc.disable()  # until all tests are collected: to look for garbage takes a third of that time, and there is none

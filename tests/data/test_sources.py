@@ -145,10 +145,11 @@ def test_the_order_of_the_listing_changes_nothing(tmp_path: Path, monkeypatch: p
         def stat(self, follow_symlinks: bool) -> os.stat_result:
             return self._stat
 
-    monkeypatch.setattr(os, "scandir", Shuffled)
-    for _ in range(5):
-        made = open_source(f"folder:{tmp_path}")
-        results.append(([(made.name(i), made.label(i)) for i in range(len(made))], made.skipped))  # type: ignore[attr-defined]
+    with monkeypatch.context() as listing:
+        listing.setattr(os, "scandir", Shuffled)
+        for _ in range(5):
+            made = open_source(f"folder:{tmp_path}")
+            results.append(([(made.name(i), made.label(i)) for i in range(len(made))], made.skipped))  # type: ignore[attr-defined]
     assert len(results[0][0]) == 31
     assert all(one == results[0] for one in results)
 

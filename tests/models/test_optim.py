@@ -138,7 +138,8 @@ from tests.server.test_run import SMALL, run
 page.build_page = lambda *about: "not drawn"
 build("resnet18", 10, 32)  # a network of torchvision's
 rows = "fedavg,fedavg_ft,ditto,fedrep,fedicon,fedthe_plus,btfl,tent,shot,atp[mode=online]"
-run(Path({str(tmp_path)!r}), SMALL.replace(methods=rows, model_options="norm=batch", rounds=1, optimizer="adam"))
+few = dict(clients=2, fraction=0.1, rounds=1, shifts="original", tune_samples=2)
+run(Path({str(tmp_path)!r}), SMALL.replace(methods=rows, model_options="norm=batch", optimizer="adam", **few))
 assert not {{"torch._dynamo", "torchvision"}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
