@@ -65,8 +65,8 @@ def play(transport: Transport, settings: Settings = SETTINGS, too_short: float =
     """Exchange the requests of the contract and return the answers by the name of the request, sorted by partition.
 
     `too_short` is a timeout in which no two clients train, in seconds. Over gRPC each request costs a process, so an
-    exchange shows several things: the first one finds the nodes; most carry another request to each client; one has a
-    client that fails and a node that is not there; the last one is in reversed order.
+    exchange shows several things: the first one finds the nodes; most carry another request to each client; the last
+    one, in reversed order after late replies, has a client that fails, one that does not, and a node that is not there.
     """
     nodes, model = _nodes(transport), _model(settings)
     sent = {name: value.tobytes() for name, value in model.items()}
@@ -103,10 +103,10 @@ def play(transport: Transport, settings: Settings = SETTINGS, too_short: float =
 
     exchange((first, "train"), (second, "train"))
     exchange((first, "summarize"), (second, "refine"))
-    exchange((first, "adapt"), (second, "evaluate"))
-    exchange((second, "broken"), (first, "int8"), (2**40 + 1, "absent"))
+    exchange((first, "adapt"), (second, "int8"))
+    exchange((first, "evaluate"), (second, "int8 later"))
     exchange((first, "late"), (second, "late"), timeout=too_short)
-    exchange((second, "train again"), (first, "int8 later"))
+    exchange((second, "broken"), (first, "train again"), (2**40 + 1, "absent"))
     assert {name: value.tobytes() for name, value in model.items()} == sent, "a client changed the arrays of a request"
     return {name: sorted(heard, key=lambda one: one.partition) for name, heard in played.items()}
 
