@@ -313,6 +313,9 @@ def test_the_end_of_a_run_does_not_wait_for_ever(
         events("round", **a_round(number))
     events("end", seconds=1.0, status="failed: OSError: disk")
     go.set()
+    for worker in threading.enumerate():  # it must not write into the next test's tracker
+        if isinstance(worker, Worker):
+            worker.join(60)
     assert "tracker wandb: 4 writes failed or were not waited for" in caplog.text  # three rounds, and the end
 
 
