@@ -191,6 +191,7 @@ program("keys", "fedtta.simulation.keys", FEDERATION, "Make the keys and certifi
 program("sign", "fedtta.simulation.signing", FEDERATION, "Sign the app: devices that trust the key run no other.")
 program("deploy-local", "fedtta.simulation.deploy_local", FEDERATION, "A federation as processes of this machine.")
 program("agent", "fedtta.client.agent.__main__", DEVICE, "Run a device's agent: --config device.toml.")
+program("supernode", "fedtta.client.supernode", DEVICE, "Flower's SuperNode, with ClientApps that start at once.")
 program("audit", "fedtta.client.agent.audit", DEVICE, "What a device was asked, and what left it.")
 program("data", "fedtta.data.sources.__main__", DEVICE, "What a device's folder holds: classes, skipped files.")
 program("report", "fedtta.server.report.__main__", RESULTS, "Write the table and the report of a run folder again.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,13 +27,10 @@ from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 from fedtta.simulation import superlink
 from fedtta.simulation.keys import Keys, make_keys
-from fedtta.simulation.superlink import POLL, PROJECT, FlowerError, Scalar, environment, free_ports, program
+from fedtta.simulation.superlink import POLL, PROJECT, FlowerError, Scalar, environment, free_ports
 
 NODE_LOG = "supernode.log"
 TAIL = 30  # last lines of each log that an error shows
-#: Seconds between the questions of a SuperNode's SuperExec for work. Flower's default of 1 s is a large part of a short
-#: round; each question takes both processes 4 ms.
-WORK_POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
 AGENT_LOG = "agent.log"
 RESTART = 10.0  # seconds until an ended SuperNode is started again, as in docker/systemd
 PATIENCE = 120.0  # seconds for an agent to start, and to answer
@@ -101,7 +99,7 @@ def supernode(
     """Start a SuperNode in its own Flower home and return its process, which the caller stops.
 
     `keys` are the authority's certificate and the node's private key; None: insecure. `options` are further arguments
-    of `flower-supernode`.
+    of `fedtta supernode`.
     """
     home.mkdir(parents=True, exist_ok=True)
     (port,) = free_ports(1)
@@ -109,8 +107,14 @@ def supernode(
         return subprocess.Popen(
             [*supernode_command(fleet, port, config, keys), *options],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            cwd=home, env=environment(home) | WORK_POLL, start_new_session=True,
+            cwd=home, env=node_environment(home), start_new_session=True,
         )  # fmt: skip
+
+
+def node_environment(home: Path) -> dict[str, str]:
+    """Return the environment of a SuperNode: this project is where its command is found, from any working directory."""
+    environ = environment(home)
+    return environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(PROJECT), environ.get("PYTHONPATH"))))}
 
 
 class Supervised:
@@ -160,7 +164,7 @@ def supernode_command(fleet: str, port: int, config: Mapping[str, Scalar], keys:
     else:
         secure = ["--insecure"]
     return [
-        program("flower-supernode"), *secure, "--superlink", fleet,
+        sys.executable, "-m", "fedtta", "supernode", *secure, "--superlink", fleet,
         "--host", "127.0.0.1", "--port", str(port), "--node-config", node_config(config),
     ]  # fmt: skip
 

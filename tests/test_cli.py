@@ -21,7 +21,7 @@ from tests.client.agent import fake
 ROOT = Path(__file__).parent.parent
 TREE: Any = get_command(cli.app)
 #: Commands of typer's; the others show the help of the program that they call.
-OTHERS = {"agent", "bench", "data", "demo", "deploy-local", "export", "keys", "report", "watch"}
+OTHERS = {"agent", "bench", "data", "demo", "deploy-local", "export", "keys", "report", "supernode", "watch"}
 OWN = sorted(set(TREE.commands) - OTHERS)
 
 
@@ -105,6 +105,7 @@ def test_help_imports_neither_torch_nor_flower() -> None:
         ("run --rounds 3 --watch", "simulation.__main__", "--rounds 3 --watch"),
         ("run --watch 127.0.0.1:9000 --seed 2", "simulation.__main__", "--watch 127.0.0.1:9000 --seed 2"),
         ("watch results --run r --listen 127.0.0.1:1", "watch.__main__", "results --run r --listen 127.0.0.1:1"),
+        ("supernode --insecure", "client.supernode", "--insecure"),
         ("agent --config device.toml", "client.agent.__main__", "--config device.toml"),
         ("bench run brfl --cells a,b --seeds 3", "benchmarks.__main__", "run brfl --cells a,b --seeds 3"),
         ("keys --nodes 3 --host a --host b", "simulation.keys", "--nodes 3 --host a --host b"),

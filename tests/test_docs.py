@@ -116,7 +116,7 @@ def make_the_keys(words: list[str], tmp_path: Path) -> None:
 
 def supernode_parses(command: str, tmp_path: Path) -> None:
     """The options exist; beside an agent, whose file has the other keys, the node config holds the name only."""
-    arguments, unknown = _parse_args_run_supernode().parse_known_args(shlex.split(command)[1:])
+    arguments, unknown = _parse_args_run_supernode().parse_known_args(shlex.split(command)[2:])
     assert unknown == []
     config = parse_config_args([arguments.node_config])
     check_name(str(config["name"]))
@@ -273,7 +273,7 @@ PROOFS = (
     Proof("make torch-hashes", place="tests/docker", words='"torch-hashes"'),
     Proof("flwr run", run_config_parses, "simulation", '"run", str(app)'),
     Proof("flwr ls", place="tests/integration", words='"ls"'),
-    Proof("flower-supernode", supernode_parses, "simulation", 'program("flower-supernode")'),
+    Proof("fedtta supernode", supernode_parses, "simulation", '"-m", "fedtta", "supernode"'),
     Proof("make base-image", script_exists, "docker/README.md", "localhost/fedtta-base"),
     Proof("make images", script_exists, "tests/docker", 'container("fedtta-server"'),
     Proof("make test-images", script_exists, "tests/docker", "make test-images"),
@@ -324,7 +324,7 @@ def test_a_command_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cell"):
         benchmark_arguments(["run", "brfl", "--cells", "nowhere"])
     with pytest.raises(AssertionError):
-        supernode_parses("flower-supernode --insecure --node-config 'name=\"a\" partition-id=1'", tmp_path)
+        supernode_parses("fedtta supernode --insecure --node-config 'name=\"a\" partition-id=1'", tmp_path)
 
 
 @pytest.mark.parametrize("text", dict.fromkeys(blocks("toml")))

@@ -95,8 +95,14 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 def check_flwr(words: list[str]) -> Any:
     """Parse a command of Flower's as Flower does; an unknown flag ends the process, and with it the test."""
-    parsers = {"flower-superlink": _parse_args_run_superlink, "flower-supernode": _parse_args_run_supernode}
-    parsed, unknown = parsers[Path(words[0]).name]().parse_known_args(words[1:])
+    parsers = {
+        "flower-superlink": _parse_args_run_superlink,
+        "flower-supernode": _parse_args_run_supernode,
+        "fedtta": _parse_args_run_supernode,
+    }
+    program = Path(words[0]).name
+    words = words[1:] if program != "fedtta" else words[1 + (words[1] == "supernode") :]
+    parsed, unknown = parsers[program]().parse_known_args(words)
     assert unknown == []
     return parsed
 

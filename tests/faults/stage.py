@@ -111,11 +111,13 @@ class Stage:
             (self.start_node if kind == "node" else self.start_agent)(int(partition))
 
     def processes(self, word: str, folder: str = "") -> list[int]:
-        """Return the ids of what was started in a folder such as "node-0" and has a word in its command line."""
+        """Return the ids of what was started in a folder such as "node-0" and has this name, or it in its command."""
         found = []
         for pid in superlink.started(self.home / folder):
             with contextlib.suppress(OSError):
-                if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                process = Path(f"/proc/{pid}")
+                name = (process / "comm").read_text().strip()  # a forked process has its parent's command
+                if name == word[:15] or word.encode() in (process / "cmdline").read_bytes():
                     found.append(pid)
         return found
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,11 +34,17 @@ TOLD = {
 
 @dataclass(frozen=True)
 class Link:
-    """A SuperLink, and a node with a registered key that trusts the key of an app."""
+    """A SuperLink, and Flower's own SuperNode with a registered key that trusts the key of an app."""
 
     home: Path
     fleet: str
     keys: Keys
+
+
+def flowers(ours: Callable[..., list[str]], *given: Any) -> list[str]:
+    """Return the command of `flower-supernode`, which takes the options of `fedtta supernode`."""
+    words = ours(*given)
+    return [superlink.program("flower-supernode"), *words[words.index("supernode") + 1 :]]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +54,14 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
     with superlink.superlink(home, simulation=False, keys=keys) as fleet:
         superlink.register(home, [keys.node(0)[1]])
         own, trusting = {**CONFIG, "state-dir": str(home / "state")}, ["--trusted-entities", str(keys.trusted)]
-        with deployment.supernode(home / "node", fleet, own, (keys.ca, keys.node(0)[0]), trusting) as node:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(deployment, "supernode_command", partial(flowers, deployment.supernode_command))
+            started = deployment.supernode(home / "node", fleet, own, (keys.ca, keys.node(0)[0]), trusting)
+        with started as node:
             wait_until(lambda: statuses(home) == ["online"], "the node")
             yield Link(home, fleet, keys)
             assert node.poll() is None
+            assert "Starting Flower SuperExec" in log_of(home / "node")
             node.kill()
 
 
@@ -104,7 +116,7 @@ def without_key(home: Path, fleet: str, ca: Path, key: Path) -> subprocess.Popen
     with (home / deployment.NODE_LOG).open("wb") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, cwd=home,
-            env=superlink.environment(home), start_new_session=True,
+            env=deployment.node_environment(home), start_new_session=True,
         )  # fmt: skip
 
 

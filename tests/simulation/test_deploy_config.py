@@ -51,7 +51,7 @@ def test_a_superlink_with_keys_encrypts_and_asks_nodes_for_theirs() -> None:
 def test_a_supernode_with_keys_trusts_the_authority_and_has_its_own() -> None:
     config = {"name": "1", "agent": "unix:/tmp/r1"}
     command = deployment.supernode_command("127.0.0.1:9092", 9094, config, (KEYS.ca, KEYS.node(1)[0]))
-    parsed = _parse_args_run_supernode().parse_args(command[1:])
+    parsed = _parse_args_run_supernode().parse_args(command[command.index("supernode") + 1 :])
     assert parsed.insecure is False
     assert (str(parsed.root_certificates), str(parsed.auth_supernode_private_key)) == ("/keys/ca.crt", "/keys/node-1")
     assert parsed.superlink == "127.0.0.1:9092"
