@@ -98,8 +98,8 @@ def test_each_addition_touches_two_files() -> None:
     assert (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").count("```") == 2 * len(blocks())
 
 
-def test_the_additions_are_in_the_tables(copy: Path) -> None:
-    code = """
+#: Prints whether each addition is in its table.
+TABLES = """
 import json
 from fedtta.data import DATASETS
 from fedtta.server.methods import METHODS, plan
@@ -114,36 +114,8 @@ print(json.dumps([name in table for name, table in (
     ("sqrt_fedavg", AGGREGATIONS), ("log_loss", [one.name for one in METRICS]), ("stripes", DATASETS),
 )]))
 """
-    assert json.loads(python(copy, code)) == [True] * 8
-
-
-def test_all_additions_in_one_run(copy: Path) -> None:
-    """Methods, aggregation, data set and metric through the program; the table has the metric's columns."""
-    chosen = {
-        "dataset": "stripes", "dataset-options": "count=240", "image-size": 16, "clients": 3, "partition": "iid",
-        "rounds": 2, "local-epochs": 1, "shifts": "original", "engine": "vectorised", "aggregation": "sqrt_fedavg",
-        "model-options": "norm=batch", "methods": "fedavg,personal,confident,fedbabu", "results": "out",
-        "run-name": "added",
-    }  # fmt: skip
-    words = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", "fedtta.simulation", *words], cwd=copy, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = (copy / "out" / "added" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    found = [json.loads(line) for line in lines]
-    assert found[-1]["status"] == "completed"
-    assert not [event for event in found if event["event"] in ("failed", "late", "refused")]
-    tested = [event for event in found if event["event"] == "evaluation"]
-    assert {event["method"] for event in tested} == {"fedavg", "personal", "confident", "fedbabu"}
-    assert all(event["log_loss"] > 0 for event in tested)
-    header = (copy / "out" / "added" / "table.csv").read_text(encoding="utf-8").splitlines()[0]
-    assert "log_loss" in header
-    assert "Log loss in nats" in (copy / "out" / "added" / "report.html").read_text(encoding="utf-8")
-
-
-def test_the_adapter_is_its_definition_sample_by_sample(copy: Path) -> None:
-    code = """
+#: The adapter's equation, sample by sample.
+DEFINITION = """
 import numpy as np, torch
 from fedtta.models import build
 from fedtta.tta import create
@@ -165,11 +137,8 @@ for size in (1, 7, 23):
     found = torch.cat([adapter.predict(part) for part in x.split(size)]).numpy()
     np.testing.assert_allclose(found, np.stack(expected), atol=1e-6)
 """
-    python(copy, code)
-
-
-def test_the_aggregation_the_training_and_the_statistic_do_what_they_say(copy: Path) -> None:
-    code = """
+#: What aggregation, training and statistic say they do.
+OTHERS = """
 import numpy as np, torch
 from fedtta.client.algorithms import find_algorithm
 from fedtta.client.algorithms.base import LocalContext
@@ -206,4 +175,33 @@ assert statistics_shapes({"spread"}, model)["spread"] == ((model.feature_dim,), 
 assert "spread" not in statistics_shapes(set(), model)
 assert Statistics.combine({}, found).spread is not None
 """
-    python(copy, code)
+
+
+def test_the_additions_are_in_the_tables_and_do_what_they_say(copy: Path) -> None:
+    """In one process: to import what they need takes most of its time."""
+    assert json.loads(python(copy, TABLES + DEFINITION + OTHERS)) == [True] * 8
+
+
+def test_all_additions_in_one_run(copy: Path) -> None:
+    """Methods, aggregation, data set and metric through the program; the table has the metric's columns."""
+    chosen = {
+        "dataset": "stripes", "dataset-options": "count=240", "image-size": 16, "clients": 3, "partition": "iid",
+        "rounds": 2, "local-epochs": 1, "shifts": "original", "engine": "vectorised", "aggregation": "sqrt_fedavg",
+        "model-options": "norm=batch", "methods": "fedavg,personal,confident,fedbabu", "results": "out",
+        "run-name": "added",
+    }  # fmt: skip
+    words = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "fedtta.simulation", *words], cwd=copy, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (copy / "out" / "added" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    assert found[-1]["status"] == "completed"
+    assert not [event for event in found if event["event"] in ("failed", "late", "refused")]
+    tested = [event for event in found if event["event"] == "evaluation"]
+    assert {event["method"] for event in tested} == {"fedavg", "personal", "confident", "fedbabu"}
+    assert all(event["log_loss"] > 0 for event in tested)
+    header = (copy / "out" / "added" / "table.csv").read_text(encoding="utf-8").splitlines()[0]
+    assert "log_loss" in header
+    assert "Log loss in nats" in (copy / "out" / "added" / "report.html").read_text(encoding="utf-8")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,14 @@ def results_by_name(folder: Path) -> list[tuple]:
 # -- joining
 
 
+@cache
+def undisturbed(settings: Settings) -> tuple[dict[str, dict[str, bytes]], list[tuple]]:
+    """Return arrays and results of a run in which everyone is there from the start."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), settings)
+        return arrays_of(Path(folder)), results_by_name(Path(folder))
+
+
 @pytest.mark.parametrize(
     "settings",
     [SMALL, COLLABORATIVE, SMALL.replace(methods="fedavgm,fedper")],
@@ -127,12 +137,11 @@ def results_by_name(folder: Path) -> list[tuple]:
 @pytest.mark.parametrize("late", [900, 899], ids=["first name", "middle name"])
 def test_who_joins_before_the_first_round_changes_no_bit(settings: Settings, late: int, tmp_path: Path) -> None:
     """Its partition is the last, its place in sums, cohorts and mixtures is that of its name."""
-    run(tmp_path / "whole", settings.replace(fraction_train=0.67))
-    run(tmp_path / "late", settings.replace(fraction_train=0.67), [late], opens(late, "clients"))
+    settings = settings.replace(fraction_train=0.67)
+    run(tmp_path / "late", settings, [late], opens(late, "clients"))
     (joined,) = events(tmp_path / "late", "joined")
     assert (joined["partition"], joined["name"], joined["round"]) == (2, str(900 - late), 1)
-    assert arrays_of(tmp_path / "late") == arrays_of(tmp_path / "whole")
-    assert results_by_name(tmp_path / "late") == results_by_name(tmp_path / "whole")
+    assert (arrays_of(tmp_path / "late"), results_by_name(tmp_path / "late")) == undisturbed(settings)
     assert events(tmp_path / "late", "rejoined", "left", "failed", "refused") == []
 
 

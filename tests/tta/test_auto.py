@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -296,6 +296,7 @@ def test_no_gain_no_choice(seed: int, size: int) -> None:
     assert not adapter.report()["choice"].any()
 
 
+@settings(max_examples=30)
 @given(st.integers(0, 50), st.integers(1, 12))
 def test_later_samples_change_nothing(seed: int, cut: int) -> None:
     model = network()
