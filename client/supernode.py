@@ -44,6 +44,8 @@ def main(words: Sequence[str]) -> None:
     parser.prog = "fedtta supernode"
     options = parser.parse_args(words)
     if options.isolation == "subprocess":
+        if options.superexec_auth_secret_file:
+            parser.error("--superexec-auth-secret-file: allowed with --isolation process only")
         node, executor = os.getpid(), os.fork()
         if executor == 0:
             sys.argv = ["flwr-clientapp", *wait_for_work(options, node)]

@@ -82,6 +82,12 @@ def test_the_app_is_imported_from_its_bundle_alone() -> None:
     assert done.stdout == "[] None\n"
 
 
+def test_a_secret_that_the_executor_would_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        supernode.main(["--insecure", "--superexec-auth-secret-file", "secret"])
+    assert "--superexec-auth-secret-file: allowed with --isolation process only" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "address", "expected"),
     [
