@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from flwr.common.config import parse_config_args
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.address import resolve_bind_address
 from flwr.supercore.app_utils import start_parent_process_monitor
@@ -46,9 +47,11 @@ def main(words: Sequence[str]) -> None:
     if options.isolation == "subprocess":
         if options.superexec_auth_secret_file:
             parser.error("--superexec-auth-secret-file: allowed with --isolation process only")
+        # an agent computes by itself
+        computes = "agent" not in parse_config_args([options.node_config] if options.node_config else None)
         node, executor = os.getpid(), os.fork()
         if executor == 0:
-            sys.argv = ["flwr-clientapp", *wait_for_work(options, node)]
+            sys.argv = ["flwr-clientapp", *wait_for_work(options, node, computes)]
             return flwr_clientapp()
         signal.signal(signal.SIGCHLD, lambda number, frame: end_without(executor))
     rename("flower-supernode")
@@ -63,20 +66,21 @@ def end_without(executor: int) -> None:
         flwr_exit(ExitCode.TASK_PROC_EXCEPTION, "the executor has ended; without it, no ClientApp is started")
 
 
-def wait_for_work(options: argparse.Namespace, node: int) -> list[str]:
+def wait_for_work(options: argparse.Namespace, node: int, computes: bool) -> list[str]:
     """Fork children that wait for work until the SuperNode ends; return in each, with the options of its program."""
     rename("fedtta-executor")
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the SuperNode too, whose end ends this
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system reaps
-    if "agent=" not in (options.node_config or ""):  # an agent computes by itself
+    if computes:
         with contextlib.suppress(ImportError):  # if the app needs it, the app says so
             importlib.import_module("torch")
+    executor = os.getpid()
     while True:
         working, tell = os.pipe()
         if os.fork() == 0:
             os.close(working)
-            token = acquire(options)
+            token = acquire(options, executor)
             os.write(tell, b"1")
             os.close(tell)
             return [*connection(options), "--token", token]
@@ -89,13 +93,13 @@ def wait_for_work(options: argparse.Namespace, node: int) -> list[str]:
         os.close(working)
 
 
-def acquire(options: argparse.Namespace) -> str:
-    """Ask the SuperNode for work until there is some; return the token that its process needs."""
+def acquire(options: argparse.Namespace, executor: int) -> str:
+    """Ask the SuperNode for work until there is some, and the executor; return the token that its process needs."""
     rename("flwr-clientapp")
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(0))  # until Flower's program has handlers of its own
-    start_parent_process_monitor(os.getppid())  # which raises SIGINT
+    start_parent_process_monitor(executor)  # raises SIGINT
     forget_this_package()
     insecure = options.ssl_ca_certfile is None
     client = RuntimeHttpClient.from_server_address(

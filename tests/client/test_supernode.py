@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
@@ -16,22 +15,7 @@ from flwr.supernode.cli.flwr_clientapp import _parse_args_run_flwr_clientapp
 
 from fedtta.client import supernode
 from fedtta.simulation import deployment, superlink
-
-PATIENCE = 60.0
-
-
-def wait_until(found: Callable[[], Any], what: str) -> Any:
-    """Return what is found, once there is something."""
-    end = time.monotonic() + PATIENCE
-    while not (there := found()):
-        assert time.monotonic() < end, f"no {what}"
-        time.sleep(0.05)
-    return there
-
-
-def named(home: Path, name: str) -> list[int]:
-    """Return the processes of a home that have this name; a zombie has no environment, and so no home."""
-    return [pid for pid in superlink.started(home) if Path(f"/proc/{pid}/comm").read_text().strip() == name]
+from tests.faults.stage import PATIENCE, processes, wait_until
 
 
 @pytest.fixture
@@ -45,26 +29,25 @@ def node(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     superlink.stop(tmp_path)
 
 
-def test_each_ends_with_the_one_before_it_and_is_replaced(node: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    (waiting,) = wait_until(lambda: named(tmp_path, "flwr-clientapp"), "process that waits for work")
-    os.kill(waiting, 9)
-    (another,) = wait_until(
-        lambda: [pid for pid in named(tmp_path, "flwr-clientapp") if pid != waiting], "process in its place"
-    )
-    (executor,) = named(tmp_path, "fedtta-executor")
-    os.kill(executor, 15)  # as with a service's stop, which reaches all: it ends with the SuperNode
-    assert node.poll() is None
-    os.kill(executor, 9)
+def test_what_ends_is_replaced_or_ends_the_supernode(node: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    def waiting() -> list[int]:
+        return processes(tmp_path, "flwr-clientapp")
+
+    wait_until(lambda: len(waiting()) == 1, "process that waits for work")
+    (first,), (executor,) = waiting(), processes(tmp_path, "fedtta-executor")
+    os.kill(executor, signal.SIGTERM)  # a service's stop reaches all: the executor ends with the SuperNode only
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: len(waiting()) == 1 and waiting() != [first], "process in its place")
+    os.kill(executor, signal.SIGKILL)
     assert node.wait(PATIENCE) == 1
-    assert "the executor has ended; without it, no ClientApp is started" in (tmp_path / deployment.NODE_LOG).read_text(
-        encoding="utf-8"
-    )
-    wait_until(lambda: not superlink.started(tmp_path), f"end of {another}")
+    log = (tmp_path / deployment.NODE_LOG).read_text(encoding="utf-8")
+    assert "the executor has ended; without it, no ClientApp is started" in log
+    wait_until(lambda: not superlink.started(tmp_path), "end of all")
 
 
 def test_nothing_outlives_a_killed_supernode(node: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    wait_until(lambda: named(tmp_path, "flwr-clientapp"), "process that waits for work")
-    assert named(tmp_path, "flower-supernod") == [node.pid]
+    wait_until(lambda: len(processes(tmp_path, "flwr-clientapp")) == 1, "process that waits for work")
+    assert processes(tmp_path, "flower-supernode") == [node.pid]
     node.kill()
     node.wait(PATIENCE)
     wait_until(lambda: not superlink.started(tmp_path), "end of its processes")
@@ -91,11 +74,17 @@ def test_a_secret_that_the_executor_would_not_know_is_refused(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "address", "expected"),
     [
-        (["--insecure"], "127.0.0.1:8000", {"insecure": True, "runtime_dependency_install": False}),
+        (["--insecure", "--port=7"], "127.0.0.1:7", {"insecure": True, "runtime_dependency_install": False}),
         (["--insecure", "--host=::", "--port=7"], "[::1]:7", {"insecure": True}),
         (
-            ["--insecure", "--host=0.0.0.0", "--ssl-ca-certfile=ca.crt", "--allow-runtime-dependency-installation"],
-            "127.0.0.1:8000",
+            [
+                "--insecure",
+                "--host=0.0.0.0",
+                "--port=7",
+                "--ssl-ca-certfile=ca.crt",
+                "--allow-runtime-dependency-installation",
+            ],
+            "127.0.0.1:7",
             {"insecure": False, "root_certificates": "ca.crt", "runtime_dependency_install": True},
         ),
     ],
@@ -103,6 +92,5 @@ def test_a_secret_that_the_executor_would_not_know_is_refused(capsys: pytest.Cap
 def test_what_a_clientapp_is_told(words: list[str], address: str, expected: dict[str, object]) -> None:
     options = _parse_args_run_supernode().parse_args(words)
     told = vars(_parse_args_run_flwr_clientapp().parse_args([*supernode.connection(options), "--token", "t"]))
-    assert told["runtime_api_address"] == supernode.address(options)
-    assert told["runtime_api_address"].rpartition(":")[0] == address.rpartition(":")[0]
+    assert told["runtime_api_address"] == address
     assert {key: told[key] for key in expected} == expected

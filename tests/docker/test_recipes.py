@@ -95,14 +95,13 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 def check_flwr(words: list[str]) -> Any:
     """Parse a command of Flower's as Flower does; an unknown flag ends the process, and with it the test."""
+    words = words[1:] if words[1] == "supernode" else words  # `fedtta supernode` takes what `flower-supernode` takes
     parsers = {
         "flower-superlink": _parse_args_run_superlink,
         "flower-supernode": _parse_args_run_supernode,
-        "fedtta": _parse_args_run_supernode,
+        "supernode": _parse_args_run_supernode,
     }
-    program = Path(words[0]).name
-    words = words[1:] if program != "fedtta" else words[1 + (words[1] == "supernode") :]
-    parsed, unknown = parsers[program]().parse_known_args(words)
+    parsed, unknown = parsers[Path(words[0]).name]().parse_known_args(words[1:])
     assert unknown == []
     return parsed
 

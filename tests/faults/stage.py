@@ -40,6 +40,18 @@ def wait_until(reached: Callable[[], bool], what: str, run: Future[None] | None 
         time.sleep(POLL)
 
 
+def processes(home: Path, word: str) -> list[int]:
+    """Return the ids of what was started in a home and has this name, or it in its command; without zombies."""
+    found = []
+    for pid in superlink.started(home):
+        with contextlib.suppress(OSError):  # it has just ended
+            process = Path(f"/proc/{pid}")
+            name = (process / "comm").read_text().strip()  # a forked process has its parent's command
+            if name == word[:15] or word.encode() in (process / "cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
 @dataclass
 class Stage:
     """What runs; node and agent i belong to the client with name i of `names`."""
@@ -112,14 +124,7 @@ class Stage:
 
     def processes(self, word: str, folder: str = "") -> list[int]:
         """Return the ids of what was started in a folder such as "node-0" and has this name, or it in its command."""
-        found = []
-        for pid in superlink.started(self.home / folder):
-            with contextlib.suppress(OSError):
-                process = Path(f"/proc/{pid}")
-                name = (process / "comm").read_text().strip()  # a forked process has its parent's command
-                if name == word[:15] or word.encode() in (process / "cmdline").read_bytes():
-                    found.append(pid)
-        return found
+        return processes(self.home / folder, word)
 
     def status(self, partition: int) -> agent_pb2.StatusReply | None:
         """Return what an agent says of itself, None when it does not answer."""
