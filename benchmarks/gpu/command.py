@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -44,6 +45,7 @@ NOTHING = "No GPU has been measured yet: `make gpu`, on a machine with one, writ
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `gpu`."""
     parser.add_argument("--parts", default="", metavar="NAME,NAME", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--minutes", type=float, metavar="N", help="for these parts together, where they take longer")
     parser.add_argument("--pretend", action="store_true", help="the smallest form of each part, without a GPU")
     parser.add_argument("--out", type=Path, help=f"folder of {FILE} and its page (default: benchmarks/results)")
 
@@ -54,7 +56,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     Raises
     ------
     SettingsError
-        An unknown part, or kept results that cannot be read or are not this GPU's.
+        An unknown part, no time, or kept results that cannot be read or are not this GPU's.
     RunError
         There is no GPU, or a part failed; the others have been measured. A pretended part that was cut short has
         failed, too.
@@ -62,6 +64,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     names = [name for name in arguments.parts.split(",") if name] or list(PARTS)
     if unknown := [name for name in names if name not in PARTS]:
         raise SettingsError(f"--parts {','.join(unknown)}: allowed are {', '.join(PARTS)}")
+    whole = sum(PARTS[name].seconds for name in names)
+    share = 1.0 if arguments.minutes is None else min(1.0, 60 * arguments.minutes / whole)
+    if not share > 0:
+        raise SettingsError(f"--minutes {arguments.minutes:g}: allowed are numbers above 0")
     pretended, folder = arguments.pretend, arguments.out or (PRETENDED if arguments.pretend else RESULTS)
     if pretended and folder.resolve() == RESULTS.resolve():
         raise SettingsError(f"--pretend --out {folder}: measured results are kept there; choose another folder")
@@ -71,8 +77,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     content = read_gpu(path, pretended)
     failed = []
     for name in names:
-        console.print(f"{name}: {PARTS[name].title}, at most {PARTS[name].seconds} s", highlight=False)
-        status = Measuring(path, name, PARTS[name], pretended, content).run()
+        part = replace(PARTS[name], seconds=math.ceil(share * PARTS[name].seconds))
+        console.print(f"{name}: {part.title}, at most {part.seconds} s", highlight=False)
+        status = Measuring(path, name, part, pretended, content).run()
         console.print(f"{name}: {status}", highlight=False)
         if status == "failed" or (pretended and status != "whole"):
             failed.append(name)

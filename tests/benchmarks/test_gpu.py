@@ -150,6 +150,8 @@ def test_what_is_pretended_never_looks_measured(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["gpu", "--out", str(tmp_path / "out")]) == 1
     assert "there is no GPU here" in capsys.readouterr().err
+    assert main(["gpu", "--minutes", "0"]) == 2
+    assert "--minutes 0: allowed are numbers above 0" in capsys.readouterr().err
     assert main(["gpu", "--parts", "equal,none"]) == 2
     assert "--parts none: allowed are tests, equal" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -171,6 +173,16 @@ def test_all_parts_fit_into_25_minutes_and_each_into_ten() -> None:
     seconds = [part.seconds for part in gpu.PARTS.values()]
     assert sum(seconds) <= 25 * 60 - 10 * len(seconds)  # and ten seconds for the start of each
     assert max(seconds) < 600
+
+
+def test_parts_share_the_minutes_that_there_are(
+    parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two parts of nine seconds each; more minutes than they take do not make them longer."""
+    monkeypatch.setattr(gpu.Measuring, "run", lambda self: "whole")
+    for minutes, seconds in (("0.15", 5), ("0.3", 9), ("24", 9)):
+        assert main(["gpu", "--parts", "good,bad", "--pretend", "--out", str(tmp_path), "--minutes", minutes]) == 0
+        assert capsys.readouterr().out.count(f", at most {seconds} s\n") == 2
 
 
 def test_tests_are_counted_and_failures_named(tmp_path: Path) -> None:
