@@ -121,8 +121,11 @@ def _expected(network: str) -> Tensor:
 
 
 def trained(network: str, device: torch.device, half: bool) -> Tensor:
-    """Return the probabilities [B, K], on the CPU, of a network after a few steps on a batch."""
-    step = options.TrainingStep(network, options.Options(half=half), device)
+    """Return the probabilities [B, K], on the CPU, of a network after a few steps on a batch.
+
+    What is dropped at random is drawn on the device, so that nothing is dropped here.
+    """
+    step = options.TrainingStep(network, options.Options(half=half), device, drop=False)
     for _ in range(STEPS):
         step()
     with torch.no_grad(), autocast(device, half):

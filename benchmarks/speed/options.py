@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.sgd import sgd
 
@@ -16,6 +16,7 @@ from fedtta.benchmarks.speed.measurement import Measured, Ratio
 from fedtta.client.algorithms.training import autocast
 from fedtta.models import build
 from fedtta.models.accelerator import clock
+from fedtta.models.cct import DropResidual
 
 NETWORKS = ("cnn", "resnet20-gn", "resnet20-bn")
 BATCH, CLASSES = 32, 10
@@ -93,13 +94,20 @@ class TrainingStep:
         A CUDA device, if `way.graph`.
     backend : str
         Of `torch.compile`, if `way.compiled`.
+    drop : bool
+        Whether dropout and stochastic depth take part.
     """
 
-    def __init__(self, name: str, way: Options, device: torch.device, backend: str = "inductor") -> None:
+    def __init__(
+        self, name: str, way: Options, device: torch.device, backend: str = "inductor", drop: bool = True
+    ) -> None:
         layout = torch.channels_last if way.channels_last else torch.contiguous_format
         draw = torch.Generator().manual_seed(0)
         self.way, self.device = way, device
         self.model = build(name, CLASSES, seed=0).to(device).to(memory_format=layout).train()
+        for module in self.model.modules():
+            if not drop and isinstance(module, nn.Dropout | DropResidual):
+                module.eval()
         self.x = torch.rand(BATCH, 3, 32, 32, generator=draw).to(device).contiguous(memory_format=layout)
         self.labels = torch.randint(CLASSES, (BATCH,), generator=draw).to(device)
         self.values: list[Tensor] = list(self.model.shared_parameters().values())

@@ -6,6 +6,7 @@ Both are contexts with `device`, and `waits`: "<file>:<line>" → how often the 
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections import Counter
 from contextlib import ExitStack
@@ -22,12 +23,16 @@ CHOSEN = os.environ.get("FEDTTA_TEST_DEVICE", "pretended")
 if CHOSEN not in CHOICES:
     raise ValueError(f"FEDTTA_TEST_DEVICE={CHOSEN!r}: allowed are {', '.join(CHOICES)}")
 
-#: By which results may differ from the CPU's, absolute and relative, by type. A GPU sums in another order, which a few
-#: steps of training amplify; of integers, one decision near a threshold may fall the other way.
+#: By which results may differ from the CPU's, by type: floats absolutely and relatively, integers absolutely. A GPU sums
+#: in another order, which a few steps of training amplify; of integers, one decision near a threshold may fall the other
+#: way. What is float64 was averaged from float32.
 TOLERANCES: dict[str, dict[str, float]] = {
-    "pretended": {"float64": 1e-9, "float32": 1e-6, "int": 0},
-    "cuda": {"float64": 1e-6, "float32": 5e-3, "int": 1},
+    "pretended": {"float64": 1e-9, "float32": 1e-6, "int": 0, "without effect": 1e-6},
+    "cuda": {"float64": 1e-4, "float32": 5e-3, "int": 1, "without effect": 5e-2},
 }
+#: The contract's biases before a BatchNorm layer change nothing that follows: their gradients are rounding, which Adam
+#: enlarges to steps of its rate. The layer's mean moves with them.
+WITHOUT_EFFECT = re.compile(r"encoder\.(0|3)\.bias$|encoder\.(1|4)(\.mean|/0)$")
 
 
 class RealGPU:
@@ -86,9 +91,10 @@ def differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
     tolerances, lines = TOLERANCES[CHOSEN], []
     for name, value in expected.items():
         kind = str(value.dtype) if str(value.dtype) in tolerances else "int"
+        kind = "without effect" if WITHOUT_EFFECT.search(name) else kind
         if (found[name].shape, found[name].dtype) != (value.shape, value.dtype):
             lines.append(f"{name}: {found[name].dtype}{found[name].shape} instead of {value.dtype}{value.shape}")
-        elif not np.allclose(found[name], value, rtol=tolerances[kind], atol=tolerances[kind], equal_nan=True):
+        elif not np.allclose(found[name], value, 0 if kind == "int" else tolerances[kind], tolerances[kind], True):
             most = np.abs(found[name].astype(float) - value.astype(float)).max()
             lines.append(f"{name} differs by {most:.3g}")
     return lines
