@@ -23,9 +23,9 @@ CHOSEN = os.environ.get("FEDTTA_TEST_DEVICE", "pretended")
 if CHOSEN not in CHOICES:
     raise ValueError(f"FEDTTA_TEST_DEVICE={CHOSEN!r}: allowed are {', '.join(CHOICES)}")
 
-#: By which results may differ from the CPU's, by type: floats absolutely and relatively, integers absolutely. A GPU sums
-#: in another order, which a few steps of training amplify; of integers, one decision near a threshold may fall the other
-#: way. What is float64 was averaged from float32.
+#: By which results may differ from the CPU's, by type: floats absolutely and relatively, integers absolutely. A GPU
+#: sums in another order, which a few steps of training amplify; of integers, one decision near a threshold may fall the
+#: other way. What is float64 was averaged from float32.
 TOLERANCES: dict[str, dict[str, float]] = {
     "pretended": {"float64": 1e-9, "float32": 1e-6, "int": 0, "without effect": 1e-6},
     "cuda": {"float64": 1e-4, "float32": 5e-3, "int": 1, "without effect": 5e-2},
