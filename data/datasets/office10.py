@@ -11,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
+from ..rng import generator
 from .base import HALF, IMAGENET_MEAN, IMAGENET_STD, Dataset, Request
 from .files import as_labels, class_names, read_arrays, read_labelled_tiles
 from .multi_domain import DomainSource, MultiDomainRaw, combine_domains, select_domains
 
 TILE = 64
+PARTS = ("all", "train", "test")
+TESTED = 0.2  # of each class and domain
 
 #: Name → (folder below the root, domains, number of classes).
 _FACTS = {
@@ -25,7 +28,14 @@ _FACTS = {
 
 
 def load_mosaics(
-    request: Request, *, name: str, domains: str = "", per_domain: int = 0, draw: int = 0, copies: bool = False
+    request: Request,
+    *,
+    name: str,
+    domains: str = "",
+    per_domain: int = 0,
+    draw: int = 0,
+    copies: bool = False,
+    part: str = "all",
 ) -> MultiDomainRaw:
     """Return the images of several domains at `image_size`.
 
@@ -40,16 +50,21 @@ def load_mosaics(
     copies : bool
         Keep exact copies of an image. Office-10 has 26 (25 in amazon, 1 in caltech10); with them the counts are the
         published ones, but a client may be tested on an image that it was trained on.
+    part : {"all", "train", "test"}
+        "test": a fifth of each class and domain, always the same; "train": the others. Without copies the two share no
+        image.
 
     Raises
     ------
     ValueError
-        Unknown domain, a bad number, or a damaged file.
+        Unknown domain or part, a bad number, or a damaged file.
     FileNotFoundError
         A requested domain is not available.
     """
     if type(copies) is not bool:
         raise ValueError(f"copies={copies!r} must be true or false")
+    if part not in PARTS:
+        raise ValueError(f"unknown part {part!r}; there are: {', '.join(PARTS)}")
     if request.root is None:
         raise FileNotFoundError(f"{name} needs root (or FEDTTA_DATA)")
     below, all_domains, count = _FACTS[name]
@@ -61,6 +76,8 @@ def load_mosaics(
     classes = class_names(stored, count, label_file)
     labels = {domain: as_labels(stored[domain], len(stored[domain]), count, label_file) for domain in chosen}
     sources = {domain: _source(folder / f"{domain}.jpg", labels[domain], copies) for domain in chosen}
+    if part != "all":
+        sources = {domain: _part(one, part, domain) for domain, one in sources.items()}
     return combine_domains(sources, classes, request, per_domain, draw, absent)
 
 
@@ -74,6 +91,17 @@ def _source(file: Path, labels: np.ndarray, copies: bool) -> DomainSource:
         kept = np.array(sorted(first.values()))
         pixels, labels = pixels[kept], labels[kept]
     return DomainSource(labels, pixels.__getitem__)
+
+
+def _part(source: DomainSource, part: str, domain: str) -> DomainSource:
+    """Return the images of one domain that are, or are not, for testing."""
+    rng = generator("part", domain)
+    tested = np.zeros(len(source.labels), dtype=bool)
+    for label in np.unique(source.labels):
+        own = np.flatnonzero(source.labels == label)
+        tested[rng.permutation(own)[: round(TESTED * len(own))]] = True
+    kept = np.flatnonzero(tested if part == "test" else ~tested)
+    return DomainSource(source.labels[kept], lambda index: source.read(kept[index]))
 
 
 OFFICE10 = Dataset(

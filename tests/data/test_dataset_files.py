@@ -442,6 +442,25 @@ def test_office_with_and_without_copies(tmp_path: Path) -> None:
         load("office10", root=tmp_path, copies=1)
 
 
+def test_parts_of_office_share_no_image(tmp_path: Path) -> None:
+    """Ten and five images without copies, in one class each: a fifth is for testing, whichever domains are loaded."""
+    files.office(tmp_path)
+    labels = tmp_path / "office_caltech10" / "labels.npz"
+    np.savez(labels, amazon=np.zeros(12, np.uint8), webcam=np.ones(5, np.uint8), classes=np.array(list("abcdefghij")))
+
+    def images(part: str, domains: str = "") -> list[bytes]:
+        found = load("office10", root=tmp_path, part=part, domains=domains, image_size=64)
+        return [one.tobytes() for one in found.pixels]
+
+    for domain, count in (("amazon", 10), ("webcam", 5)):
+        everything, training, testing = (set(images(part, domain)) for part in ("all", "train", "test"))
+        assert (len(everything), len(training), len(testing)) == (count, 0.8 * count, 0.2 * count)
+        assert everything == training | testing
+    assert images("test") == images("test", "amazon") + images("test", "webcam")
+    with pytest.raises(ValueError, match="unknown part 'tset'; there are: all, train, test"):
+        load("office10", root=tmp_path, part="tset")
+
+
 def test_bad_office_labels(tmp_path: Path) -> None:
     files.office(tmp_path, classes=9)
     with pytest.raises(ValueError, match=r"labels\.npz: 10 class names are expected, got 9"):

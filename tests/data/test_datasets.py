@@ -59,7 +59,7 @@ def test_declarations(name: str) -> None:
 
 def test_options_are_those_of_the_loader() -> None:
     assert DATASETS["cifar10"].options == ("source", "part")
-    assert DATASETS["pacs"].options == ("domains", "per_domain", "draw", "copies")
+    assert DATASETS["pacs"].options == ("domains", "per_domain", "draw", "copies", "part")
     assert (DATASETS["imagenet32"].options, DATASETS["imagenet-a"].options) == (("natural",), ())
     assert not DATASETS["digits"].flip
     assert DATASETS["cifar10"].flip
