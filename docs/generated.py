@@ -256,10 +256,23 @@ def privacy() -> str:
 def leaders() -> str:
     """Return the best rows of each test distribution, a table for each protocol."""
     from fedtta.benchmarks.tables.pairs import leaders_table
+
+    return _of_protocols(leaders_table)
+
+
+def choices() -> str:
+    """Return `auto` beside fixed adapters, a table for each protocol with such a row."""
+    from fedtta.benchmarks.tables.pairs import choices_table
+
+    return _of_protocols(choices_table)
+
+
+def _of_protocols(made: Callable[[Any, Any], str]) -> str:
+    """Return what is made of each protocol and its kept cells, under the protocol's name."""
     from fedtta.benchmarks.tables.protocol import read_protocol
     from fedtta.benchmarks.tables.results import read_results_of
 
-    tables = {name: leaders_table(read_protocol(name), cells) for name, cells in read_results_of(RESULTS).items()}
+    tables = {name: made(read_protocol(name), cells) for name, cells in read_results_of(RESULTS).items()}
     return "\n\n".join(f"### {name}\n\n{text}" for name, text in tables.items() if text)
 
 
@@ -287,6 +300,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "protocols": protocols,
     "tuning": tuning,
     "leaders": leaders,
+    "choices": choices,
     "metrics": metrics,
     "leaving": fields_that_leave,
     "privacy": privacy,

@@ -24,6 +24,7 @@ ClientValues = Mapping[str, Mapping[str, Mapping[int, NDArray[np.float64]]]]
 
 DRAWS = 2_000
 FEDAVG = "fedavg"  # the row that adapts nothing
+AUTO = "auto"  # the row that chooses among adapters
 LEVEL = 0.95  # coverage of an interval
 
 
@@ -116,7 +117,11 @@ def compared_columns(table: Table, found: Comparison) -> list[str]:
 def baselines(table: Table, found: Comparison, column: str) -> list[str]:
     """Return the rows that the others are compared with: those that the table names, and the best baseline."""
     known = [label for label in table.against if column in found.values.get(label, {})]
-    means = {label: mean for label, mean in comparable_means(found, column).items() if not is_proposed(label)}
+    means = {
+        label: mean
+        for label, mean in comparable_means(found, column).items()
+        if label != AUTO and not is_proposed(label)
+    }
     best = max(means, key=lambda label: means[label], default=None)
     return list(dict.fromkeys([*known, *([best] if best else [])]))
 
@@ -244,3 +249,36 @@ def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]],
     ranks = [("best", "second", "third")[place] if place < 3 else f"{place + 1}th" for place in range(most)]
     head = ["table", "shift", f"`{FEDAVG}`, %", *ranks, "seeds"]
     return "\n".join([f"| {' | '.join(head)} |", "| --- | --- | --: |" + " --- |" * most + " --: |", *lines])
+
+
+def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:
+    """Return a table of `auto` beside no adaptation and the best fixed row of each shift; empty without any `auto`.
+
+    Only rows that have all of FedAvg's seeds are compared. A client that is tested in several seeds counts for each.
+
+    Parameters
+    ----------
+    kept : mapping
+        Cell → seed → content.
+    """
+    lines = []
+    for table in (one for one in protocol.tables if not one.measure):
+        found, clients = compare(table, kept), client_values(table, kept)
+        for column in found.columns:
+            means = comparable_means(found, column)
+            fixed = {label: mean for label, mean in means.items() if label != AUTO}
+            if AUTO not in means or FEDAVG not in fixed or column == AVERAGE:
+                continue
+            best = max(fixed, key=lambda label: fixed[label])
+            chosen, none = clients[AUTO][column], clients[FEDAVG][column]
+            gains = np.concatenate([chosen[seed] - none[seed] for seed in sorted(none)])
+            numbers = [fixed[FEDAVG], fixed[best], means[AUTO], fixed[best] - means[AUTO], gains.min()]
+            shown = [f"{number:.1f}" for number in numbers]
+            shown[1] += f" (`{best}`)"
+            worse = f"{(gains < -1 - 1e-9).sum()} of {len(gains)}"
+            lines.append(f"| {table.title} | {column} | {' | '.join(shown)} | {worse} | {len(none)} |")
+    if not lines:
+        return ""
+    head = ["table", "shift", f"`{FEDAVG}`, %", "best fixed, %", "`auto`, %", "below the best"]
+    head += ["worst client over none", "more than 1 below none", "seeds"]
+    return "\n".join([f"| {' | '.join(head)} |", "| --- | --- |" + " --: |" * 7, *lines])

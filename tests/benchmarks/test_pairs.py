@@ -12,6 +12,7 @@ from fedtta.benchmarks.tables.comparison import Comparison, compare
 from fedtta.benchmarks.tables.pairs import (
     Difference,
     baselines,
+    choices_table,
     client_values,
     comparable_means,
     compared_columns,
@@ -197,3 +198,21 @@ def test_leaders_of_each_shift() -> None:
     assert leaders_table(protocol, {}) == ""
     kept["c"][2] = {"rows": {label: one for label, one in ROWS.items() if label != "fedthe"}}
     assert "fedthe" not in leaders_table(protocol, kept)  # it lacks a seed
+
+
+def test_auto_beside_the_best_fixed_row_of_each_shift() -> None:
+    protocol = Protocol("p", "", {}, (), (table_of(Cell("c", "C", Settings())),))
+    rows = {"fedavg": row(a="50 60", b="50 60"), "btfl": row(a="70 70", b="40 40")}
+    chosen = {"auto": row(a="71 61", b="49 58")}
+    kept = {"c": {1: {"rows": {**rows, **chosen}}, 2: {"rows": {**rows, "auto": row(a="70 70", b="50 60")}}}}
+    assert choices_table(protocol, kept).splitlines()[2:] == [
+        "| Made up | a | 55.0 | 70.0 (`btfl`) | 68.0 | 2.0 | 1.0 | 0 of 4 | 2 |",
+        "| Made up | b | 55.0 | 55.0 (`fedavg`) | 54.2 | 0.8 | -2.0 | 1 of 4 | 2 |",
+    ]
+    assert choices_table(protocol, {"c": {1: {"rows": rows}}}) == ""
+
+
+def test_auto_is_no_baseline() -> None:
+    table = table_of(Cell("c", "C", Settings()))
+    kept = {"c": {1: {"rows": {"fedavg": row(a="50 60"), "auto": row(a="70 70"), "tent": row(a="60 60")}}}}
+    assert baselines(table, compare(table, kept), "a") == ["fedavg", "tent"]
