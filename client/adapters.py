@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fedtta.messages.requests import AdapterRow
 from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
-from fedtta.tta.auto import Candidate
-from fedtta.tta.estimates import Calibration
+from fedtta.tta.auto import Candidates, Gains
 from fedtta.tta.registry import create, info
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def make_adapter(
     statistics: Statistics | None = None,
     rates: Mapping[str, Mapping[str, float]] | None = None,
     neighbours: Memorized | None = None,
-    gains: Mapping[str, Calibration] | None = None,
+    gains: Gains | None = None,
     **given: Any,
 ) -> Adapter:
     """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.
@@ -56,12 +55,10 @@ def make_adapter(
     network: Any = model  # of the adapters that take an `ExportedNetwork`, none asks for more than it has
     store = neighbours.store if neighbours else None
 
-    def candidate(name: str) -> Candidate:
-        one = candidate_row(name)
-        make = lambda network: make_adapter(one, network, settings, statistics, rates, neighbours)  # noqa: E731
-        return Candidate(make, (gains or {})[name])
+    def maker(name: str) -> Callable[[Any], Adapter]:
+        return lambda network: make_adapter(candidate_row(name), network, settings, statistics, rates, neighbours)
 
-    candidates = None if gains is None else {name: candidate(name) for name in gains}
+    candidates = None if gains is None else Candidates({name: maker(name) for name in gains.of}, gains)
     adapter = create(row.adapter, network, statistics, variant_rates, store, candidates, settings.clients, **options)
     if neighbours is not None and "weight" not in row.options:
         from fedtta.tta.knn_per import KNNPer

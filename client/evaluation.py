@@ -24,7 +24,7 @@ from fedtta.models.accelerator import clock
 from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.arrays import to_host
-from fedtta.tta.auto import NONE, USUAL, calibrate_gains
+from fedtta.tta.auto import NONE, USUAL, Gains, calibrate_gains
 from fedtta.tta.estimates import Calibration, Signals, calibrations, estimates, signals
 from fedtta.tta.heads import two_heads
 from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
@@ -87,13 +87,13 @@ class Calibrated:
         The calibrations of its estimates by name (`fedtta.tta.estimates`); empty where they are not asked for.
     heads : bool
         See `Labelled`.
-    gains : dict or None
+    gains : Gains or None
         Those of what its adapter chooses from, if it does (`fedtta.tta.auto`).
     """
 
     known: dict[str, Calibration]
     heads: bool = False
-    gains: dict[str, Calibration] | None = None
+    gains: Gains | None = None
 
 
 def memorizes(row: AdapterRow) -> bool:
@@ -189,7 +189,7 @@ def gains_of(
     rates: Mapping[str, Mapping[str, float]] | None = None,
     neighbours: Neighbours | None = None,
     usual: Sequence[str] = USUAL,
-) -> dict[str, Calibration]:
+) -> Gains:
     """Return the calibrated gains of what a row's adapter chooses from, each with default options.
 
     Parameters
@@ -211,9 +211,8 @@ def gains_of(
     if nested := [name for name, one in rows.items() if chooses(one)]:
         raise ValueError(f"{row.label}: {nested[0]} cannot be a candidate")
     known = samples, model, statistics, settings, rates, neighbours
-    found = {name: predicted_by(one, *known) for name, one in rows.items()}
-    predicted = {name: to_host(torch.cat(parts)) for name, (parts, _) in found.items()}
-    return calibrate_gains(predicted, {name: correct for name, (_, correct) in found.items()})
+    predicted = {name: to_host(torch.cat(predicted_by(one, *known)[0])) for name, one in rows.items()}
+    return calibrate_gains(predicted, to_host(samples.y))
 
 
 def _fitting(usual: Sequence[str], model: TwoHead, statistics: Statistics | None) -> list[str]:
@@ -234,7 +233,7 @@ def predicted_by(
     settings: Settings,
     rates: Mapping[str, Mapping[str, float]] | None = None,
     neighbours: Neighbours | None = None,
-    gains: Mapping[str, Calibration] | None = None,
+    gains: Gains | None = None,
 ) -> tuple[list[Tensor], NDArray[np.bool_]]:
     """Return what a fresh adapter predicts for samples as a stream, batch by batch, and which are right [n]."""
     total = _count(row, len(samples.y), settings)

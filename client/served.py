@@ -24,6 +24,7 @@ from fedtta.models import Preprocessing, load_arrays, save_arrays
 from fedtta.settings import Scalar, Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.arrays import softmax_of, to_host
+from fedtta.tta.auto import Gains
 from fedtta.tta.estimates import Calibration
 
 if TYPE_CHECKING:
@@ -81,8 +82,8 @@ class ServedModel(ABC):
     datastore : Datastore or None
     chosen : mapping
         Options that validation data chose, where the row does not say otherwise.
-    gains : mapping
-        What validation data say about the candidates of an adapter that chooses among others, by name, in order.
+    gains : Gains or None
+        What validation data say about the candidates of an adapter that chooses among others.
     origin : str
         "<run>/<training>/<round>".
     """
@@ -97,7 +98,7 @@ class ServedModel(ABC):
     rates: Mapping[str, Mapping[str, float]] | None = None
     datastore: Datastore | None = None
     chosen: Mapping[str, float] = field(default_factory=dict)
-    gains: Mapping[str, Calibration] = field(default_factory=dict)
+    gains: Gains | None = None
     origin: str = ""
 
     @abstractmethod
@@ -134,7 +135,7 @@ class ServedModel(ABC):
         settings: dict[str, Any] = dict(self.settings)
         row = replace(self.row, options={**self.chosen, **self.row.options})
         needed = Settings(**settings), self.statistics, self.rates, self._neighbours()
-        made = make_adapter(row, self.network, *needed, self.gains or None)
+        made = make_adapter(row, self.network, *needed, self.gains)
         if made.takes_whole_set:
             raise ValueError(f"{self.row.label} takes a whole test set, which a stream never is")
         made.reset()
@@ -192,7 +193,9 @@ class ServedModel(ABC):
             "origin": self.origin,
         }
         if self.gains:  # left out where there are none: models of former versions have the digests they had
-            about["gains"] = [[name, one.offset, one.variance] for name, one in self.gains.items()]
+            about["gains"] = [[name, one.offset, one.variance] for name, one in self.gains.of.items()]
+            if self.gains.shares:
+                about["shares"] = list(self.gains.shares)
         return json.dumps(about, sort_keys=True, allow_nan=False)
 
     def arrays(self) -> Arrays:
@@ -243,7 +246,7 @@ class Rest:
             "baseline": Baseline(arrays["usual.shares"], float(arrays["usual.entropy"])),
             "rates": _rates(arrays, about["variants"]),
             "chosen": about["chosen"],
-            "gains": {name: Calibration(*values) for name, *values in about.get("gains", [])},
+            "gains": _gains(about),
             "origin": about["origin"],
         }
         statistics = _part(arrays, "statistics.") if about["statistics"] else None
@@ -253,6 +256,12 @@ class Rest:
         """Raise ValueError if a model read from `folder` is not that of the file."""
         if served.digest() != self.digest:
             raise ValueError(f"{folder}: {NETWORK} and {REST} do not belong together")
+
+
+def _gains(about: Mapping[str, Any]) -> Gains | None:
+    """Return what a model's file says of candidates; models of former versions do not tell class shares."""
+    of = {name: Calibration(*values) for name, *values in about.get("gains", [])}
+    return Gains(of, tuple(about.get("shares", ()))) if of else None
 
 
 def entropy(probabilities: NDArray[Any]) -> NDArray[np.float64]:

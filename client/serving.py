@@ -25,7 +25,7 @@ from fedtta.models.accelerator import ahead
 from fedtta.models.arrays import to_device
 from fedtta.settings import Settings
 from fedtta.tta import Statistics
-from fedtta.tta.estimates import Calibration
+from fedtta.tta.auto import Gains
 from fedtta.tta.knn_per import Datastore, KNNPer
 from fedtta.tta.registry import info
 
@@ -97,7 +97,7 @@ def serve(
     statistics: Statistics | None,
     rates: Mapping[str, Mapping[str, float]] | None,
     neighbours: Neighbours | None,
-    gains: Mapping[str, Calibration] | None = None,
+    gains: Gains | None = None,
 ) -> Served:
     """Return what makes a row's adapter, after making it once; what follows from validation data is fixed by that.
 
@@ -112,7 +112,7 @@ def serve(
     variant = str(row.options.get("adapt", "all"))
     own = {variant: dict((rates or {})[variant])} if "rates" in info(row.adapter).needs else None
     store = neighbours.store if neighbours else None
-    served = Served(row, network, dict(spec), followed, classes, baseline, statistics, own, store, chosen, gains or {})
+    served = Served(row, network, dict(spec), followed, classes, baseline, statistics, own, store, chosen, gains)
     served.build()
     return served
 

@@ -1,13 +1,16 @@
 """auto: choose among adapters without labels, by what each is estimated to gain over not adapting.
 
-There is no paper. The estimate is `label_shift` (`fedtta.tta.estimates`): v_a is the probability that the unadapted
-network gives to the class which candidate a predicts, after the class shares of the last W samples have been estimated
-again; c_a is whether a is right. Calibrated on the client's validation split,
+There is no paper. The estimate is `label_shift` (`fedtta.tta.estimates`) with one difference: v_a is the probability
+that the unadapted network gives to the class which candidate a predicts, given the class shares of the last W samples;
+c_a is whether a is right. Calibrated on the client's validation split,
 
     gain(a) = mean of (v_a - v_none) over the last W samples + mean of ((c_a - v_a) - (c_none - v_none)) over validation
 
-Both are means of differences on the same samples: what the estimate gets wrong about both alike cancels. The choice is
-the candidate with the largest
+Both are means of differences on the same samples: what the estimate gets wrong about both alike cancels. The class
+shares are those of the validation split, with half a sample more of each class, until the W samples tell otherwise, by
+a likelihood-ratio test at level `LEVEL`; from then on they are estimated again. So a device that sees its own classes
+knows from the first samples which candidate is best there, however blurred they are, and one that sees others' classes
+finds out. The choice is the candidate with the largest
 
     gain(a) - caution · its standard error,
 
@@ -35,6 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -43,7 +47,7 @@ from fedtta.tta.arrays import namespace, to_host
 from fedtta.tta.base import Adapter, prefixed
 from fedtta.tta.checks import check_finite, check_least, check_number, class_count
 from fedtta.tta.drift import DriftTest, outputs
-from fedtta.tta.estimates import Calibration, Signals, calibrated, judged, slid, with_new_shares
+from fedtta.tta.estimates import Calibration, Signals, calibrated, class_shares, judged, slid, with_shares
 from fedtta.tta.registry import LIGHT
 
 if TYPE_CHECKING:
@@ -62,39 +66,87 @@ SERVED = tuple(name for name in USUAL if name in OF_OUTPUTS)
 CAUSES = ("the first samples", "a probe in its turn", "the samples after drift", "later samples")
 FIRST, IN_TURN, DRIFT, LATER = range(len(CAUSES))
 PARTS = 20  # of the window; when one of them is new, the choice is made again
+LEVEL = 0.01  # of the test whether a stream has the class shares of the validation split
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """An adapter that may be chosen.
+class Gains:
+    """What a client's labelled samples say about candidates.
 
     Parameters
     ----------
-    make : callable
-        Makes a new one for a network.
-    gain : Calibration
-        Of v_a - v_none and c_a - c_none.
+    of : mapping
+        Name → the calibration of v_a - v_none and c_a - c_none; "none" is among them.
+    shares : tuple of float
+        Class shares of the samples, [K]; empty, as in models of former versions: those of a stream are always
+        estimated again.
     """
 
-    make: Callable[[nn.Module], Adapter]
-    gain: Calibration
+    of: Mapping[str, Calibration]
+    shares: tuple[float, ...] = ()
 
 
-def calibrate_gains(
-    predicted: Mapping[str, NDArray[Any]], correct: Mapping[str, NDArray[Any]]
-) -> dict[str, Calibration]:
+@dataclass(frozen=True)
+class Candidates:
+    """The adapters that may be chosen.
+
+    Parameters
+    ----------
+    make : mapping
+        Name → what makes a new one for a network.
+    gains : Gains
+        Of all of them.
+    """
+
+    make: Mapping[str, Callable[[nn.Module], Adapter]]
+    gains: Gains
+
+
+def calibrate_gains(predicted: Mapping[str, NDArray[Any]], labels: NDArray[Any]) -> Gains:
     """Return the calibrated gain of each candidate, given what new ones predict for the same labelled samples.
 
     Parameters
     ----------
     predicted : mapping
         Name → probabilities [n, K], n at least 1; "none" is among them.
-    correct : mapping
-        Name → whether they are right, bool [n].
+    labels : int [n]
     """
-    posterior = with_new_shares(predicted[NONE])
-    missed = {name: correct[name] - judged(posterior, rows.argmax(1)) for name, rows in predicted.items()}
-    return {name: calibrated(values - missed[NONE], least=-2) for name, values in missed.items()}
+    count = predicted[NONE].shape[1]
+    shares = (np.bincount(labels, minlength=count) + 0.5) / (len(labels) + 0.5 * count)
+    posterior = with_shares(predicted[NONE], shares)
+    best = {name: rows.argmax(1) for name, rows in predicted.items()}
+    missed = {name: (classes == labels) - judged(posterior, classes) for name, classes in best.items()}
+    of = {name: calibrated(values - missed[NONE], least=-2) for name, values in missed.items()}
+    return Gains(of, tuple(shares.tolist()))
+
+
+def likely_shares(probabilities: NDArray[Any], own: NDArray[Any]) -> NDArray[np.float64]:
+    """Return the class shares [K] of samples: a client's own unless they are unlikely, else those estimated again.
+
+    Twice the logarithm of the likelihood ratio of both is χ² with K - 1 degrees of freedom where the own shares hold
+    (Wilks 1938).
+
+    Parameters
+    ----------
+    probabilities : [n, K]
+        Of the unadapted network.
+    own : [K]
+        Positive; or empty.
+    """
+    p = np.asarray(probabilities, np.float64)
+    found = class_shares(p)
+    if not len(own):
+        return found
+    ratio = 2 * float(np.log((p @ found) / (p @ own)).sum())
+    return found if ratio > chi_square_quantile(1 - LEVEL, p.shape[1] - 1) else np.asarray(own, np.float64)
+
+
+def chi_square_quantile(share: float, degrees: int) -> float:
+    """Return the quantile of the χ² distribution, to 1 % from one degree of freedom on (Wilson and Hilferty 1931)."""
+    if degrees == 0:
+        return 0.0
+    spread = 2 / (9 * degrees)
+    return float(degrees * (1 - spread + NormalDist().inv_cdf(share) * math.sqrt(spread)) ** 3)
 
 
 class _Once:
@@ -167,8 +219,8 @@ class Auto(Adapter):
     ----------
     model : nn.Module
         A network with `features` and `head` (`fedtta.models.TwoHead`), or one that gives numpy arrays.
-    candidates : mapping
-        Name → candidate, "none" among them.
+    candidates : Candidates
+        "none" is among them.
     among : str
         Names of the candidates, as "none+fedthe+tent"; all of them must be in `candidates`. Empty: those of `USUAL`
         that fit the network.
@@ -208,7 +260,7 @@ class Auto(Adapter):
     def __init__(
         self,
         model: nn.Module,
-        candidates: Mapping[str, Candidate],
+        candidates: Candidates,
         *,
         among: str = "",
         probe: int = 200,
@@ -224,9 +276,10 @@ class Auto(Adapter):
         check_number("margin", margin, 0, 1)
         if 0 < every < probe:
             raise ValueError(f"every={every}: allowed is 0, or at least probe={probe}")
-        wanted = [name for name in among.split("+") if name] or list(candidates)
-        if missing := sorted({NONE, *wanted} - set(candidates)):
-            raise ValueError(f"auto: {', '.join(missing)} not calibrated; there are: {', '.join(candidates)}")
+        calibrated = candidates.gains.of
+        wanted = [name for name in among.split("+") if name] or list(calibrated)
+        if missing := sorted({NONE, *wanted} - set(calibrated)):
+            raise ValueError(f"auto: {', '.join(missing)} not calibrated; there are: {', '.join(calibrated)}")
         super().__init__(model, record=record)
         self.names = (NONE, *(name for name in dict.fromkeys(wanted) if name != NONE))
         self.probe, self.every, self.caution, self.margin = probe, every, caution, margin
@@ -234,9 +287,12 @@ class Auto(Adapter):
         self._once = _Once(model)
         self._windows: Signals = {}
         self._classes = class_count(model, None)
-        self._gains = {name: candidates[name].gain for name in self.names}
+        self._own = np.array(candidates.gains.shares)
+        if len(self._own) not in (0, self._classes):
+            raise ValueError(f"auto: class shares of {len(self._own)} classes; the network has {self._classes}")
+        self._gains = {name: calibrated[name] for name in self.names}
         self.candidates = {
-            name: candidates[name].make(cast("nn.Module", self._once) if name in OF_OUTPUTS else model)
+            name: candidates.make[name](cast("nn.Module", self._once) if name in OF_OUTPUTS else model)
             for name in self.names
         }
         self._pausing = tuple(name for name in self.names if name not in OF_OUTPUTS)
@@ -341,7 +397,7 @@ class Auto(Adapter):
         best, most = NONE, self.margin
         if running == (NONE,):
             return best
-        posterior = with_new_shares(self._windows[PLAIN])
+        posterior = with_shares(self._windows[PLAIN], likely_shares(self._windows[PLAIN], self._own))
         none = judged(posterior, self._windows[NONE])
         for name in running[1:]:
             n = len(self._windows[name])

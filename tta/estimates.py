@@ -103,11 +103,10 @@ def slid(window: Signals, batch: Signals, size: int) -> Signals:
     return {name: np.concatenate((window.get(name, values[:0]), values))[-size:] for name, values in batch.items()}
 
 
-def with_new_shares(probabilities: NDArray[Any]) -> Values:
-    """Return probabilities [n, K] after the class shares have been estimated again from all n samples.
+def class_shares(probabilities: NDArray[Any]) -> Values:
+    """Return the class shares q [K] of samples, estimated from probabilities [n, K] of a network.
 
-    A class that a network trained on equal shares expects with p_k is as likely as p_k q_k, normalized, where the share
-    is q_k; q is the mean of these, which expectation maximization finds, starting from equal shares.
+    They maximize the likelihood Π_i Σ_k q_k p_ik; expectation maximization, starting from equal shares.
     """
     p = np.asarray(probabilities, np.float64)
     before = shares = np.full(p.shape[1], 1 / p.shape[1])
@@ -115,12 +114,25 @@ def with_new_shares(probabilities: NDArray[Any]) -> Values:
         before, shares = shares, shares * ((1 / (p @ shares)) @ p) / len(p)  # the mean of what is returned
         if np.abs(shares - before).max() < EM_CHANGE:
             break
-    found: Values = p * before
+    return before
+
+
+def with_shares(probabilities: NDArray[Any], shares: NDArray[Any]) -> Values:
+    """Return probabilities [n, K] given class shares q [K].
+
+    A class that a network trained on equal shares expects with p_k is as likely as p_k q_k, normalized.
+    """
+    found: Values = np.asarray(probabilities, np.float64) * shares
     return found / found.sum(1, keepdims=True)
 
 
+def with_new_shares(probabilities: NDArray[Any]) -> Values:
+    """Return probabilities [n, K] after the class shares have been estimated again from all n samples."""
+    return with_shares(probabilities, class_shares(probabilities))
+
+
 def judged(probabilities: NDArray[Any], classes: NDArray[Any]) -> Values:
-    """Return the probability [n] of each predicted class [n], given `with_new_shares` [n, K]."""
+    """Return the probability [n] of each predicted class [n], given those of all classes, [n, K]."""
     return np.take_along_axis(probabilities, np.asarray(classes, np.int64)[:, None], 1)[:, 0]
 
 

@@ -90,7 +90,7 @@ def create(
     statistics: Statistics | None = None,
     rates: Mapping[str, float] | None = None,
     datastore: Datastore | None = None,
-    candidates: Mapping[str, Any] | None = None,
+    candidates: Any = None,
     clients: int | None = None,
     **options: Any,
 ) -> Adapter:
@@ -108,8 +108,8 @@ def create(
         Learned adaptation rates, if the adapter needs them.
     datastore : Datastore or None
         The client's memorised samples, if the adapter needs them.
-    candidates : mapping or None
-        What the adapter chooses from, if it needs that: name → `fedtta.tta.auto.Candidate`.
+    candidates : Candidates or None
+        What the adapter chooses from, if it needs that (`fedtta.tta.auto`).
     clients : int or None
         How many clients the means in `statistics` are over, of which some options make use.
     **options

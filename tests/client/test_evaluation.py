@@ -20,7 +20,7 @@ from fedtta.models import TwoHead
 from fedtta.settings import Settings
 from fedtta.tta.atp import modules
 from fedtta.tta.augmix import AugMix
-from fedtta.tta.auto import Candidate, calibrate_gains
+from fedtta.tta.auto import Candidates, calibrate_gains
 from fedtta.tta.views import Views
 from tests.client.tiny import Client as Device
 from tests.client.tiny import Task, device, federation, global_arrays, images, network, settings
@@ -343,9 +343,7 @@ def test_auto_chooses_by_labelled_samples(trained: tuple[Device, Arrays, Arrays]
         for name in ("none", "personal", "fedthe", "t3a")
     }
     predicted = {name: make(model).predict(x).numpy() for name, make in makers.items()}
-    right = {name: rows.argmax(1) == y.numpy() for name, rows in predicted.items()}
-    gains, choices = calibrate_gains(predicted, right), list[int]()
-    candidates = {name: Candidate(make, gains[name]) for name, make in makers.items()}
+    candidates, choices = Candidates(makers, calibrate_gains(predicted, y.numpy())), list[int]()
     for shift, count in zip(SHIFTS, correct, strict=True):
         samples = stream_of(client, shift)
         adapter = tta.create("auto", model, candidates=candidates, probe=8, caution=0.0)

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from fedtta import tta
 from fedtta.models.two_head import TwoHead
 from fedtta.tta import ADAPTERS, Adapter, Collaborator, Statistics
-from fedtta.tta.auto import Candidate
+from fedtta.tta.auto import Candidates, Gains
 from fedtta.tta.base import NEEDS
 from fedtta.tta.collaborator import SHARES
 from fedtta.tta.estimates import Calibration
@@ -133,7 +133,7 @@ def store() -> Datastore:
         return Datastore(network().features(images(20, seed=9)), torch.arange(20) % CLASSES)
 
 
-def candidates() -> dict[str, Candidate]:
+def candidates() -> Candidates:
     """Such that a choice changes now and then: with and without state, on the network's outputs and on a copy of it."""
     makers: dict[str, Any] = {
         "personal": lambda network: tta.create("personal", network, record=False),
@@ -141,7 +141,7 @@ def candidates() -> dict[str, Candidate]:
         "t3a": lambda network: tta.create("t3a", network, support=2, record=False),
         "tent": lambda network: tta.create("tent", network, lr=0.05, record=False),
     }
-    return {name: Candidate(make, Calibration(0.1, 0.0)) for name, make in makers.items()}
+    return Candidates(makers, Gains(dict.fromkeys(makers, Calibration(0.1, 0.0))))
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
+from scipy.stats import chi2
 from torch import Tensor, nn
 
 from fedtta import tta
 from fedtta.models.two_head import TwoHead
-from fedtta.tta.auto import Auto, Candidate, calibrate_gains
+from fedtta.tta.auto import LEVEL, Auto, Candidates, Gains, calibrate_gains, chi_square_quantile, likely_shares
 from fedtta.tta.drift import DriftTest, outputs
-from fedtta.tta.estimates import Calibration, judged, with_new_shares
+from fedtta.tta.estimates import Calibration, class_shares, judged, with_new_shares
 
 K = 4
 ALL = ("none", "personal", "fixed_mix", "t3a", "pausing")
@@ -39,26 +43,35 @@ def samples(count: int, seed: int = 1) -> Tensor:
     return torch.randn(count, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def made(model: TwoHead, names: tuple[str, ...] = ALL) -> dict[str, Candidate]:
+def made(model: TwoHead, names: tuple[str, ...] = ALL) -> Candidates:
     """Candidates, calibrated on samples whose label is what the personal head says, with exceptions."""
-    makers = {name: (lambda network, name=name: tta.create(ADAPTERS[name], network, record=False)) for name in names}
+    makers: dict[str, Any] = {
+        name: (lambda network, name=name: tta.create(ADAPTERS[name], network, record=False)) for name in names
+    }
     x = samples(60, seed=2)
     labels = model.personal_head(x).argmax(1)
     labels[::7] = (labels[::7] + 1) % K
     predicted = {name: tta.create(ADAPTERS[name], model).predict(x).numpy() for name in names}
-    correct = {name: rows.argmax(1) == labels.numpy() for name, rows in predicted.items()}
-    gains = calibrate_gains(predicted, correct)
-    return {name: Candidate(makers[name], gain) for name, gain in gains.items()}
+    return Candidates(makers, calibrate_gains(predicted, labels.numpy()))
 
 
-def shares(p: np.ndarray) -> np.ndarray:
+def given(p: np.ndarray, q: Sequence[float]) -> np.ndarray:
+    """Probabilities given class shares, in a loop over samples."""
+    rows = [[one * share for one, share in zip(row, q, strict=True)] for row in p.tolist()]
+    return np.array([[one / sum(row) for one in row] for row in rows])
+
+
+def shares(p: np.ndarray) -> list[float]:
     """Expectation maximization as a loop over samples, for a hundred steps."""
     q = [1 / K] * K
-    for _ in range(100):
-        rows = [[one * share for one, share in zip(row, q, strict=True)] for row in p.tolist()]
-        rows = [[one / sum(row) for one in row] for row in rows]
+    for _ in range(99):
+        rows = given(p, q).tolist()
         q = [sum(row[k] for row in rows) / len(rows) for k in range(K)]
-    return np.array(rows)
+    return q
+
+
+def log_likelihood(p: np.ndarray, q: Sequence[float]) -> float:
+    return sum(math.log(sum(one * share for one, share in zip(row, q, strict=True))) for row in p.tolist())
 
 
 def variance_of_mean(values: list[float], low: float, high: float) -> float:
@@ -90,13 +103,14 @@ def by_hand(model: TwoHead, stream: Tensor, probe: int, every: int, caution: flo
     return choices, torch.cat(rows)
 
 
-def best_by_hand(
-    candidates: dict[str, Candidate], past: dict[str, list[np.ndarray]], running: list[str], caution: float
-) -> str:
-    posterior = shares(np.stack(past["none"]))
+def best_by_hand(candidates: Candidates, past: dict[str, list[np.ndarray]], running: list[str], caution: float) -> str:
+    plain, own = np.stack(past["none"]), candidates.gains.shares
+    new = shares(plain)
+    unlikely = 2 * (log_likelihood(plain, new) - log_likelihood(plain, own)) > chi2.ppf(1 - LEVEL, K - 1)
+    posterior = given(plain, new if unlikely else own)
     best, most = "none", 0.0
     for name in running[1:]:
-        known, n = candidates[name].gain, len(past[name])
+        known, n = candidates.gains.of[name], len(past[name])
         gains = [
             row[other.argmax()] - row[plain.argmax()]
             for row, other, plain in zip(posterior[-n:], past[name], past["none"][-n:], strict=True)
@@ -124,17 +138,50 @@ def test_calibration_is_that_of_a_loop_over_labelled_samples() -> None:
     draw = np.random.default_rng(1)
     predicted = {name: draw.dirichlet([0.5] * K, 40) for name in ("none", "other")}
     labels = draw.integers(K, size=40)
-    correct = {name: rows.argmax(1) == labels for name, rows in predicted.items()}
-    found = calibrate_gains(predicted, correct)
-    posterior = shares(predicted["none"])
+    found = calibrate_gains(predicted, labels)
+    own = [(labels.tolist().count(k) + 0.5) / (40 + 0.5 * K) for k in range(K)]
+    assert found.shares == pytest.approx(own)
+    assert sum(found.shares) == pytest.approx(1)
+    posterior = given(predicted["none"], own)
     missed = []
     for i, label in enumerate(labels.tolist()):
         c = [float(predicted[name][i].argmax() == label) for name in ("other", "none")]
         v = [posterior[i][predicted[name][i].argmax()] for name in ("other", "none")]
         missed.append((c[0] - v[0]) - (c[1] - v[1]))
-    assert found["other"].offset == pytest.approx(sum(missed) / 40, abs=1e-5)
-    assert found["other"].variance == pytest.approx(variance_of_mean(missed, -2, 2), abs=1e-6)
-    assert found["none"].offset == 0
+    assert found.of["other"].offset == pytest.approx(sum(missed) / 40)
+    assert found.of["other"].variance == pytest.approx(variance_of_mean(missed, -2, 2))
+    assert found.of["none"].offset == 0
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 9, 99])
+@pytest.mark.parametrize("share", [0.5, 0.95, 1 - LEVEL])
+def test_the_quantile_of_chi_square_is_near_that_of_scipy(degrees: int, share: float) -> None:
+    assert chi_square_quantile(share, degrees) == pytest.approx(chi2.ppf(share, degrees), rel=0.05)
+    assert chi_square_quantile(share, 9) == pytest.approx(chi2.ppf(share, 9), rel=0.01)
+
+
+def drawn(q: Sequence[float], seed: int, count: int) -> np.ndarray:
+    """Probabilities of a network that knows how classes look, under equal shares; 2 units between their means."""
+    draw = np.random.default_rng(seed)
+    z = 2 * np.eye(K)[draw.choice(K, count, p=q)] + draw.normal(size=(count, K))
+    rows: np.ndarray = np.exp(2 * z)
+    return rows / rows.sum(1, keepdims=True)
+
+
+@settings(max_examples=50)
+@hypothesis.given(st.integers(0, 10_000))
+def test_own_shares_are_dropped_for_other_classes_alone(seed: int) -> None:
+    own = np.array([0.6, 0.3, 0.05, 0.05])
+    p = drawn(own[::-1], seed, 60)
+    np.testing.assert_array_equal(likely_shares(p, own), class_shares(p))
+    np.testing.assert_array_equal(likely_shares(p, np.empty(0)), class_shares(p))
+    np.testing.assert_array_equal(likely_shares(p[:1], own), own)  # one sample is no evidence
+
+
+def test_own_shares_are_dropped_by_mistake_as_rarely_as_stated() -> None:
+    own = np.array([0.4, 0.3, 0.2, 0.1])
+    wrong = sum(likely_shares(drawn(own, seed, 200), own) is not own for seed in range(400))
+    assert wrong <= 12  # binomial, 400 times 1 %: above 12 with probability 0.0003
 
 
 def test_one_pass_of_the_network_serves_all_that_need_its_outputs_alone() -> None:
@@ -180,7 +227,9 @@ class Counted(tta.ADAPTERS["none"]):  # type: ignore[misc, name-defined]
 def counting(gain: float, **options: Any) -> tuple[Auto, Counted]:
     """auto between "none" and one counted candidate whose gain is large, or largely negative."""
     model = network()
-    candidates = made(model, ("none",)) | {"counted": Candidate(Counted, Calibration(gain, 0.0))}
+    none = made(model, ("none",))
+    gains = Gains({**none.gains.of, "counted": Calibration(gain, 0.0)})
+    candidates = Candidates({**none.make, "counted": Counted}, gains)
     adapter = tta.create("auto", model, candidates=candidates, probe=20, **options)
     assert isinstance(adapter, Auto)
     one: Any = adapter.candidates["counted"]
@@ -282,14 +331,13 @@ def test_a_real_change_begins_a_probe_also_after_a_restart() -> None:
     assert three.calls == before
 
 
-@given(st.integers(0, 50), st.integers(1, 24))
+@hypothesis.given(st.integers(0, 50), st.integers(1, 24))
 def test_no_gain_no_choice(seed: int, size: int) -> None:
     """Of candidates that predict what "none" predicts, and of those without evidence, none is chosen."""
     model = network(seed)
-    twin = {
-        "none": made(model, ("none",))["none"],
-        "twin": Candidate(lambda n: tta.create("none", n), Calibration(0.0, 0.0)),
-    }
+    nothing = Calibration(0.0, 0.0)
+    make = dict.fromkeys(("none", "twin"), lambda n: tta.create("none", n))
+    twin = Candidates(make, Gains({"none": nothing, "twin": nothing}))
     adapter, x = tta.create("auto", model, candidates=twin, caution=0.5), samples(24, seed)
     for part in x.split(size):
         assert torch.equal(adapter.predict(part), model(part).softmax(1))
@@ -297,7 +345,7 @@ def test_no_gain_no_choice(seed: int, size: int) -> None:
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 50), st.integers(1, 12))
+@hypothesis.given(st.integers(0, 50), st.integers(1, 12))
 def test_later_samples_change_nothing(seed: int, cut: int) -> None:
     model = network()
     one, two = (tta.create("auto", model, candidates=made(model), probe=8, every=12) for _ in range(2))
@@ -321,6 +369,10 @@ def test_among_and_ranges() -> None:
             tta.create("auto", model, candidates=made(model), **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="auto needs candidates"):
         tta.create("auto", model)
+    candidates = made(model)
+    other = dataclasses.replace(candidates, gains=Gains(candidates.gains.of, (0.5, 0.5)))
+    with pytest.raises(ValueError, match="class shares of 2 classes; the network has 4"):
+        tta.create("auto", model, candidates=other)
 
 
 def test_states_with_a_choice_or_windows_that_do_not_fit_are_refused() -> None:
@@ -342,5 +394,6 @@ def test_states_with_a_choice_or_windows_that_do_not_fit_are_refused() -> None:
 
 def test_new_shares_are_those_of_a_loop() -> None:
     p = np.random.default_rng(3).dirichlet([0.4] * K, 30)
-    np.testing.assert_allclose(with_new_shares(p), shares(p), atol=1e-3)
+    np.testing.assert_allclose(class_shares(p), shares(p), atol=1e-4)
+    np.testing.assert_allclose(with_new_shares(p), given(p, shares(p)), atol=1e-3)
     assert judged(p, p.argmax(1)).tolist() == p.max(1).tolist()

@@ -21,7 +21,7 @@ from fedtta.client.node import make_device
 from fedtta.client.serving import Served
 from fedtta.messages.replies import Evaluated, Telemetry
 from fedtta.messages.requests import AdapterRow, Observe
-from fedtta.tta.auto import SERVED, calibrate_gains
+from fedtta.tta.auto import SERVED, Gains, calibrate_gains
 from fedtta.tta.estimates import Calibration
 from tests.client.agent.world import (
     config,
@@ -39,14 +39,14 @@ from tests.client.agent.world import (
 OPTIONS = {"probe": 20, "every": 45, "caution": 0.0}
 ADAPTER = "auto[probe=20;every=45;caution=0.0]"
 #: Such that the stream of `pixels` has several choices: the digits are easy, and all candidates alike on them.
-OFFSETS = {"none": 0.0, "personal": 0.02, "fixed_mix": 0.0, "fedthe": 0.03, "btfl": 0.0, "t3a": 0.1}
+OFFSETS = {"none": 0.0, "personal": 0.05, "fixed_mix": 0.01, "fedthe": 0.018, "btfl": 0.0, "t3a": 0.0}
 
 
 def model() -> Served:
     """The trained client with auto, whose candidates gain a little more than they did."""
     made = served("auto", **OPTIONS)
-    gains = {name: Calibration(OFFSETS[name] + one.offset, one.variance) for name, one in made.gains.items()}
-    return dataclasses.replace(made, gains=gains)
+    gains = {name: Calibration(OFFSETS[name] + one.offset, one.variance) for name, one in made.gains.of.items()}
+    return dataclasses.replace(made, gains=Gains(gains, made.gains.shares))
 
 
 def pixels(count: int = 150) -> NDArray[np.uint8]:
@@ -206,7 +206,7 @@ def test_the_choice_is_told_to_owner_and_server(agents: Any) -> None:
 
 def test_gains_are_those_on_the_validation_split_and_part_of_the_model(tmp_path: Path) -> None:
     made = served("auto")
-    assert tuple(made.gains) == SERVED
+    assert tuple(made.gains.of) == SERVED
     node, request = trained()
     device = make_device(request, node)
     federation = device.federation.in_round(2)
@@ -217,22 +217,32 @@ def test_gains_are_those_on_the_validation_split_and_part_of_the_model(tmp_path:
     for name in SERVED:
         adapter = served(name).build()
         predicted[name] = torch.cat([adapter.predict(part) for part in x.split(256)]).numpy()
-    expected = calibrate_gains(predicted, {name: rows.argmax(1) == y.numpy() for name, rows in predicted.items()})
-    for name, one in expected.items():
-        assert made.gains[name].offset == pytest.approx(one.offset, abs=1e-5)
-        assert made.gains[name].variance == pytest.approx(one.variance, abs=1e-6)
+    expected = calibrate_gains(predicted, y.numpy())
+    for name, one in expected.of.items():
+        assert made.gains.of[name].offset == pytest.approx(one.offset, abs=1e-5)
+        assert made.gains.of[name].variance == pytest.approx(one.variance, abs=1e-6)
     made.save(tmp_path)
     again = Served.load(tmp_path, torch.device("cpu"))
     assert again.gains == made.gains
-    assert list(again.gains) == list(made.gains)
-    assert dataclasses.replace(made, gains={**made.gains, "t3a": Calibration(0.5, 0.0)}).digest() != made.digest()
+    assert list(again.gains.of) == list(made.gains.of)
+    assert (
+        dataclasses.replace(
+            made, gains=Gains({**made.gains.of, "t3a": Calibration(0.5, 0.0)}, made.gains.shares)
+        ).digest()
+        != made.digest()
+    )
+    former = dataclasses.replace(made, gains=Gains(made.gains.of))  # which had no class shares, and have their digest
+    assert "shares" not in json.loads(former._about())
+    former.save(tmp_path)
+    assert Served.load(tmp_path, torch.device("cpu")).gains == former.gains
+    assert former.build().predict(x[:3]).shape == (3, 10)
     assert "gains" not in json.loads(served("fedthe")._about())  # the digests of other models are what they were
 
 
 def test_candidates_can_be_named(tmp_path: Path) -> None:
     node, request = trained()
     made = make_device(request, node).serve(request, AdapterRow("auto", "auto", {"among": "tent+personal"}))
-    assert tuple(made.gains) == ("none", "tent", "personal")
+    assert tuple(made.gains.of) == ("none", "tent", "personal")
     adapter = made.build()
     assert adapter.per == "batch"
     assert adapter.names == ("none", "tent", "personal")  # type: ignore[attr-defined]
@@ -258,10 +268,10 @@ def test_a_federation_brings_the_model_and_a_kept_one_of_another_adapter_waits_f
     without = agent.perform(evaluation(request.arrays, None))  # which the statistics did not come with
     assert isinstance(without, Evaluated)
     assert without.served.startswith("promoted run1/cross_entropy/2/")
-    assert tuple(agent._live.served.gains) == ("none", "personal", "fixed_mix", "t3a")  # type: ignore[union-attr]
+    assert tuple(agent._live.served.gains.of) == ("none", "personal", "fixed_mix", "t3a")  # type: ignore[union-attr]
     again = agent.perform(evaluation(request.arrays, request.statistics))
     assert isinstance(again, Evaluated)
     assert again.served.startswith("promoted")
-    assert tuple(agent._live.served.gains) == SERVED  # type: ignore[union-attr]
+    assert tuple(agent._live.served.gains.of) == SERVED  # type: ignore[union-attr]
     assert agent.predict(sample_images(0, 5)).adapted
     agent.close()

@@ -38,7 +38,7 @@ from fedtta.models.exported import ENCODER
 from fedtta.settings import Settings, SettingsError
 from fedtta.tta import Statistics
 from fedtta.tta.arrays import entropy_of_logits
-from fedtta.tta.auto import SERVED
+from fedtta.tta.auto import SERVED, Gains
 from fedtta.tta.estimates import Calibration
 from fedtta.tta.registry import ADAPTERS, LIGHT, info
 from tests.client.agent.world import TASK, common, config, initial, sample_images, train
@@ -97,7 +97,9 @@ def made(name: str) -> Served:
     settings: Any = {key.replace("-", "_"): value for key, value in Settings().select("adapter").items()}
     classes = tuple(map(str, range(CLASSES)))
     names = [name for name in SERVED if network.features_nonnegative or name != "btfl"]
-    gains = {name: Calibration(0.02 * number, 0.01) for number, name in enumerate(names)}
+    gains = Gains(
+        {name: Calibration(0.02 * number, 0.01) for number, name in enumerate(names)}, (1 / CLASSES,) * CLASSES
+    )
     known: Any = {"statistics": statistics, "gains": gains, "origin": "r/t/1"}
     return Served(AdapterRow("none", "none"), network, spec, settings, classes, Baseline.unknown(CLASSES), **known)
 
