@@ -89,8 +89,12 @@ class Limits(ABC):
             found = clip(arrays_of(replies, self.arrays), names, self.factor)
             for i in found.far:
                 reason = f"{words_of(names, found.distances[i], found.radius)}, pulled back"
-                replies[i] = replies[i].changed(reason, **{self.arrays: found.arrays[i]})
+                replies[i] = replies[i].changed(reason, **{self.arrays: self.repaired(found.arrays[i], names)})
         return replies
+
+    def repaired(self, arrays: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+        """Return arrays of which some were pulled back, with what all such arrays have in common."""
+        return arrays
 
     @abstractmethod
     def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
@@ -200,6 +204,11 @@ class StatisticsLimits(Limits):
     def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
         """See `Limits.groups`."""
         return ([name] for name in arrays if STATISTICS[name].mean)
+
+    def repaired(self, arrays: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+        """Scale distributions to sum to one again, which the clients' median of each number does not."""
+        scaled = {name: arrays[name] / arrays[name].sum() for name in names if STATISTICS[name].distribution}
+        return {**arrays, **scaled}
 
 
 @dataclass

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fedtta.messages.replies import Evaluated, EvaluationResult
+from fedtta.messages.replies import Evaluated, EvaluationResult, Summarized
 from fedtta.server.limits import EvaluationLimits, Limits, RatesLimits, SharedLimits, StatisticsLimits, TrainLimits
 from fedtta.settings import Settings
 from tests.server.test_nodes import IDENTITY
@@ -57,3 +58,17 @@ def test_results_on_other_images_than_the_clients_own() -> None:
     assert why_refused(Settings(), 200, 220, 700, own=40)[:2] == [None] * 2
     assert why_refused(Settings(), 200, 220, 700, own=40)[2] is not None
     assert why_refused(Settings(max_share=0.0), 200, 220, 700, own=40) == [None] * 3
+
+
+def test_a_distribution_that_is_pulled_back_still_sums_to_one() -> None:
+    """The clients' median of each number does not; adapters refuse a mean that sums to anything else."""
+    draw = np.random.default_rng(0)
+    tables = [draw.dirichlet(np.full(9, 5.0)).reshape(3, 3) for _ in range(9)] + [np.diag([1.0, 0.0, 0.0])]
+    counts = {"validation_total": 4, "validation_correct": 1, "personal_validation_correct": 2, "seconds": 0.1}
+    replies = [Summarized(statistics={"confusion": one}, num_examples=5, **counts) for one in tables]
+    limited = StatisticsLimits(3.0, 2.0)(replies)
+    assert [i for i, one in enumerate(limited) if one.reason] == [9]
+    found = limited[9].reply.statistics["confusion"]
+    assert found.sum() == pytest.approx(1, abs=1e-12)
+    assert (found >= 0).all()
+    assert found[0, 0] < 0.8
