@@ -6,11 +6,16 @@ c_a is whether a is right. Calibrated on the client's validation split,
 
     gain(a) = mean of (v_a - v_none) over the last W samples + mean of ((c_a - v_a) - (c_none - v_none)) over validation
 
-Both are means of differences on the same samples: what the estimate gets wrong about both alike cancels. The class
-shares are those of the validation split, with half a sample more of each class, until the W samples tell otherwise, by
-a likelihood-ratio test at level `LEVEL`; from then on they are estimated again. So a device that sees its own classes
-knows from the first samples which candidate is best there, however blurred they are, and one that sees others' classes
-finds out. The choice is the candidate with the largest
+Both are means of differences on the same samples: what the estimate gets wrong about both alike cancels.
+
+The class shares are those of the validation split, with half a sample more of each class, unless a likelihood-ratio
+test of the W samples rejects them at level `LEVEL`. Where it does, they are estimated from the W samples, and the
+second mean, which is of the client's own classes, is left out. So a device that sees its own classes soon knows which
+candidate is best there, however blurred its images are, and one that sees others' classes finds out. The shares of the
+split are what the network sees in its images, not its labels: a network that mistakes one class for another does so in
+the stream, too.
+
+The choice is the candidate with the largest
 
     gain(a) - caution · its standard error,
 
@@ -66,7 +71,8 @@ SERVED = tuple(name for name in USUAL if name in OF_OUTPUTS)
 CAUSES = ("the first samples", "a probe in its turn", "the samples after drift", "later samples")
 FIRST, IN_TURN, DRIFT, LATER = range(len(CAUSES))
 PARTS = 20  # of the window; when one of them is new, the choice is made again
-LEVEL = 0.01  # of the test whether a stream has the class shares of the validation split
+LEVEL = 0.001  # of the test whether a stream has the class shares of the validation split
+NOTHING = Calibration(0.0, 0.0)  # what that split says about other classes
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,8 @@ class Gains:
     of : mapping
         Name → the calibration of v_a - v_none and c_a - c_none; "none" is among them.
     shares : tuple of float
-        Class shares of the samples, [K]; empty, as in models of former versions: those of a stream are always
-        estimated again.
+        Class shares of the samples, [K]. Empty, as in models of former versions: those of a stream are always
+        estimated from it, and the calibrations hold for all streams.
     """
 
     of: Mapping[str, Calibration]
@@ -111,8 +117,8 @@ def calibrate_gains(predicted: Mapping[str, NDArray[Any]], labels: NDArray[Any])
         Name → probabilities [n, K], n at least 1; "none" is among them.
     labels : int [n]
     """
-    count = predicted[NONE].shape[1]
-    shares = (np.bincount(labels, minlength=count) + 0.5) / (len(labels) + 0.5 * count)
+    n, count = predicted[NONE].shape
+    shares = (n * class_shares(predicted[NONE]) + 0.5) / (n + 0.5 * count)
     posterior = with_shares(predicted[NONE], shares)
     best = {name: rows.argmax(1) for name, rows in predicted.items()}
     missed = {name: (classes == labels) - judged(posterior, classes) for name, classes in best.items()}
@@ -120,11 +126,11 @@ def calibrate_gains(predicted: Mapping[str, NDArray[Any]], labels: NDArray[Any])
     return Gains(of, tuple(shares.tolist()))
 
 
-def likely_shares(probabilities: NDArray[Any], own: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the class shares [K] of samples: a client's own unless they are unlikely, else those estimated again.
+def likely_shares(probabilities: NDArray[Any], own: NDArray[Any]) -> tuple[NDArray[np.float64], bool]:
+    """Return the class shares [K] of samples, and whether the calibrations hold there.
 
-    Twice the logarithm of the likelihood ratio of both is χ² with K - 1 degrees of freedom where the own shares hold
-    (Wilks 1938).
+    They are a client's own unless these are unlikely, else those estimated from the samples. Twice the logarithm of the
+    likelihood ratio of both is χ² with K - 1 degrees of freedom where the own shares hold (Wilks 1938).
 
     Parameters
     ----------
@@ -136,9 +142,10 @@ def likely_shares(probabilities: NDArray[Any], own: NDArray[Any]) -> NDArray[np.
     p = np.asarray(probabilities, np.float64)
     found = class_shares(p)
     if not len(own):
-        return found
+        return found, True
     ratio = 2 * float(np.log((p @ found) / (p @ own)).sum())
-    return found if ratio > chi_square_quantile(1 - LEVEL, p.shape[1] - 1) else np.asarray(own, np.float64)
+    holds = ratio <= chi_square_quantile(1 - LEVEL, p.shape[1] - 1)
+    return (np.asarray(own, np.float64) if holds else found), holds
 
 
 def chi_square_quantile(share: float, degrees: int) -> float:
@@ -397,12 +404,13 @@ class Auto(Adapter):
         best, most = NONE, self.margin
         if running == (NONE,):
             return best
-        posterior = with_shares(self._windows[PLAIN], likely_shares(self._windows[PLAIN], self._own))
+        shares, holds = likely_shares(self._windows[PLAIN], self._own)
+        posterior = with_shares(self._windows[PLAIN], shares)
         none = judged(posterior, self._windows[NONE])
         for name in running[1:]:
             n = len(self._windows[name])
             more = judged(posterior[-n:], self._windows[name]) - none[-n:]
-            gain, error = self._gains[name].corrected(more, least=-1)
+            gain, error = (self._gains[name] if holds else NOTHING).corrected(more, least=-1)
             if gain - self.caution * error > most:
                 best, most = name, gain - self.caution * error
         return best
