@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
@@ -41,9 +42,12 @@ PROTOCOL, NETWORK, TRAINING = "brfl-central", "central", TrainingTask("cross_ent
 #: The adapters that fit the network and finish in minutes on two cores.
 ADAPTERS = ("none", "personal", "fixed_mix", "fedthe", "btfl", "t3a", "em", "bbse", "shot")
 AUTO = "auto"
+#: The parts of a stream that switches, one after the other.
+SWITCHING, PARTS = "switching", ("original", "corrupted", "out_of_client", "original")
 #: Test distributions with severities; only corruptions have several.
 STREAMS = (
     ("original", 0), ("corrupted", 1), ("corrupted", 3), ("corrupted", 5), ("out_of_client", 0), ("mixture", 5),
+    (SWITCHING, 5),
 )  # fmt: skip
 #: One adapter on one stream of one client: accuracy, and estimate → [accuracy, low, high] by either calibration.
 Row = dict[str, Any]
@@ -149,6 +153,11 @@ def _state(device: Device, arrays: Arrays, means: Arrays) -> tuple[Statistics, L
 
 
 def _stream(device: Device, shift: str, severity: int) -> Stream:
+    if shift == SWITCHING:
+        parts = [_stream(device, one, severity) for one in PARTS]
+        x, y = (torch.cat(rows) for rows in zip(*((one.x[:], one.y) for one in parts), strict=True))
+        index, source = (np.concatenate([getattr(one, name) for one in parts]) for name in ("index", "source"))
+        return Stream(SWITCHING, x, y, index, source)
     about: dict[str, Any] = {"seed": device.settings.seed, "severity": severity or 5}
     return stream(device.federation, device.partition, shift, device=device.device, natural=None, **about)
 

@@ -53,13 +53,13 @@ def test_auto_is_compared_with_none_and_the_best_fixed_adapter() -> None:
 
 def test_a_small_run_from_the_training_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimates, "ADAPTERS", ("none", "personal"))
-    monkeypatch.setattr(estimates, "STREAMS", (("original", 0), ("corrupted", 3)))
+    monkeypatch.setattr(estimates, "STREAMS", (("original", 0), ("corrupted", 3), ("switching", 5)))
     words = ["estimates", "--quick", "--clients", "3", "--out", str(tmp_path), "--folder", str(tmp_path)]
     assert main(words) == 0
     content = read_estimates(tmp_path / estimates.FILE)
     assert json.loads((tmp_path / estimates.FILE).read_text()) == content
     assert list(content["adapters"]) == ["none", "personal", "auto"]
-    assert {one["stream"] for one in content["errors"]} == {"original", "corrupted 3"}
+    assert {one["stream"] for one in content["errors"]} == {"original", "corrupted 3", "switching 5"}
     assert all(0 <= value <= 100 for one in content["errors"] for value in one["error"].values())
     page = estimates_page(content)
     assert f"| auto | {content['adapters']['auto']['average']} |" in page
