@@ -261,10 +261,13 @@ def leaders() -> str:
 
 
 def choices() -> str:
-    """Return `auto` beside fixed adapters, a table for each protocol with such a row."""
-    from fedtta.benchmarks.tables.pairs import choices_table
+    """Return `auto` beside fixed adapters by shift and by client, two tables for each protocol with such a row."""
+    from fedtta.benchmarks.tables.pairs import choices_table, worst_table
 
-    return _of_protocols(choices_table)
+    def both(protocol: Any, cells: Any) -> str:
+        return "\n\n".join(filter(None, (choices_table(protocol, cells), worst_table(protocol, cells))))
+
+    return _of_protocols(both)
 
 
 def _of_protocols(made: Callable[[Any, Any], str]) -> str:

@@ -282,3 +282,34 @@ def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]])
     head = ["table", "shift", f"`{FEDAVG}`, %", "best fixed, %", "`auto`, %", "below the best"]
     head += ["worst client over none", "more than 1 below none", "seeds"]
     return "\n".join([f"| {' | '.join(head)} |", "| --- | --- |" + " --: |" * 7, *lines])
+
+
+def worst_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:
+    """Return a table of average, worst client and worst shift of all rows beside `auto`; empty without any `auto`.
+
+    The average is over shifts, clients and seeds; the worst client is the lowest of the averages over shifts. Rows are
+    by average, and have all of FedAvg's seeds.
+
+    Parameters
+    ----------
+    kept : mapping
+        Cell → seed → content.
+    """
+    lines = []
+    for table in (one for one in protocol.tables if not one.measure):
+        found, clients = compare(table, kept), client_values(table, kept)
+        columns = [column for column in found.columns if column != AVERAGE]
+        seeds = sorted(clients.get(FEDAVG, {}).get(columns[0], {})) if AUTO in clients else []
+        rows = []
+        for label, row in clients.items() if seeds else ():
+            if all(seed in row.get(column, {}) for column in columns for seed in seeds):
+                values = np.array([np.concatenate([row[column][seed] for seed in seeds]) for column in columns])
+                rows.append((float(values.mean()), label, values))
+        for average, label, values in sorted(rows, key=lambda one: -one[0]):
+            shift = int(values.mean(1).argmin())
+            numbers = f"{average:.1f} | {values.mean(0).min():.1f} | {values.mean(1)[shift]:.1f} ({columns[shift]})"
+            lines.append(f"| {table.title} | `{label}` | {numbers} | {len(seeds)} |")
+    if not lines:
+        return ""
+    head = ["table", "row", "average, %", "worst client, %", "worst shift, %", "seeds"]
+    return "\n".join([f"| {' | '.join(head)} |", "| --- | --- |" + " --: |" * 4, *lines])

@@ -22,6 +22,7 @@ from fedtta.benchmarks.tables.pairs import (
     leaders_table,
     orders,
     orders_lines,
+    worst_table,
 )
 from fedtta.benchmarks.tables.protocol import Cell, Protocol, Table
 from fedtta.benchmarks.tables.results import CONSTANT
@@ -210,6 +211,12 @@ def test_auto_beside_the_best_fixed_row_of_each_shift() -> None:
         "| Made up | b | 55.0 | 55.0 (`fedavg`) | 54.2 | 0.8 | -2.0 | 1 of 4 | 2 |",
     ]
     assert choices_table(protocol, {"c": {1: {"rows": rows}}}) == ""
+    assert worst_table(protocol, kept).splitlines()[2:] == [
+        "| Made up | `auto` | 61.1 | 59.5 | 54.2 (b) | 2 |",
+        "| Made up | `fedavg` | 55.0 | 50.0 | 55.0 (a) | 2 |",
+        "| Made up | `btfl` | 55.0 | 55.0 | 40.0 (b) | 2 |",
+    ]
+    assert worst_table(protocol, {"c": {1: {"rows": rows}}}) == ""
 
 
 def test_auto_is_no_baseline() -> None:
