@@ -195,7 +195,7 @@ class ServedModel(ABC):
         if self.gains:  # left out where there are none: models of former versions have the digests they had
             about["gains"] = [[name, one.offset, one.variance] for name, one in self.gains.of.items()]
             if self.gains.shares:
-                about["shares"] = list(self.gains.shares)
+                about |= {"shares": list(self.gains.shares), "weights": list(self.gains.weights)}
         return json.dumps(about, sort_keys=True, allow_nan=False)
 
     def arrays(self) -> Arrays:
@@ -261,7 +261,7 @@ class Rest:
 def _gains(about: Mapping[str, Any]) -> Gains | None:
     """Return what a model's file says of candidates; models of former versions do not tell class shares."""
     of = {name: Calibration(*values) for name, *values in about.get("gains", [])}
-    return Gains(of, tuple(about.get("shares", ()))) if of else None
+    return Gains(of, tuple(about.get("shares", ())), tuple(about.get("weights", ()))) if of else None
 
 
 def entropy(probabilities: NDArray[Any]) -> NDArray[np.float64]:

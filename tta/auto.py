@@ -9,11 +9,11 @@ c_a is whether a is right. Calibrated on the client's validation split,
 Both are means of differences on the same samples: what the estimate gets wrong about both alike cancels.
 
 The class shares are those of the validation split, with half a sample more of each class, unless a likelihood-ratio
-test of the W samples rejects them at level `LEVEL`. Where it does, they are estimated from the W samples, and the
-second mean, which is of the client's own classes, is left out. So a device that sees its own classes soon knows which
-candidate is best there, however blurred its images are, and one that sees others' classes finds out. The shares of the
-split are what the network sees in its images, not its labels: a network that mistakes one class for another does so in
-the stream, too.
+test of the W samples rejects them at level `LEVEL`; then they are estimated from the W samples. So a device that sees
+its own classes soon knows which candidate is best there, however blurred its images are, and one that sees others'
+classes finds out. A network from clients of few classes each may favour some of them. Where the test rejects the
+shares of the validation split on that split itself, the network's probabilities are weighted by class such that it
+would not (`class_weights`), there and in the stream.
 
 The choice is the candidate with the largest
 
@@ -71,8 +71,8 @@ SERVED = tuple(name for name in USUAL if name in OF_OUTPUTS)
 CAUSES = ("the first samples", "a probe in its turn", "the samples after drift", "later samples")
 FIRST, IN_TURN, DRIFT, LATER = range(len(CAUSES))
 PARTS = 20  # of the window; when one of them is new, the choice is made again
-LEVEL = 0.001  # of the test whether a stream has the class shares of the validation split
-NOTHING = Calibration(0.0, 0.0)  # what that split says about other classes
+LEVEL = 0.01  # of the test whether samples have the class shares of the validation split
+STEPS, CHANGE, LEAST = 200, 1e-4, 1e-6  # of `class_weights`: at most, the change that ends them, a probability
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,14 @@ class Gains:
     ----------
     of : mapping
         Name → the calibration of v_a - v_none and c_a - c_none; "none" is among them.
-    shares : tuple of float
-        Class shares of the samples, [K]. Empty, as in models of former versions: those of a stream are always
-        estimated from it, and the calibrations hold for all streams.
+    shares, weights : tuple of float
+        Class shares of the samples, and weights of the network's probabilities, [K]. Both empty, as in models of former
+        versions: the class shares of a stream are always estimated from it.
     """
 
     of: Mapping[str, Calibration]
     shares: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,52 @@ def calibrate_gains(predicted: Mapping[str, NDArray[Any]], labels: NDArray[Any])
         Name → probabilities [n, K], n at least 1; "none" is among them.
     labels : int [n]
     """
-    n, count = predicted[NONE].shape
-    shares = (n * class_shares(predicted[NONE]) + 0.5) / (n + 0.5 * count)
-    posterior = with_shares(predicted[NONE], shares)
+    plain = predicted[NONE]
+    counts = np.bincount(labels, minlength=plain.shape[1])
+    shares = (counts + 0.5) / (counts + 0.5).sum()
+    favours = likely_shares(plain, shares) is not shares
+    weights = class_weights(plain, shares, counts) if favours else np.ones(len(counts))
+    posterior = with_shares(plain, weights * shares)
     best = {name: rows.argmax(1) for name, rows in predicted.items()}
     missed = {name: (classes == labels) - judged(posterior, classes) for name, classes in best.items()}
     of = {name: calibrated(values - missed[NONE], least=-2) for name, values in missed.items()}
-    return Gains(of, tuple(shares.tolist()))
+    return Gains(of, tuple(shares.tolist()), tuple(weights.tolist()))
 
 
-def likely_shares(probabilities: NDArray[Any], own: NDArray[Any]) -> tuple[NDArray[np.float64], bool]:
-    """Return the class shares [K] of samples, and whether the calibrations hold there.
+def class_weights(
+    probabilities: NDArray[Any], shares: NDArray[np.float64], counts: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return weights w [K] of a network's probabilities under which class shares q are the most likely ones of samples.
 
-    They are a client's own unless these are unlikely, else those estimated from the samples. Twice the logarithm of the
-    likelihood ratio of both is χ² with K - 1 degrees of freedom where the own shares hold (Wilks 1938).
+    The derivative of the log-likelihood by q_k, divided by n, is the mean of w_k p_ik / Σ_j q_j w_j p_ij. With these
+    weights it is 1 for each class that occurs. A class that does not keeps the weight 1, or has one so much lower that
+    it is at most 1 there, too: a network that sees it in samples without it tells nothing by that.
+
+    Parameters
+    ----------
+    probabilities : [n, K]
+    shares : [K]
+        q, positive.
+    counts : [K]
+        Samples of each class; w is scaled such that the geometric mean over samples of their class's is 1.
+    """
+    p = np.maximum(np.asarray(probabilities, np.float64), LEAST)
+    occurs, w = counts > 0, np.ones(len(counts))
+    for _ in range(STEPS):
+        before, slope = w, (w * p / (p @ (w * shares))[:, None]).mean(0)
+        w = w / slope
+        w = w / np.exp(np.log(w[occurs]) @ counts[occurs] / counts.sum())
+        w = np.where(occurs, w, np.minimum(1, before / slope))
+        if np.abs(np.log(w / before)).max() < CHANGE:
+            break
+    return w
+
+
+def likely_shares(probabilities: NDArray[Any], own: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the class shares [K] of samples: a client's own unless these are unlikely, else those estimated from them.
+
+    Twice the logarithm of the likelihood ratio of both is χ² with K - 1 degrees of freedom where the own shares hold
+    (Wilks 1938).
 
     Parameters
     ----------
@@ -142,10 +175,9 @@ def likely_shares(probabilities: NDArray[Any], own: NDArray[Any]) -> tuple[NDArr
     p = np.asarray(probabilities, np.float64)
     found = class_shares(p)
     if not len(own):
-        return found, True
+        return found
     ratio = 2 * float(np.log((p @ found) / (p @ own)).sum())
-    holds = ratio <= chi_square_quantile(1 - LEVEL, p.shape[1] - 1)
-    return (np.asarray(own, np.float64) if holds else found), holds
+    return found if ratio > chi_square_quantile(1 - LEVEL, p.shape[1] - 1) else own
 
 
 def chi_square_quantile(share: float, degrees: int) -> float:
@@ -295,7 +327,8 @@ class Auto(Adapter):
         self._windows: Signals = {}
         self._classes = class_count(model, None)
         self._own = np.array(candidates.gains.shares)
-        if len(self._own) not in (0, self._classes):
+        self._weights = np.array(candidates.gains.weights or (1.0,) * self._classes)
+        if len(self._own) not in (0, self._classes) or len(self._weights) != self._classes:
             raise ValueError(f"auto: class shares of {len(self._own)} classes; the network has {self._classes}")
         self._gains = {name: calibrated[name] for name in self.names}
         self.candidates = {
@@ -404,13 +437,13 @@ class Auto(Adapter):
         best, most = NONE, self.margin
         if running == (NONE,):
             return best
-        shares, holds = likely_shares(self._windows[PLAIN], self._own)
-        posterior = with_shares(self._windows[PLAIN], shares)
+        plain = with_shares(self._windows[PLAIN], self._weights)
+        posterior = with_shares(plain, likely_shares(plain, self._own))
         none = judged(posterior, self._windows[NONE])
         for name in running[1:]:
             n = len(self._windows[name])
             more = judged(posterior[-n:], self._windows[name]) - none[-n:]
-            gain, error = (self._gains[name] if holds else NOTHING).corrected(more, least=-1)
+            gain, error = self._gains[name].corrected(more, least=-1)
             if gain - self.caution * error > most:
                 best, most = name, gain - self.caution * error
         return best

@@ -18,7 +18,16 @@ from torch import Tensor, nn
 
 from fedtta import tta
 from fedtta.models.two_head import TwoHead
-from fedtta.tta.auto import LEVEL, Auto, Candidates, Gains, calibrate_gains, chi_square_quantile, likely_shares
+from fedtta.tta.auto import (
+    LEVEL,
+    Auto,
+    Candidates,
+    Gains,
+    calibrate_gains,
+    chi_square_quantile,
+    class_weights,
+    likely_shares,
+)
 from fedtta.tta.drift import DriftTest, outputs
 from fedtta.tta.estimates import Calibration, class_shares, judged, with_new_shares
 
@@ -104,13 +113,13 @@ def by_hand(model: TwoHead, stream: Tensor, probe: int, every: int, caution: flo
 
 
 def best_by_hand(candidates: Candidates, past: dict[str, list[np.ndarray]], running: list[str], caution: float) -> str:
-    plain, own = np.stack(past["none"]), candidates.gains.shares
+    plain, own = given(np.stack(past["none"]), candidates.gains.weights), candidates.gains.shares
     new = shares(plain)
     unlikely = 2 * (log_likelihood(plain, new) - log_likelihood(plain, own)) > chi2.ppf(1 - LEVEL, K - 1)
     posterior = given(plain, new if unlikely else own)
     best, most = "none", 0.0
     for name in running[1:]:
-        known, n = Calibration(0.0, 0.0) if unlikely else candidates.gains.of[name], len(past[name])
+        known, n = candidates.gains.of[name], len(past[name])
         gains = [
             row[other.argmax()] - row[plain.argmax()]
             for row, other, plain in zip(posterior[-n:], past[name], past["none"][-n:], strict=True)
@@ -134,15 +143,19 @@ def test_choices_and_predictions_are_those_of_the_rule(probe: int, every: int, c
         torch.testing.assert_close(rows, expected, atol=1e-12, rtol=0)
 
 
-def test_calibration_is_that_of_a_loop_over_labelled_samples() -> None:
+@pytest.mark.parametrize("chance", [0.25, 0.1])
+def test_calibration_is_that_of_a_loop_over_labelled_samples(chance: float) -> None:
     draw = np.random.default_rng(1)
     predicted = {name: draw.dirichlet([0.5] * K, 40) for name in ("none", "other")}
-    labels = draw.integers(K, size=40)
+    labels = draw.choice(K, 40, p=[chance, *[(1 - chance) / 3] * 3])
+    if chance < 0.25:
+        predicted["none"] = given(predicted["none"], [20, 1, 1, 1])
     found = calibrate_gains(predicted, labels)
-    own = [(40 * share + 0.5) / (40 + 0.5 * K) for share in shares(predicted["none"])]
-    assert found.shares == pytest.approx(own, abs=1e-4)
+    own = [(labels.tolist().count(k) + 0.5) / (40 + 0.5 * K) for k in range(K)]
+    assert found.shares == pytest.approx(own)
     assert sum(found.shares) == pytest.approx(1)
-    posterior = given(predicted["none"], own)
+    assert (max(found.weights) > 1) == (chance == 0.1), "where the network favours a class that is rare"
+    posterior = given(given(predicted["none"], found.weights), own)
     missed = []
     for i, label in enumerate(labels.tolist()):
         c = [float(predicted[name][i].argmax() == label) for name in ("other", "none")]
@@ -173,18 +186,37 @@ def drawn(q: Sequence[float], seed: int, count: int) -> np.ndarray:
 def test_own_shares_are_dropped_for_other_classes_alone(seed: int) -> None:
     own = np.array([0.6, 0.3, 0.05, 0.05])
     p = drawn(own[::-1], seed, 60)
-    for given_, samples_, expected, holds in (
-        (own, p, class_shares(p), False), (np.empty(0), p, class_shares(p), True), (own, p[:1], own, True),
-    ):  # fmt: skip
-        found, held = likely_shares(samples_, given_)
-        np.testing.assert_array_equal(found, expected)
-        assert held is holds
+    np.testing.assert_array_equal(likely_shares(p, own), class_shares(p))
+    np.testing.assert_array_equal(likely_shares(p, np.empty(0)), class_shares(p))
+    np.testing.assert_array_equal(likely_shares(p[:1], own), own)  # one sample is no evidence
 
 
 def test_own_shares_are_dropped_by_mistake_as_rarely_as_stated() -> None:
     own = np.array([0.4, 0.3, 0.2, 0.1])
-    wrong = sum(not likely_shares(drawn(own, seed, 200), own)[1] for seed in range(1000))
-    assert wrong <= 6  # binomial, 1000 times 0.1 %: above 6 with probability 0.0001
+    wrong = sum(likely_shares(drawn(own, seed, 200), own) is not own for seed in range(400))
+    assert wrong <= 12  # binomial, 400 times 1 %: above 12 with probability 0.0003
+
+
+@settings(max_examples=50)
+@hypothesis.given(st.integers(0, 10_000), st.lists(st.floats(0.02, 50), min_size=K, max_size=K))
+def test_weights_make_the_shares_of_samples_the_likeliest(seed: int, favour: list[float]) -> None:
+    """Of a network that favours classes, on samples without the last one: the slopes, sample by sample."""
+    draw, q = np.random.default_rng(seed), np.array([0.5, 0.3, 0.2, 0.0])
+    labels = draw.choice(K, 80, p=q)
+    z = 2 * np.eye(K)[labels] + draw.normal(size=(80, K))
+    p = given(np.exp(2 * z), favour)
+    counts = np.bincount(labels, minlength=K)
+    own = (counts + 0.5) / (counts + 0.5).sum()
+    w = class_weights(p, own, counts)
+    slopes = np.zeros(K)
+    for row in p:
+        slopes += w * row / sum(own * w * row) / len(p)
+    np.testing.assert_allclose(slopes[:3], 1, atol=0.02)
+    assert slopes[3] <= 1.02
+    assert 0 < w[3] <= 1
+    assert w[3] == 1 or slopes[3] > 0.98
+    assert np.prod(w[labels] ** (1 / 80)) == pytest.approx(1)
+    assert likely_shares(given(p, w), own) is own
 
 
 def test_one_pass_of_the_network_serves_all_that_need_its_outputs_alone() -> None:
