@@ -181,7 +181,7 @@ def likely_shares(probabilities: NDArray[Any], own: NDArray[np.float64]) -> NDAr
 
 
 def chi_square_quantile(share: float, degrees: int) -> float:
-    """Return the quantile of the χ² distribution, to 1 % from one degree of freedom on (Wilson and Hilferty 1931)."""
+    """Return the quantile of the χ² distribution, to 1 % at 9 degrees of freedom, 5 % at 1 (Wilson, Hilferty 1931)."""
     if degrees == 0:
         return 0.0
     spread = 2 / (9 * degrees)
@@ -329,7 +329,10 @@ class Auto(Adapter):
         self._own = np.array(candidates.gains.shares)
         self._weights = np.array(candidates.gains.weights or (1.0,) * self._classes)
         if len(self._own) not in (0, self._classes) or len(self._weights) != self._classes:
-            raise ValueError(f"auto: class shares of {len(self._own)} classes; the network has {self._classes}")
+            raise ValueError(
+                f"auto: class shares of {len(self._own)} classes and {len(self._weights)} weights; "
+                f"the network has {self._classes} classes"
+            )
         self._gains = {name: calibrated[name] for name in self.names}
         self.candidates = {
             name: candidates.make[name](cast("nn.Module", self._once) if name in OF_OUTPUTS else model)

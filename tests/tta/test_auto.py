@@ -406,7 +406,7 @@ def test_among_and_ranges() -> None:
         tta.create("auto", model)
     candidates = made(model)
     other = dataclasses.replace(candidates, gains=Gains(candidates.gains.of, (0.5, 0.5)))
-    with pytest.raises(ValueError, match="class shares of 2 classes; the network has 4"):
+    with pytest.raises(ValueError, match="class shares of 2 classes and 4 weights; the network has 4"):
         tta.create("auto", model, candidates=other)
 
 
