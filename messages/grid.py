@@ -155,7 +155,10 @@ class GridTransport:
                     yield from (unknown_node(one) for one, _ in batch if one.node not in connected)
                     batch = [(one, times) for one, times in batch if one.node in connected]
                     for one in self._send(batch, timeout, waiting):
-                        yield Answer(one.node, None, "failed", "the message was not accepted for sending")
+                        if self._clock() >= end:  # a SuperLink takes no message whose life has ended on the way
+                            yield late(one, timeout)
+                        else:
+                            yield Answer(one.node, None, "failed", "the message was not accepted for sending")
                 began = time.perf_counter()
                 asked = [*waiting, *(reminders.tickets if reminders else ())] if waiting else ()
                 for ticket, read in inbox.look(asked):

@@ -167,6 +167,23 @@ def test_requests_that_a_superlink_fails_to_take_fail_alone_and_a_refusal_ends_t
         list(GridTransport(grid, None, clock, clock.sleep).exchange(requests, 60.0))
 
 
+def test_a_request_that_expires_on_its_way_to_the_superlink_is_late() -> None:
+    class Slow(LocalGrid):
+        def push_messages(self, messages: Any) -> Any:
+            clock.now += 2.0
+            tickets = list(super().push_messages(messages))
+            return [None if clock.now >= one.metadata.ttl else t for one, t in zip(messages, tickets, strict=True)]
+
+    def good(message: Message) -> RecordDict:
+        return to_content(trained().to_record(), secret_of(message.content))
+
+    clock = Clock()
+    grid = Slow({1: good, 2: good})
+    requests = [Addressed(node, training(arrays=ARRAYS)) for node in (1, 2)]
+    answers = GridTransport(grid, 1, clock, clock.sleep).exchange(requests, 3.0)
+    assert [(one.node, one.kind) for one in answers] == [(1, ""), (2, "late")]
+
+
 @pytest.mark.parametrize("over_http", [True, False])
 def test_arrays_travel_in_blocks_over_http_only(over_http: bool) -> None:
     seen = []
