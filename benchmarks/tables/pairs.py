@@ -7,7 +7,7 @@ trainings. Intervals are percentiles (Bradley Efron, Robert Tibshirani: An Intro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -223,9 +223,7 @@ def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]],
         Rows a shift, at most.
     """
     lines = []
-    for table in (one for one in protocol.tables if not one.measure):
-        found = compare(table, kept)
-        clients = client_values(table, kept)
+    for table, found, clients in _accuracies(protocol, kept):
         for column in found.columns:
             means = comparable_means(found, column)
             if FEDAVG not in means or len(means) < 2:
@@ -235,20 +233,12 @@ def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]],
                 measured = difference(clients.get(label, {}).get(column, {}), clients.get(FEDAVG, {}).get(column, {}))
                 gain = str(measured) if measured else f"{means[label] - means[FEDAVG]:+.2f}"
                 texts.append(f"`{label}`" + ("" if label == FEDAVG else f" {gain}"))
-            cells = [
-                table.title,
-                column,
-                f"{means[FEDAVG]:.1f}",
-                *texts,
-                *[""] * (most - len(texts)),
-                str(len(found.values[FEDAVG][column])),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    if not lines:
-        return ""
+            texts += [""] * (most - len(texts))
+            seeds = str(len(found.values[FEDAVG][column]))
+            lines.append([table.title, column, f"{means[FEDAVG]:.1f}", *texts, seeds])
     ranks = [("best", "second", "third")[place] if place < 3 else f"{place + 1}th" for place in range(most)]
     head = ["table", "shift", f"`{FEDAVG}`, %", *ranks, "seeds"]
-    return "\n".join([f"| {' | '.join(head)} |", "| --- | --- | --: |" + " --- |" * most + " --: |", *lines])
+    return _markdown(head, ["---", "---", "--:", *["---"] * most, "--:"], lines)
 
 
 def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:
@@ -262,8 +252,7 @@ def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]])
         Cell → seed → content.
     """
     lines = []
-    for table in (one for one in protocol.tables if not one.measure):
-        found, clients = compare(table, kept), client_values(table, kept)
+    for table, found, clients in _accuracies(protocol, kept):
         for column in found.columns:
             means = comparable_means(found, column)
             fixed = {label: mean for label, mean in means.items() if label != AUTO}
@@ -276,12 +265,10 @@ def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]])
             shown = [f"{number:.1f}" for number in numbers]
             shown[1] += f" (`{best}`)"
             worse = f"{(gains < -1 - 1e-9).sum()} of {len(gains)}"
-            lines.append(f"| {table.title} | {column} | {' | '.join(shown)} | {worse} | {len(none)} |")
-    if not lines:
-        return ""
+            lines.append([table.title, column, *shown, worse, str(len(none))])
     head = ["table", "shift", f"`{FEDAVG}`, %", "best fixed, %", "`auto`, %", "below the best"]
     head += ["worst client over none", "more than 1 below none", "seeds"]
-    return "\n".join([f"| {' | '.join(head)} |", "| --- | --- |" + " --: |" * 7, *lines])
+    return _markdown(head, ["---", "---", *["--:"] * 7], lines)
 
 
 def worst_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:
@@ -296,8 +283,7 @@ def worst_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -
         Cell → seed → content.
     """
     lines = []
-    for table in (one for one in protocol.tables if not one.measure):
-        found, clients = compare(table, kept), client_values(table, kept)
+    for table, found, clients in _accuracies(protocol, kept):
         columns = [column for column in found.columns if column != AVERAGE]
         seeds = sorted(clients.get(FEDAVG, {}).get(columns[0], {})) if AUTO in clients else []
         rows = []
@@ -307,9 +293,25 @@ def worst_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -
                 rows.append((float(values.mean()), label, values))
         for average, label, values in sorted(rows, key=lambda one: -one[0]):
             shift = int(values.mean(1).argmin())
-            numbers = f"{average:.1f} | {values.mean(0).min():.1f} | {values.mean(1)[shift]:.1f} ({columns[shift]})"
-            lines.append(f"| {table.title} | `{label}` | {numbers} | {len(seeds)} |")
-    if not lines:
-        return ""
+            numbers = [
+                f"{average:.1f}",
+                f"{values.mean(0).min():.1f}",
+                f"{values.mean(1)[shift]:.1f} ({columns[shift]})",
+            ]
+            lines.append([table.title, f"`{label}`", *numbers, str(len(seeds))])
     head = ["table", "row", "average, %", "worst client, %", "worst shift, %", "seeds"]
-    return "\n".join([f"| {' | '.join(head)} |", "| --- | --- |" + " --: |" * 4, *lines])
+    return _markdown(head, ["---", "---", *["--:"] * 4], lines)
+
+
+def _accuracies(
+    protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]
+) -> Iterator[tuple[Table, Comparison, ClientValues]]:
+    """Yield each table of plain accuracy with its values, as means and by client."""
+    for table in protocol.tables:
+        if not table.measure:
+            yield table, compare(table, kept), client_values(table, kept)
+
+
+def _markdown(head: Sequence[str], rules: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown; empty without lines."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rules, *lines)) if lines else ""
