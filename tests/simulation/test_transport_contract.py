@@ -40,7 +40,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    # a SuperLink answers messages that have expired on their way to it with an error of its own
+    # within less time no message would get to the SuperLink, which does not take those that have expired
     save(play(GridTransport(grid), too_short=0.5), Path(context.run_config["results"]))
 """
 
