@@ -139,18 +139,24 @@ class Stage:
         status = self.status(partition)
         return status is not None and status.training == "train"
 
-    def kill_node_at_work(self, partition: int) -> None:
-        """kill -9 of a SuperNode that has taken a message and not answered it: its agent is held until it is dead."""
+    @contextlib.contextmanager
+    def held_at_work(self, partition: int) -> Iterator[None]:
+        """Hold an agent, so that its SuperNode has taken a message and does not answer it while this is open."""
         agent = self.agents[partition]
         agent.send_signal(signal.SIGSTOP)
         try:
             wait_until(lambda: self.at_work(partition), "a message")
             time.sleep(1)  # a reply that was on its way has arrived
             wait_until(lambda: self.at_work(partition), "the next message")
-            self.nodes[partition].kill()
-            self.nodes[partition].wait()
+            yield
         finally:
             agent.send_signal(signal.SIGCONT)
+
+    def kill_node_at_work(self, partition: int) -> None:
+        """kill -9 of a SuperNode that has taken a message and not answered it: its agent is held until it is dead."""
+        with self.held_at_work(partition):
+            self.nodes[partition].kill()
+            self.nodes[partition].wait()
 
     def at_work(self, partition: int) -> bool:
         """Return whether a SuperNode has taken a message that it has not answered."""
