@@ -33,19 +33,27 @@ def describe(settings: Settings) -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Return the commit of the working copy when this process first asked, with '+changes' if any; None outside one."""
-    here = Path(__file__).parent
+    """Return the commit of the working copy when this process first asked, with '+changes' if any; None outside one.
+
+    Results that a benchmark has written into `benchmarks/results` are no change.
+    """
     try:
-        run = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty=+changes", "--abbrev=12", "--exclude=*"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        return commit_of(Path(__file__))
     except (OSError, subprocess.SubprocessError):
         return None  # an app bundle or an installed copy has no history
-    return run.stdout.strip() or None
+
+
+def commit_of(file: Path) -> str:
+    """Return the commit of the working copy that has this file; CalledProcessError if none has."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(file.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    git("ls-files", "--error-unmatch", file.name)  # an installed copy may lie in somebody else's repository
+    results = ":(top,exclude)benchmarks/results/*.json"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", results)
+    return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
 
 
 def hardware() -> str:

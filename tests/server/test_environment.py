@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,27 @@ def test_the_processor_is_named_as_linux_names_it(tmp_path: Path, monkeypatch: p
     info.unlink()
     monkeypatch.setattr("platform.processor", lambda: "risc")
     assert environment.hardware().startswith("risc, ")
+
+
+def test_a_commit_has_changes_when_code_differs_and_not_when_results_do(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    code, installed = tmp_path / "server" / "code.py", tmp_path / ".venv" / "code.py"
+    kept = tmp_path / "benchmarks" / "results" / "protocol" / "cell-1.json"
+    for file in (code, kept, installed):
+        file.parent.mkdir(parents=True)
+        file.write_text("1")
+    git("init", "-q")
+    git("add", "server", "benchmarks")
+    git("commit", "-qm", "first")
+    (tmp_path / "untracked").touch()
+    head = git("rev-parse", "--short=12", "HEAD")
+    kept.write_text("2")
+    assert environment.commit_of(code) == head
+    code.write_text("2")
+    assert environment.commit_of(code) == f"{head}+changes"
+    with pytest.raises(subprocess.CalledProcessError):
+        environment.commit_of(installed)
