@@ -140,17 +140,23 @@ class Stage:
         return status is not None and status.training == "train"
 
     @contextlib.contextmanager
-    def held_at_work(self, partition: int) -> Iterator[None]:
-        """Hold an agent, so that its SuperNode has taken a message and does not answer it while this is open."""
+    def held(self, partition: int) -> Iterator[None]:
+        """Hold an agent: a round that needs it does not end while this is open."""
         agent = self.agents[partition]
         agent.send_signal(signal.SIGSTOP)
         try:
+            yield
+        finally:
+            agent.send_signal(signal.SIGCONT)
+
+    @contextlib.contextmanager
+    def held_at_work(self, partition: int) -> Iterator[None]:
+        """Hold an agent whose SuperNode has taken a message, which it does not answer while this is open."""
+        with self.held(partition):
             wait_until(lambda: self.at_work(partition), "a message")
             time.sleep(1)  # a reply that was on its way has arrived
             wait_until(lambda: self.at_work(partition), "the next message")
             yield
-        finally:
-            agent.send_signal(signal.SIGCONT)
 
     def kill_node_at_work(self, partition: int) -> None:
         """kill -9 of a SuperNode that has taken a message and not answered it: its agent is held until it is dead."""
@@ -160,8 +166,11 @@ class Stage:
 
     def at_work(self, partition: int) -> bool:
         """Return whether a SuperNode has taken a message that it has not answered."""
-        log = self.log(f"node-{partition}")
-        return log.count("Received successfully") > log.count("Sent successfully")
+        return self.log(f"node-{partition}").count("Received successfully") > self.answered(partition)
+
+    def answered(self, partition: int) -> int:
+        """Return how many messages a SuperNode has answered."""
+        return self.log(f"node-{partition}").count("Sent successfully")
 
     def log(self, name: str) -> str:
         """Return a process' log, such as 'node-0' or 'agent-1' or 'superlink'."""

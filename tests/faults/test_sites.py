@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from tests.server.test_run import assert_same_results
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(6 * PATIENCE)]
 
-ROUNDS = 5  # of the run that a box joins in the third
+ROUNDS = 6  # of the run that a box joins in the fourth
 LATE = [site.name for site in SITES if site.joins_late]
 SETTINGS = Settings(
     classes=",".join(str(i) for i in range(10)), clients=len(SITES) - len(LATE), rounds=2, image_size=16,
@@ -152,13 +151,14 @@ def test_a_fourth_box_joins_midway_and_one_that_is_killed_is_named(boxes: tuple[
     run = made.run(SETTINGS.replace(rounds=ROUNDS), run_name=name)
     wait_until(lambda: made.rounds(name) >= 1, "a round", run)
     south, late = made.names.index("south"), len(made.names) - 1
-    made.agents[south].send_signal(signal.SIGSTOP)  # the run takes as long as a box takes to start
-    try:
+    with made.held(south):  # the round takes as long as a box takes to start
         made.start_agent(late)
         made.start_node(late)
         wait_until(lambda: online(made) == len(made.names), "the fourth box", run)
-    finally:
-        made.agents[south].send_signal(signal.SIGCONT)
+        before = made.rounds(name)
+    wait_until(lambda: made.rounds(name) > before, "the next round", run)
+    with made.held(south):  # and this one as long as it takes to say who it is
+        wait_until(lambda: made.answered(late) > 0, "its answer", run)
     wait_until(lambda: bool(told(made, name, "joined")), "the fourth box in the run", run)
     made.kill_node_at_work(made.names.index("north"))
     run.result(PATIENCE)
