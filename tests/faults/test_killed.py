@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -34,10 +35,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("undisturbed"), SMALL)
 
 
-def wait_for_training(made: Stage, name: str, after: int, run: Future[None]) -> None:
-    """Wait until the first client trains and so many rounds, or more, have ended."""
-    wait_until(lambda: made.rounds(name) >= after and made.in_training(0), f"training after round {after}", run)
-    assert made.rounds(name) < SMALL.rounds
+@contextlib.contextmanager
+def in_round(made: Stage, name: str, after: int, run: Future[None]) -> Iterator[None]:
+    """Wait until so many rounds, or more, have ended, and hold the first client at work in the next one."""
+    wait_until(lambda: made.rounds(name) >= after, f"round {after}", run)
+    with made.held_at_work(0):
+        assert made.rounds(name) < SMALL.rounds
+        yield
 
 
 def test_a_run_is_resumed_by_itself_when_its_server_app_and_then_its_superlink_were_killed(
@@ -50,11 +54,11 @@ def test_a_run_is_resumed_by_itself_when_its_server_app_and_then_its_superlink_w
     def resumed() -> int:
         return [event["event"] for event in made.events(name)].count("resumed")
 
-    wait_for_training(made, name, 1, running)
-    kill(*made.processes("flwr-serverapp"))
+    with in_round(made, name, 1, running):
+        kill(*made.processes("flwr-serverapp"))
     wait_until(lambda: resumed() == 1, "the run to be resumed", running)
-    wait_for_training(made, name, 2, running)
-    kill(*made.processes("flower-superlink"))
+    with in_round(made, name, 2, running):
+        kill(*made.processes("flower-superlink"))
     wait_until(lambda: not made.processes("flwr-serverapp"), "the ServerApp to end")
     made.restart_superlink()
     running.result(PATIENCE)
