@@ -290,7 +290,10 @@ def bits(sent: Any) -> Any:
     return kind, {name: value for name, value in values.items() if name != "seconds"}, named
 
 
-def test_replies_of_one_call_are_those_of_one_call_each(worker: Worker, tmp_path: Path) -> None:
+def test_replies_of_one_call_are_those_of_one_call_each(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SECONDS_AT_ONCE", float("inf"))
     worker.open()
     asked, arrays = training(SETTINGS.replace(state_dir=str(tmp_path)), [2, 0, 3])
     alone = [bits(*worker.perform([one], arrays)) for one in asked]
@@ -310,7 +313,10 @@ def test_a_slow_or_large_client_has_a_call_of_its_own(
     assert bits(result) == bits(*worker.perform(asked[:1], arrays))
 
 
-def test_a_worker_raises_its_clients_errors_as_text_with_the_results(worker: Worker, tmp_path: Path) -> None:
+def test_a_worker_raises_its_clients_errors_as_text_with_the_results(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "SECONDS_AT_ONCE", float("inf"))
     asked, arrays = training(SETTINGS.replace(state_dir=str(tmp_path)), [2, 0])
     with pytest.raises(NotOpen):
         worker.perform(asked, arrays)
