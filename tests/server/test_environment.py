@@ -23,7 +23,7 @@ def test_the_processor_is_named_as_linux_names_it(tmp_path: Path, monkeypatch: p
 
 def test_a_commit_has_changes_when_code_differs_and_not_when_results_do(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@localhost")
+        identity = ("-c", "user.name=a", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false")
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
