@@ -45,7 +45,7 @@ def main(grid: Grid, context: Context) -> None:
     if settings.engine in ("ray", "vectorised"):
         raise SettingsError(f"engine = {settings.engine!r}: Flower runs these nodes; allowed are auto, flower")
     configure(settings.log_format, settings.log_level)  # until the process ends: Flower logs after the run, too
-    serve(GridTransport(grid), settings, run_folder(settings))
+    serve(GridTransport(grid), settings, run_folder(settings), bundle=grid.run.fab_hash or None)
 
 
 def make_app(
@@ -79,6 +79,7 @@ def serve(
     folder: Path,
     listeners: Sequence[Listener] = (),
     class_counts: list[list[int]] | None = None,
+    bundle: str | None = None,
 ) -> None:
     """Run with progress and write the run folder; a run that fails leaves its results so far, and the reason.
 
@@ -91,7 +92,7 @@ def serve(
         The run folder.
     listeners : sequence of callable
         Get every event, after the metrics file.
-    class_counts : list [N][K], optional
+    class_counts, bundle
         See `run`.
 
     Raises
@@ -116,7 +117,7 @@ def serve(
         progress = TerminalProgress(Console(stderr=True)) if settings.log_format == "text" else EventLines()
         events = Events(JsonLines(folder / METRICS_FILE), progress, trackers, live, *listeners)
         if settings.resume:
-            checkpoints = _resume(settings, events, [progress, live])
+            checkpoints = _resume(settings, events, [progress, live], bundle)
         else:
             write_atomically(folder / "settings.toml", to_toml(settings).encode())
             (folder / COPY).unlink(missing_ok=True)  # of a run whose events were removed
@@ -124,7 +125,7 @@ def serve(
         about["run"] = checkpoints.run
         try:
             with progress:
-                run(transport, settings, folder, events, class_counts, checkpoints)
+                run(transport, settings, folder, events, class_counts, checkpoints, bundle)
         except BaseException as error:
             try:
                 if isinstance(error, Exception):
@@ -165,7 +166,7 @@ def _write_results(folder: Path) -> None:
         ) from error
 
 
-def _resume(settings: Settings, events: Events, showing: Sequence[Listener]) -> Checkpoints:
+def _resume(settings: Settings, events: Events, showing: Sequence[Listener], bundle: str | None) -> Checkpoints:
     """Roll the run folder back to a checkpoint and report it; what shows progress gets the events before it."""
     found = find_checkpoint(settings)
     tail = roll_back(found)
@@ -177,7 +178,7 @@ def _resume(settings: Settings, events: Events, showing: Sequence[Listener]) -> 
             for listener in showing:
                 listener(left)
     position, name = found.checkpoint.position, f"{FOLDER}/{found.path.name}"
-    about = {key: value for key, value in describe(settings).items() if key != "settings"}
+    about = {key: value for key, value in describe(settings, bundle).items() if key != "settings"}
     events("resumed", **about, checkpoint=name, **asdict(position), cut=tail)
     if found.restored:
         events("note", text=found.restored)

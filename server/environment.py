@@ -1,4 +1,4 @@
-"""Provenance of a run: settings, commit, versions, hardware."""
+"""Provenance of a run: settings, code, versions, hardware."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ LOCAL = ("state-dir",)
 PACKAGES = ("flwr", "ray", "torch", "torchvision", "numpy", "scipy")
 
 
-def describe(settings: Settings) -> dict[str, Any]:
-    """Return start time (UTC), settings, commit, versions and hardware, as JSON values."""
+def describe(settings: Settings, bundle: str | None = None) -> dict[str, Any]:
+    """Return start time (UTC), settings, code, versions and hardware, as JSON values.
+
+    The code of a deployed run is its app bundle, with SHA-256 `bundle`; of any other run, the working copy at a commit.
+    """
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "settings": {key: value for key, value in settings.flat().items() if key not in LOCAL},
         "versions": versions(*PACKAGES),
         "commit": commit(),
+        "bundle": bundle,
         "hardware": hardware(),
     }
 

@@ -51,6 +51,7 @@ def run(
     events: Events,
     class_counts: list[list[int]] | None = None,
     checkpoints: Checkpoints | None = None,
+    bundle: str | None = None,
 ) -> None:
     """Run everything that the settings ask for; results go to `folder` and to `events`.
 
@@ -61,6 +62,8 @@ def run(
         holds all data, has them. Clients never send label counts.
     checkpoints : Checkpoints, optional
         Of a run that is resumed; None: the run is new.
+    bundle : str, optional
+        SHA-256 of the app bundle that this code is from.
 
     Raises
     ------
@@ -76,7 +79,7 @@ def run(
     events.listeners.append(ledger)
     collaborations = check_collaborations(settings, plan(settings))
     if checkpoints.resumed is None:
-        events("run", **describe(settings))
+        events("run", **describe(settings, bundle))
     federation, info = connect(transport, settings, events, checkpoints)
     check_streams(settings, collaborations, info)
     roles = [] if collaborations and not settings.rounds else info.labelled_roles  # without rounds roles do not matter

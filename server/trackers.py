@@ -350,7 +350,7 @@ class Trackers:
 
     def _begin(self, event: Event) -> None:
         parameters = {key: value for key, value in self._settings.flat().items() if key not in LOCAL}
-        tags = {key: str(event[key]) for key in ("commit", "hardware") if event[key]} | event["versions"]
+        tags = {key: str(event[key]) for key in ("commit", "bundle", "hardware") if event.get(key)} | event["versions"]
         for name in self._names:
             self._workers.append(Worker(name, Start(self._folder, parameters, tags)))
             self._workers[-1].start()

@@ -62,6 +62,7 @@ class RunInfo:
     versions: dict[str, Any]
     hardware: str
     commit: str | None = None
+    bundle: str | None = None  # SHA-256 of the app bundle of a deployed run
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ def _facts(results: Results) -> str:
     facts += [("Wall time", duration(end.seconds))] if end else []
     if run:
         versions = ", ".join(f"{name}\N{NO-BREAK SPACE}{version}" for name, version in run.versions.items())
-        facts += [("Commit", text(run.commit) if run.commit else "not recorded")]
+        code = [("Commit", run.commit), ("App bundle", run.bundle)]
+        facts += [(name, text(value)) for name, value in code if value] or [("Commit", "not recorded")]
         facts += [("Hardware", text(run.hardware)), ("Versions", text(versions))]
     return definitions(facts, "facts") if facts else missing("Time, hardware and versions were not recorded.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fedtta.server.report import METRICS_FILE, read_results
 from fedtta.settings import Settings
 from fedtta.simulation import deployment, devices, signing, submit, superlink
 from fedtta.simulation.keys import Keys, make_keys
@@ -104,6 +106,9 @@ def test_a_node_that_trusts_a_key_runs_what_it_has_signed_and_nothing_else(link:
     words += ["--signed", str(bundle), "--database", str(link.home / superlink.DATABASE), "--set"]
     words += [f"{key}={value}" for key, value in settings.replace(run_name="signed").flat().items()]
     assert submit.main(words) == 0
+    started = read_results(tmp_path / "signed" / METRICS_FILE).run
+    assert started is not None
+    assert (started.commit, started.bundle) == (None, hashlib.sha256(bundle.read_bytes()).hexdigest())
     assert_same_results(tmp_path / "signed", run(tmp_path / "alone", settings.replace(state_dir=str(tmp_path / "one"))))
 
 

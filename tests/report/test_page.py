@@ -178,12 +178,19 @@ def test_every_prefix_of_a_run_has_a_page(tmp_path: Path) -> None:
         Elements(build_page(results_of(tmp_path, events[:number]), "run"))
 
 
+def test_the_code_of_a_deployed_run_is_its_bundle(tmp_path: Path) -> None:
+    run, *rest = whole_run(clients=2, rounds=1)
+    page = build_page(results_of(tmp_path, [{**run, "commit": None, "bundle": "8fe1"}, *rest]), "run")
+    assert "<dt>App bundle</dt><dd>8fe1</dd>" in page
+    assert "<dt>Commit</dt>" not in page
+
+
 def test_all_text_is_escaped(tmp_path: Path) -> None:
     evil = "<script>alert('x')</script>&$x_2$"
     label = {"method": evil, "collaboration": evil}
     events = [
         {"event": "run", "time": evil, "settings": {evil: evil}, "versions": {evil: evil}, "commit": evil,
-         "hardware": evil},
+         "bundle": evil, "hardware": evil},
         {"event": "clients", "class_counts": [[1, 2]], "classes": [evil, "b"], "sizes": [[1, 1, 1]], "roles": [evil]},
         training_round(evil, 1, train_loss=None), training_round(evil, 2, train_loss=float("inf")),
         {"event": "failed", "training": evil, "round": 1, "partition": 0, "node_id": evil, "reason": evil},

@@ -97,7 +97,7 @@ def quicken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes longer than these runs: waiting for the disk, looking at all installed packages."""
     known = described()
     for module in (fedtta.server.app, fedtta.server.run):
-        monkeypatch.setattr(module, "describe", lambda settings: {**known, "settings": settings.flat()})
+        monkeypatch.setattr(module, "describe", lambda settings, bundle: {**known, "settings": settings.flat()})
     monkeypatch.setattr("os.fsync", lambda file: None)
     monkeypatch.setattr(logging.getLogger("flwr"), "disabled", True)
 
