@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: run demo test test-faults lint docs screenshots flower keys deploy-local sheet proto requirements torch-hashes clean help
 
 help:          ## show this
-	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+	@grep -E '^[a-z0-9-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
 
 # The embedded digits are easy: after 5 rounds methods still differ, and the run ends within three minutes on two cores.
 # METHODS=all: a network with BatchNorm, which every method fits; on the digits also fewer samples, so that the whole
@@ -28,7 +28,7 @@ run: $(VENV)/ready  ## train, personalise, adapt; DATASET=, METHODS= (or all), A
 demo: $(VENV)/ready  ## four sites with folders of their own, real processes over TLS, a shift after deployment, a page
 	$(BIN)/python -m fedtta demo $(ARGS)
 
-test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU
+test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU, but those of faults and images
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # In parallel, since much of the time is spent waiting until Flower notices that a process is gone. Tests of a file share

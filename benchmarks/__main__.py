@@ -22,7 +22,7 @@ from fedtta.settings import SettingsError
 COMMANDS = {
     "list": (index, "the protocols with their cells and kept seeds"),
     "run": (engine, "run the cells of a protocol over several seeds, keep the results, print the tables"),
-    "page": (pages, "write pages and plots of all kept results"),
+    "page": (pages, "write pages and plots of all kept tables, speed and poisoning"),
     "speed": (speed, "measure ratios of times and memory side by side"),
     "gpu": (gpu, "what only a GPU can show, where there is one"),
     "fleet": (fleet, "many light devices: our server beside Flower's own FedAvg"),

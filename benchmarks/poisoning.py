@@ -109,7 +109,9 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for found in measure(arguments.seeds, kept, Path(folder)):
             kept[found.case] = found
-            content = {**provenance(), "measured": [asdict(one) for one in kept.values()]}
+            now = provenance()
+            commits = dict.fromkeys([*filter(None, str(content.get("commit") or "").split(", ")), str(now["commit"])])
+            content = {**now, "commit": ", ".join(commits), "measured": [asdict(one) for one in kept.values()]}
             write_json(path, content)
             console.print(f"{found.case}: {found.accuracy}", highlight=False)
     console.print(poisoning_page(content), highlight=False)

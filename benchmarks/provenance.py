@@ -23,7 +23,7 @@ def provenance() -> dict[str, Any]:
     The load is the mean number of processes that wanted a core in the last minute, this one included: far above one per
     core, wall-clock times mean little.
     """
-    environment = {key: value for key, value in describe(Settings()).items() if key != "settings"}
+    environment = {key: value for key, value in describe(Settings()).items() if key not in ("settings", "bundle")}
     return {**environment, "load_average": round(os.getloadavg()[0], 2)}
 
 

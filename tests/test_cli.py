@@ -82,6 +82,11 @@ def test_settings_are_shown_by_group() -> None:
     assert "0.05" in invoke("settings", "learning-rate", width=200).output
 
 
+def test_options_in_brackets_are_shown() -> None:
+    assert "fedthe[beta=1;objective=em]" in invoke("settings", "methods", width=400).output
+    assert "tent[lr=0.001]" in invoke("serve", "--help", width=200).output
+
+
 def test_help_imports_neither_torch_nor_flower() -> None:
     code = (
         "import sys; from fedtta.cli import app\n"

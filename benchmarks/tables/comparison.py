@@ -30,6 +30,8 @@ class Comparison:
         row → column → the paper's number of the row, and of the baseline in the same place.
     baseline : str
         The row over which gains are computed; empty: none are.
+    partial : set of str
+        Rows that were measured on a part of the others' samples: they are shown, and not compared.
     """
 
     title: str
@@ -38,6 +40,7 @@ class Comparison:
     paper: PrintedValues = field(default_factory=dict)
     paper_baseline: PrintedValues = field(default_factory=dict)
     baseline: str = ""
+    partial: frozenset[str] = frozenset()
 
     @property
     def columns(self) -> list[str]:
@@ -65,7 +68,7 @@ def compare(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> Comparis
         for seed, content in sorted(kept.get(cell.name, {}).items()):
             for label, row in content["rows"].items():
                 for column, value in _row_values(cell, table, row).items():
-                    own = f"{label} ({cell.suffix})" if cell.suffix else label
+                    own = cell.labelled(label)
                     values.setdefault(own, {}).setdefault(column, {})[seed] = value
                     if table.measure:
                         continue
@@ -85,7 +88,21 @@ def compare(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> Comparis
             if (number := _paper(cell, label, AVERAGE)) is not None:
                 paper.setdefault(label, {})[AVERAGE] = number
     seeds = sorted({seed for cell in table.cells for seed in kept.get(cell.name, {})})
-    return Comparison(table.title, values, seeds, paper, base, table.baseline)
+    return Comparison(table.title, values, seeds, paper, base, table.baseline, partial_rows(table, kept))
+
+
+def partial_rows(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> frozenset[str]:
+    """Return the rows of a table that have fewer samples than another row of their cell on a test distribution."""
+    found = set()
+    for cell in table.cells:
+        for content in kept.get(cell.name, {}).values():
+            counts: dict[str, dict[str, int]] = {}  # test distribution → row → samples
+            for label, row in content["rows"].items():
+                for shift, one in row["shifts"].items():
+                    if "samples" in one:
+                        counts.setdefault(shift, {})[cell.labelled(label)] = one["samples"]
+            found |= {label for row in counts.values() for label in row if row[label] < max(row.values())}
+    return frozenset(found)
 
 
 def _row_values(cell: Cell, table: Table, row: Content) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""`page`: Markdown pages, plots and one HTML page of all kept results."""
+"""`page`: Markdown pages, plots and one HTML page of all kept tables."""
 
 from __future__ import annotations
 
@@ -119,15 +119,16 @@ def table_section(protocol: Protocol, table: Table, cells: Mapping[str, Mapping[
     """Return a table with the paper's numbers, where it was computed, and its settings."""
     found = compare(table, cells)
     contents = {(cell.name, seed): one for cell in table.cells for seed, one in cells.get(cell.name, {}).items()}
-    over = ", ".join(map(str, found.seeds))
-    seeds = f"seed {over}" if len(found.seeds) == 1 else f"mean ± standard deviation (divided by n) over seeds {over}"
+    named = ", ".join(map(str, found.seeds))
+    seeds = f"seed {named}" if len(found.seeds) == 1 else f"mean ± standard deviation (divided by n) over seeds {named}"
     gain = f"; in brackets the gain over `{table.baseline}`" if table.baseline else ""
     references = dict.fromkeys((one.paper, one.table) for cell in table.cells for one in cell.references)
     behind = ", ".join(f"{paper}, Table {number}" for paper, number in references)
     beside = f"; behind the bar the paper's ({behind})" if found.paper else ""
+    over = "over all clients' samples" if table.measure else f"mean over {table.cells[0].weighting}"
     parts = [
         "" if table.title == protocol.name else f"## {table.title}",
-        f"In %, mean over {table.cells[0].weighting}; {seeds}{gain}{beside}.",
+        f"In %, {over}; {seeds}{gain}{beside}.",
         markdown_table(found),
     ]
     if table.measure:

@@ -7,7 +7,7 @@ trainings. Intervals are percentiles (Bradley Efron, Robert Tibshirani: An Intro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.benchmarks.papers import AVERAGE, PROPOSED, WITH
-from fedtta.benchmarks.tables.comparison import Comparison, compare
+from fedtta.benchmarks.tables.comparison import Comparison, compare, partial_rows
 from fedtta.benchmarks.tables.protocol import Cell, Protocol, Table
 from fedtta.benchmarks.tables.results import CONSTANT, Content
 
@@ -75,13 +75,16 @@ def difference(
 def client_values(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> ClientValues:
     """Return the accuracies of clients of all rows of a table, and each client's average over the columns.
 
-    Rows that were kept without them are left out. Where clients are columns, the average has all of them in turn.
+    Left out are rows that were kept without them, and those with fewer samples than the others. Where clients are
+    columns, the average has all of them in turn.
     """
     found: dict[str, dict[str, dict[int, NDArray[np.float64]]]] = {}
+    partial = partial_rows(table, kept)
     for cell in table.cells:
         for seed, content in sorted(kept.get(cell.name, {}).items()):
             for label, row in content["rows"].items():
-                own = f"{label} ({cell.suffix})" if cell.suffix else label
+                if (own := cell.labelled(label)) in partial:
+                    continue
                 for column, values in clients_of(cell, row).items():
                     found.setdefault(own, {}).setdefault(column, {})[seed] = values
     columns = list(dict.fromkeys(column for row in found.values() for column in row))
@@ -126,11 +129,15 @@ def baselines(table: Table, found: Comparison, column: str) -> list[str]:
     return list(dict.fromkeys([*known, *([best] if best else [])]))
 
 
-def comparable_means(found: Comparison, column: str) -> dict[str, float]:
-    """Return row → mean over FedAvg's seeds, of the rows that have all of these; without FedAvg, over shared seeds."""
-    rows = {label: row[column] for label, row in found.values.items() if row.get(column) and label != CONSTANT}
+def comparable_means(found: Comparison, column: str, over: Collection[int] = ()) -> dict[str, float]:
+    """Return row → mean over seeds, by default FedAvg's or those of all rows, of the rows that have all of these.
+
+    Rows with fewer samples than the others are left out.
+    """
+    left_out = {CONSTANT, *found.partial}
+    rows = {label: row[column] for label, row in found.values.items() if row.get(column) and label not in left_out}
     counted = [set(rows[FEDAVG])] if FEDAVG in rows else [set(row) for row in rows.values()]
-    seeds = set.intersection(*counted) if counted else set()
+    seeds = set(over) or (set.intersection(*counted) if counted else set())
     complete = {label: row for label, row in rows.items() if seeds and seeds <= set(row)}
     return {label: float(np.mean([row[seed] for seed in sorted(seeds)])) for label, row in complete.items()}
 
@@ -213,7 +220,7 @@ def orders_lines(table: Table, found: Comparison, cells: Mapping[str, Mapping[in
 def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]], most: int = 3) -> str:
     """Return a table of the best rows of each shift of a protocol, with what they gain over FedAvg; empty without any.
 
-    Only rows that have all of FedAvg's seeds are compared.
+    Only rows that have all of FedAvg's seeds are compared, over those with clients' accuracies if there are any.
 
     Parameters
     ----------
@@ -225,16 +232,17 @@ def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]],
     lines = []
     for table, found, clients in _accuracies(protocol, kept):
         for column in found.columns:
-            means = comparable_means(found, column)
+            none = clients.get(FEDAVG, {}).get(column, {})
+            means = comparable_means(found, column, none)
             if FEDAVG not in means or len(means) < 2:
                 continue
             texts = []
             for label in sorted(means, key=lambda label: -means[label])[:most]:
-                measured = difference(clients.get(label, {}).get(column, {}), clients.get(FEDAVG, {}).get(column, {}))
+                measured = difference(clients.get(label, {}).get(column, {}), none)
                 gain = str(measured) if measured else f"{means[label] - means[FEDAVG]:+.2f}"
                 texts.append(f"`{label}`" + ("" if label == FEDAVG else f" {gain}"))
             texts += [""] * (most - len(texts))
-            seeds = str(len(found.values[FEDAVG][column]))
+            seeds = str(len(none or found.values[FEDAVG][column]))
             lines.append([table.title, column, f"{means[FEDAVG]:.1f}", *texts, seeds])
     ranks = [("best", "second", "third")[place] if place < 3 else f"{place + 1}th" for place in range(most)]
     head = ["table", "shift", f"`{FEDAVG}`, %", *ranks, "seeds"]

@@ -144,6 +144,10 @@ class Cell:
     suffix: str = ""
     realtime: Realtime | None = None
 
+    def labelled(self, row: str) -> str:
+        """Return what a row is called in the cell's table."""
+        return f"{row} ({self.suffix})" if self.suffix else row
+
 
 @dataclass(frozen=True)
 class Table:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedtta.benchmarks.papers import Printed
+from fedtta.benchmarks.papers import AVERAGE, Printed
 from fedtta.benchmarks.tables.comparison import Comparison, compare
 from fedtta.benchmarks.tables.pairs import (
     Difference,
@@ -199,6 +199,32 @@ def test_leaders_of_each_shift() -> None:
     assert leaders_table(protocol, {}) == ""
     kept["c"][2] = {"rows": {label: one for label, one in ROWS.items() if label != "fedthe"}}
     assert "fedthe" not in leaders_table(protocol, kept)  # it lacks a seed
+
+
+def test_a_row_on_fewer_samples_is_shown_and_not_compared() -> None:
+    table = table_of(Cell("c", "C", Settings()), against=("fedavg",))
+    rows = {"fedavg": row(a="50 60"), "memo": row(a="90 90"), "tent": row(a="60 60")}
+    for label, samples in (("fedavg", 600), ("memo", 100), ("tent", 600)):
+        rows[label]["shifts"]["a"]["samples"] = samples
+    kept = {"c": {1: {"rows": rows}}}
+    found = compare(table, kept)
+    assert found.values["memo"] == {"a": {1: 90.0}, AVERAGE: {1: 90.0}}
+    assert baselines(table, found, "a") == ["fedavg", "tent"]
+    assert "memo" not in differences_table(table, found, kept)
+    assert "memo" not in leaders_table(Protocol("p", "", {}, (), (table,)), kept)
+
+
+def test_leaders_are_ranked_over_the_seeds_of_their_gains() -> None:
+    """The first seed, without clients' accuracies, would turn the order round."""
+    old = {"fedavg": row(a="50 60"), "tent": row(a="90 90"), "btfl": row(a="55 65")}
+    for one in old.values():
+        del one["shifts"]["a"]["per_client_percent"]
+    new = {"fedavg": row(a="50 60"), "tent": row(a="60 60"), "btfl": row(a="70 70")}
+    kept = {"c": {1: {"rows": old}, 2: {"rows": new}}}
+    protocol = Protocol("p", "", {}, (), (table_of(Cell("c", "C", Settings())),))
+    assert leaders_table(protocol, kept, most=2).splitlines()[2:] == [
+        "| Made up | a | 55.0 | `btfl` +15.00 [+10.00, +20.00] | `tent` +5.00 [+0.00, +10.00] | 1 |",
+    ]
 
 
 def test_auto_beside_the_best_fixed_row_of_each_shift() -> None:

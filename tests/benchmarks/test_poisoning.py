@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fedtta.benchmarks import poisoning
 from fedtta.benchmarks.poisoning import NONE, Case, Measured, accuracies, cases, poisoning_page, read_poisoning
@@ -52,6 +54,16 @@ def test_the_page_has_accuracies_and_what_attacks_add(tmp_path: Path) -> None:
     assert "| equal parts | sign flip × 1 | -0.2 (-1.0) | 2 |" in page
     assert "| equal parts | sign flip × 1 | -80.0 | 1 |" in page
     assert "Two poisoners" not in page
+
+
+def test_cases_kept_before_keep_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (Measured(Case("equal parts", seed, NONE), {"fedavg": 90.0}, 0, 0) for seed in (1, 2))
+    (tmp_path / poisoning.FILE).write_text(json.dumps(kept(first)))
+    monkeypatch.setattr(poisoning, "measure", lambda seeds, kept, folder: iter([second]))
+    monkeypatch.setattr(poisoning, "provenance", lambda: {**WHERE, "commit": "def"})
+    poisoning.run(argparse.Namespace(out=tmp_path, seeds=2), Console(quiet=True))
+    content = read_poisoning(tmp_path / poisoning.FILE)
+    assert (content["commit"], len(content["measured"])) == ("abc, def", 2)
 
 
 def test_kept_results_that_cannot_be_read(tmp_path: Path) -> None:
