@@ -11,15 +11,15 @@ import numpy as np
 
 ASSETS = Path(__file__).parent / "assets"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "brfl"
-CELL = "cnn-dir-0.1"
+CELL = "full"
 LABELS = {
     "fedavg": "FedAvg (global head)", "personal": "personal head", "fixed_mix": "average of both heads", "btfl": "BTFL",
-    "fedavg_ft": "FedAvg, fine-tuned", "fedthe": "FedTHE", "fedthe_plus": "FedTHE+",
+    "fedavg_ft": "FedAvg, fine-tuned", "fedthe": "FedTHE",
 }  # fmt: skip
-ADAPTED = ("btfl", "fedthe", "fedthe_plus")
+ADAPTED = ("btfl", "fedthe")
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 70, 700, 60, 340
-X, Y = (35.0, 80.0), (15.0, 45.0)  # percent
+X, Y = (55.0, 90.0), (25.0, 65.0)  # percent
 NEAR = 12  # points closer than this in height have their labels on different sides
 LETTER = 7.5  # width of a letter, about
 
@@ -57,8 +57,8 @@ def drawn(found: Mapping[str, tuple[list[float], list[float]]]) -> str:
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="10"/>',
         f'<text class="bold" x="{LEFT}" y="26">A client&#39;s own data against other clients&#39; data</text>',
-        f'<text class="small" x="{LEFT}" y="45">CIFAR-10, 20 clients, Dirichlet(0.1), 20 rounds; mean ± standard '
-        f"deviation over {seeds} seeds; green adapts at test time</text>",
+        f'<text class="small" x="{LEFT}" y="45">CIFAR-10, 20 clients, Dirichlet(0.1), 50 rounds; mean ± sd over '
+        f"{seeds} seeds; green adapts at test time</text>",
     ]
     for value in range(int(X[0]) + 5, int(X[1]) + 1, 10):
         parts.append(f'<path class="grid" d="M{_x(value):.1f} {TOP}V{BOTTOM}"/>')

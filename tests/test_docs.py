@@ -401,7 +401,7 @@ def test_the_figure_and_the_readmes_table_are_the_kept_results() -> None:
 
 def kept_row(method: str) -> list[str]:
     """Mean ± sd over seeds of each column, the average last."""
-    paths = sorted((ROOT / "benchmarks/results/brfl").glob("cnn-dir-0.1-*.json"))
+    paths = sorted((ROOT / "benchmarks/results/brfl").glob("full-*.json"))
     shifts = ("original", "corrupted", "out_of_client", "mixture")
     kept = [json.loads(path.read_text())["rows"][method]["shifts"] for path in paths]
     values = np.array([[one[shift]["accuracy_percent"] for shift in shifts] for one in kept])
