@@ -209,10 +209,15 @@ def tuning() -> str:
     from fedtta.benchmarks.tables.tuning import choices
 
     rows = [
-        [one.where, f"`{one.key} = {one.value}`", ", ".join(f"{value}: {p:.1f} %" for value, p in one.percent.items())]
+        [
+            one.where,
+            f"`{one.key} = {one.value}`",
+            ", ".join(f"{value}: {p:.1f} %" for value, p in one.percent.items()),
+            one.of,
+        ]
         for one in choices()
     ]
-    return table(["protocol", "chosen", "accuracy of each value"], rows)
+    return table(["protocol", "chosen", "accuracy of each value", "measured with"], rows)
 
 
 def metrics() -> str:
@@ -260,6 +265,15 @@ def leaders() -> str:
     return _of_protocols(leaders_table)
 
 
+def parts() -> str:
+    """Return what each part of pFedBBN brings."""
+    from fedtta.benchmarks.tables.pairs import parts_table
+    from fedtta.benchmarks.tables.protocol import read_protocol
+    from fedtta.benchmarks.tables.results import read_results_of
+
+    return parts_table(read_protocol("pfedbbn"), read_results_of(RESULTS, "pfedbbn")["pfedbbn"])
+
+
 def choices() -> str:
     """Return `auto` beside fixed adapters by shift and by client, two tables for each protocol with such a row."""
     from fedtta.benchmarks.tables.pairs import choices_table, worst_table
@@ -304,6 +318,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "tuning": tuning,
     "leaders": leaders,
     "choices": choices,
+    "parts": parts,
     "metrics": metrics,
     "leaving": fields_that_leave,
     "privacy": privacy,

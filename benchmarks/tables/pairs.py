@@ -26,6 +26,12 @@ DRAWS = 2_000
 FEDAVG = "fedavg"  # the row that adapts nothing
 AUTO = "auto"  # the row that chooses among adapters
 LEVEL = 0.95  # coverage of an interval
+#: What a part of pFedBBN brings → the row with it and the row without.
+PARTS = {
+    "averaging − BBN alone": ("bbn @ fedavg", "bbn"),
+    "pFedBBN's weights − averaging": ("bbn @ pfedbbn[share=all]", "bbn @ fedavg"),
+    "class statistics alone − BBN alone": ("bbn @ pfedbbn[share=statistics]", "bbn"),
+}
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,28 @@ def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]],
     ranks = [("best", "second", "third")[place] if place < 3 else f"{place + 1}th" for place in range(most)]
     head = ["table", "shift", f"`{FEDAVG}`, %", *ranks, "seeds"]
     return _markdown(head, ["---", "---", "--:", *["---"] * most, "--:"], lines)
+
+
+def parts_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:
+    """Return a table of what each part of pFedBBN brings in each cell that has its rows; empty without any.
+
+    Parameters
+    ----------
+    kept : mapping
+        Cell → seed → content.
+    """
+    lines = []
+    for cell in protocol.cells:
+        rows: dict[str, dict[int, NDArray[np.float64]]] = {}
+        for seed, content in sorted(kept.get(cell.name, {}).items()):
+            for label, row in content["rows"].items():
+                for values in clients_of(cell, row).values():
+                    rows.setdefault(label, {})[seed] = values
+        found = [difference(rows.get(more, {}), rows.get(less, {})) for more, less in PARTS.values()]
+        if measured := [one for one in found if one]:
+            texts = [str(one) if one else "" for one in found]
+            lines.append([f"`{cell.name}`", *texts, str(max(one.seeds for one in measured))])
+    return _markdown(["cell", *PARTS, "seeds"], ["---", *["--:"] * (len(PARTS) + 1)], lines)
 
 
 def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:

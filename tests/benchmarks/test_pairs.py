@@ -22,6 +22,7 @@ from fedtta.benchmarks.tables.pairs import (
     leaders_table,
     orders,
     orders_lines,
+    parts_table,
     worst_table,
 )
 from fedtta.benchmarks.tables.protocol import Cell, Protocol, Table
@@ -225,6 +226,17 @@ def test_leaders_are_ranked_over_the_seeds_of_their_gains() -> None:
     assert leaders_table(protocol, kept, most=2).splitlines()[2:] == [
         "| Made up | a | 55.0 | `btfl` +15.00 [+10.00, +20.00] | `tent` +5.00 [+0.00, +10.00] | 1 |",
     ]
+
+
+def test_what_each_part_brings_is_paired_within_a_cell() -> None:
+    protocol = Protocol("p", "", {}, (Cell("c", "C", Settings(), column="x"), Cell("d", "D", Settings())), ())
+    first = {"bbn": row(a="50 60"), "bbn @ fedavg": row(a="60 70"), "bbn @ pfedbbn[share=all]": row(a="61 73")}
+    second = {"bbn": row(a="50 60"), "bbn @ fedavg": row(a="60 70")}
+    kept = {"c": {1: {"rows": first}, 2: {"rows": second}}, "d": {1: {"rows": {"bbn": row(a="50 60")}}}}
+    assert parts_table(protocol, kept).splitlines()[2:] == [
+        "| `c` | +10.00 [+10.00, +10.00] | +2.00 [+1.00, +3.00] |  | 2 |",
+    ]
+    assert parts_table(protocol, {}) == ""
 
 
 def test_auto_beside_the_best_fixed_row_of_each_shift() -> None:
