@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -163,22 +164,20 @@ def _encoder(owner: str, source: Source, head_name: str, shape: tuple[int, ...])
     Raises
     ------
     ValueError
-        The network does not take these images, its features are no [B, d], or classifier and features do not compose
-        the network.
+        The network does not take these images, a BatchNorm layer cannot be split, its features are no [B, d], or
+        classifier and features do not compose the network.
     """
     network = source.network.eval()
     x = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     head: nn.Linear | None = None
-    try:
-        with torch.no_grad():
-            logits = network(x) if head_name else None
-            if head_name:
-                head = cast(nn.Linear, network.get_submodule(head_name))
-                _replace(network, head_name, nn.Identity())
-            _split_batchnorm(owner, network)
-            z, last = _traced(network, x)
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
-        raise ValueError(f"{owner} does not take images {list(shape)}: {error or type(error).__name__}") from error
+    with _given_images(owner, shape):
+        logits = network(x) if head_name else None
+    if head_name:
+        head = cast(nn.Linear, network.get_submodule(head_name))
+        _replace(network, head_name, nn.Identity())
+    _split_batchnorm(owner, network)
+    with _given_images(owner, shape):
+        z, last = _traced(network, x)
     width = source.feature_dim if head is None else head.in_features
     if not isinstance(z, Tensor) or width is None or z.shape != (2, width):
         got = list(z.shape) if isinstance(z, Tensor) else type(z).__name__
@@ -188,6 +187,16 @@ def _encoder(owner: str, source: Source, head_name: str, shape: tuple[int, ...])
             if not isinstance(logits, Tensor) or not torch.allclose(head(z), logits, rtol=1e-3, atol=1e-4):
                 raise ValueError(f"{owner}: {head_name} is not its last layer, so two heads cannot take its place")
     return Encoder(network, width, isinstance(last, NONNEGATIVE) and bool((z >= 0).all()), head)
+
+
+@contextmanager
+def _given_images(owner: str, shape: tuple[int, ...]) -> Iterator[None]:
+    """Run a network's code without gradients; an error in it says that the network does not take these images."""
+    try:
+        with torch.no_grad():
+            yield
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+        raise ValueError(f"{owner} does not take images {list(shape)}: {error or type(error).__name__}") from error
 
 
 def _traced(network: nn.Module, x: Tensor) -> tuple[Any, nn.Module | None]:
@@ -213,7 +222,8 @@ def _split_batchnorm(owner: str, network: nn.Module) -> None:
         if not isinstance(layer, BatchNorm) or type(layer).forward in plain:
             continue
         if type(layer).__name__ != "BatchNormAct2d" or not type(layer).__module__.startswith("timm."):
-            raise ValueError(f"{name} ({type(layer).__name__}) is a BatchNorm layer with a forward function of its own")
+            kind = type(layer).__name__
+            raise ValueError(f"{owner}: {name} ({kind}) is a BatchNorm layer with a forward function of its own")
         norm = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         norm.load_state_dict({key: value for key, value in layer.state_dict().items() if "." not in key})
         split = OrderedDict(norm=norm, drop=cast(nn.Module, layer.drop), act=cast(nn.Module, layer.act))

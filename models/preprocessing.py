@@ -246,7 +246,7 @@ class Preprocessing:
         return canvas
 
     def _decode_dicom(self, content: bytes, max_pixels: int) -> NDArray[Any]:
-        """Return a DICOM image: colours as uint8 [H, W, 3], grayscale [H, W] in [0, 1], or raw if there is a window."""
+        """Return a DICOM image: colours of 8 bits as uint8 [H, W, 3]; else in [0, 1], or raw if there is a window."""
         pydicom = _pydicom()
         file = pydicom.dcmread(BytesIO(content))
         _check_size(int(file.Columns), int(file.Rows), max_pixels)
@@ -254,7 +254,9 @@ class Preprocessing:
             raise _Refused(f"a DICOM file of {file.NumberOfFrames} frames; it must hold one image")
         stored = file.pixel_array  # colours are RGB
         if stored.ndim == 3:
-            return stored if stored.dtype == np.uint8 else _full_scale(stored, int(file.BitsStored))
+            if stored.dtype == np.uint8:
+                return stored
+            return _full_scale(stored, int(file.BitsStored)) if self.window is None else stored.astype(np.float32)
         raw = np.asarray(pydicom.pixels.apply_modality_lut(stored, file), np.float32)
         inverted = file.PhotometricInterpretation == "MONOCHROME1"  # small values are white
         if self.window is not None:

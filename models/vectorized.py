@@ -58,7 +58,8 @@ def is_stackable(network: nn.Module) -> bool:
 def _agrees(network: nn.Module, shape: tuple[int, ...]) -> bool:
     """Return whether the vectorized pass of two copies computes, in training mode, what the network computes.
 
-    In float64: BatchNorm over few values magnifies rounding errors.
+    Its buffers, too: what the vectorized pass does not move must stay. In float64: BatchNorm over few values magnifies
+    rounding errors.
     """
     own = copy.deepcopy(network).train().double()
     x = torch.rand(2, 4, *shape, generator=torch.Generator().manual_seed(0)).to(next(own.parameters()))  # [N, B, ...]
@@ -73,7 +74,10 @@ def _agrees(network: nn.Module, shape: tuple[int, ...]) -> bool:
                 pairs += [(alone.get_buffer(name), new[index]) for name, new in moved.items()]
                 if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs):
                     return False
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+                after = {name: value for name, value in alone.named_buffers() if value.is_floating_point()}
+                if not all(torch.equal(after[name], buffers[name][index]) for name in after.keys() - moved.keys()):
+                    return False
+    except (RuntimeError, ValueError, TypeError, KeyError, NotImplementedError):
         return False
     return True
 

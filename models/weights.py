@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedtta.models.arrays import all_finite
+from fedtta.models.constants import HEAD_PREFIX, PERSONAL_PREFIX, ROTATION_PREFIX
 
 COUNTER = "num_batches_tracked"  # missing in older weight files and in files of `save_model`
-HEADS = ("fc.", "head.", "personal_head.")  # classifiers of torchvision's networks and of `TwoHead`
+HEADS = ("fc.", HEAD_PREFIX, PERSONAL_PREFIX, ROTATION_PREFIX)  # of torchvision's networks and of `TwoHead`
 BODY = "encoder.body."  # prefix of the encoder's names in a `TwoHead`
 NAMED = 4  # names listed in a message
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
@@ -83,8 +84,8 @@ def load_weights(network: nn.Module, path: Path, model: str) -> None:
     """Copy the weights of a file (see `read_weights`) into the encoder `network`.
 
     The file holds the names of `network.state_dict()` or those of a whole `TwoHead`, as `save_model` writes and
-    `TwoHead.state_dict()` returns them. Its classifiers (`fc`, `head`, `personal_head`) are ignored, so the number of
-    classes may differ.
+    `TwoHead.state_dict()` returns them. Its heads (`fc`, `head`, `personal_head`, `rotation_head`) are ignored, so
+    the number of classes may differ.
 
     Parameters
     ----------

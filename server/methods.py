@@ -277,7 +277,7 @@ def check_roles(trainings: Sequence[Training], roles: Sequence[str]) -> None:
 
 def _misfit(row: MethodRow, settings: Settings) -> str:
     """Return why a row does not fit the network or the aggregation, and what would; empty if it fits."""
-    own = row.recipe.changes.get("aggregation", settings.aggregation)
+    own = str(row.recipe.changes.get("aggregation", settings.aggregation))
     network = _abilities(settings)
     if "nonnegative" in ADAPTERS[row.method.adapter].needs and not network.features_nonnegative:
         return (
@@ -297,7 +297,10 @@ def _misfit(row: MethodRow, settings: Settings) -> str:
     if row.recipe.partial and not AGGREGATIONS[settings.aggregation].aggregates_partial:
         fitting = ", ".join(name for name, one in AGGREGATIONS.items() if one.aggregates_partial)
         return f"keeps arrays on the clients: aggregation = {settings.aggregation!r}; allowed is {fitting}"
-    if row.options.get("leave_one_out", row.options.get("reading") == "published"):
+    if "proximal_mu" in AGGREGATIONS[own].options and not all(one.proximal for one in row.recipe.stages):
+        fitting = ", ".join(name for name, one in AGGREGATIONS.items() if "proximal_mu" not in one.options)
+        return f"trains without a proximal term: aggregation = {own!r}; allowed are {fitting}"
+    if ADAPTERS[row.method.adapter].leaves_own_share_out(row.options):
         uniform = settings.statistics_weighting == "uniform"
         if not uniform or AGGREGATIONS[settings.aggregation].byzantine_robust:
             return (

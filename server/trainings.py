@@ -19,6 +19,8 @@ EVERYTHING = ("*",)
 HEAD = ("head.*",)
 ENCODER = ("encoder.*",)
 BATCHNORM = ("kind:batchnorm",)
+#: Local algorithms with FedProx's term in their loss; the others would train as if there were none.
+PROXIMAL = ("fedavg", "personalized", "ditto", "ttt")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class TrainingStage:
     def partial(self) -> bool:
         """Whether any array stays on the clients."""
         return self.aggregated != EVERYTHING or bool(self.local)
+
+    @property
+    def proximal(self) -> bool:
+        """Whether the loss can have FedProx's term."""
+        return self.algorithm in PROXIMAL
 
     def aggregated_names(self, names: Sequence[str]) -> list[str]:
         """Return which of a network's arrays are aggregated, in the order given."""

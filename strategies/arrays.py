@@ -65,6 +65,8 @@ def require_alike(arrays: Sequence[Arrays]) -> None:
 def weighted_mean(arrays: Sequence[Arrays], weights: Sequence[float] | None = None) -> Named:
     """Return the weighted mean of the clients' arrays, summed in the given order, in the dtypes of the arrays.
 
+    Integers are rounded to the nearest.
+
     Parameters
     ----------
     arrays : sequence of mappings
@@ -95,7 +97,8 @@ def weighted_mean(arrays: Sequence[Arrays], weights: Sequence[float] | None = No
             total += factor * term
             low, high = np.minimum(low, term), np.maximum(high, term)
         # rounding must not push a mean out of the range of its terms: a mean of ones is one, a DLE stays in [0, 1]
-        means[name] = np.clip(total, low, high).astype(dtype)
+        mean = np.clip(total, low, high)
+        means[name] = (np.rint(mean) if dtype.kind in "biu" else mean).astype(dtype)
     return means
 
 

@@ -41,6 +41,7 @@ most 1 + max f_a + (W / every) Σ f_a over a long stream without drift.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -295,6 +296,7 @@ class Auto(Adapter):
     adapts = "what the adapter does that it chooses"
     per: Literal["sample", "batch"] = "batch"
     needs = frozenset({"candidates", "personal_head", "descriptor", "dle", "entropy"})
+    _non_negative = re.compile(r"(memory\.drift\.)?position|seen")  # of the candidates' state each checks its own
 
     def __init__(
         self,

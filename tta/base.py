@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -87,9 +88,11 @@ class Adapter(ABC):
     #: Options by name: (type, default).
     options: ClassVar[_Options] = _Options()
 
-    #: Names of state that cannot be negative: variances, second moments, counts.
+    #: Names of state that cannot be negative: variances, second moments, counts. Not any name that ends so: a network
+    #: may have a parameter called "position", which is "weight.position" here.
     _non_negative: ClassVar[re.Pattern[str]] = re.compile(
-        r"(.*[._])?(variance|running_var|second|step|batches|num_batches_tracked|position|seen)"
+        r"position|seen|batches|(batches|largest|optimizer)\.step|optimizer\..*\.second|domain\..*\.variance"
+        r"|.*\.(running_var|class_variance|num_batches_tracked)"
     )
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -207,6 +210,11 @@ class Adapter(ABC):
             for name, value in columns.items():
                 self._records.setdefault(name, []).append(value.detach() if is_tensor(value) else value)
 
+    @classmethod
+    def leaves_own_share_out(cls, options: Mapping[str, Any]) -> bool:
+        """Tell whether, with these options, it takes a client's own share out of a mean over clients."""
+        return False
+
     @abstractmethod
     def _predict(self, x: Tensor) -> Tensor:
         """Adapt to `x [B, ...]` (validated) and return probabilities [B, K]; commit state last."""
@@ -236,6 +244,6 @@ class Adapter(ABC):
             own.copy_(state[name])
 
 
-def prefixed(prefix: str, values: typing.Mapping[str, Tensor]) -> dict[str, Tensor]:
+def prefixed(prefix: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return `values` under the names "<prefix>.<name>"."""
     return {f"{prefix}.{name}": value for name, value in values.items()}

@@ -13,15 +13,16 @@ b = 1 + internal events, as in the published code. (b) Frequencies are smoothed,
 code: a unit that never or always fires would divide by zero in eq. 9. (c) Eq. 15 as printed multiplies the likelihoods
 by u = exp((H - H̄)/H); the text raises them to the power u (`rectify`).
 
-The published code departs from the paper: six readings, each an option, and all of them `reading="published"`
-(`Reading`). It departs in training, too, which is not offered: σ‖z‖₁/32 is added to the loss (σ = 1e-3 for the CNN,
-1e-4 for CCT). One fault of it is not repeated: where τ̂ is exactly 1, its squash gives 0; here it stays 1.
+The published code departs from the paper: six readings, each an option, and all of them `reading="published"`, but for
+its constant C = 100, which is K there unless `classes=100` (`Reading`). It departs in training, too, which is not
+offered: σ‖z‖₁/32 is added to the loss (σ = 1e-3 for the CNN, 1e-4 for CCT). One fault of it is not repeated: where τ̂ is
+exactly 1, its squash gives 0; here it stays 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -141,7 +142,8 @@ class BTFL(Adapter):
         ln τ̂ = (u_l ln q_l - u_g ln q_g)/d, or (ln q_l - ln q_g)/d + ln u_l - ln u_g with each ln u clipped to ±30, or
         (ln q_l - ln q_g)/d.
     reading : "paper" or "published"
-        What the options below say where they are None: the paper, or all that the published code does.
+        What the options below say where they are None: the paper, or all that the published code does but for C, which
+        is the network's number of classes unless `classes=100`.
     strength, leave_one_out, mixing, denominators, classes, squash, prune, integral, prior
         See `Reading`. With `prior="batch"` results depend on the batches.
     clients : int or None
@@ -213,6 +215,12 @@ class BTFL(Adapter):
         exact = self.reading.integral == "exact"
         self._rule = BetaRule(np.array([[1.0, self._largest - 1.0]])) if exact else GridRule()
         self._prior = (1.0, 1.0)  # a, b
+
+    @classmethod
+    def leaves_own_share_out(cls, options: Mapping[str, Any]) -> bool:
+        """See `Adapter.leaves_own_share_out`."""
+        said = options.get("leave_one_out")
+        return (READINGS[options.get("reading", "paper")].leave_one_out if said is None else said) != 0
 
     def _global_pace(self) -> float:
         """Return H̄_g, or ln C."""

@@ -1,9 +1,9 @@
 """Features and heads of a network, and the methods that only combine heads: nothing adapts.
 
 FedRoD: "On Bridging Generic and Personalized Federated Learning for Image Classification" (Chen & Chao, ICLR 2022)
-predicts softmax(global(z) + personal(z)). Its personal head is trained for that sum (`client.rules.fedrod`), so it is a
-correction of the global head and no classifier by itself. The global head alone is the FedAvg or source row of every
-table; a fixed mixture of both heads is the row that every adaptive mixture has to beat.
+predicts softmax(global(z) + personal(z)). Its personal head is trained for that sum (`client.algorithms.fedrod`), so it
+is a correction of the global head and no classifier by itself. The global head alone is the FedAvg or source row of
+every table; a fixed mixture of both heads is the row that every adaptive mixture has to beat.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Memory:
         """
         samples, labels, uncertainties, ages = (state[name] for name in ("samples", "labels", "uncertainties", "ages"))
         n = len(labels) if labels.ndim == 1 else -1
-        if any(part.shape != (n,) for part in (labels, uncertainties, ages)) or len(samples) != n:
+        if any(part.shape != (n,) for part in (labels, uncertainties, ages)) or samples.shape[:1] != (n,):
             shapes = {name: tuple(part.shape) for name, part in state.items()}
             raise ValueError(f"memory needs as many labels, uncertainties and ages as samples, got the shapes {shapes}")
         if n > self.capacity:
@@ -200,6 +200,15 @@ class Memory:
             label, uncertainty, age = rest
             other._entries[label].append(Entry(sample.clone(), uncertainty, -age))  # the clock starts at 0
         return other
+
+    def require_like(self, x: Tensor) -> None:
+        """Raise ValueError unless samples x [B, ...] are of the shape and dtype of those in memory."""
+        for sample in (entry.sample for of_class in self._entries for entry in of_class):
+            if (sample.shape, sample.dtype) != (x.shape[1:], x.dtype):
+                raise ValueError(
+                    f"samples in memory are {sample.dtype} of shape {tuple(sample.shape)}, those of the batch are "
+                    f"{x.dtype} of shape {tuple(x.shape[1:])}"
+                )
 
     def _score(self, age: int, uncertainty: float) -> float:
         """Return H of a sample."""
@@ -331,6 +340,7 @@ class RoTTA(Collaborator):
         }
 
     def _predict(self, x: Tensor) -> Tensor:
+        self._memory.require_like(x)
         checks = Checks()
         logits = self._logits(x, checks, "teacher")
         if logits.shape[1] != self._empty.classes:
@@ -408,7 +418,11 @@ class RoTTA(Collaborator):
     def _load(self, state: dict[str, Tensor]) -> None:
         prefix, own = "memory.", self._tensors()
         memory = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        memory["samples"] = memory["samples"].to(own[f"teacher.{self._names[0]}"].device)
+        samples = memory["samples"] = memory["samples"].to(own[f"teacher.{self._names[0]}"].device)
+        if samples.numel() and samples.dtype not in {value.dtype for value in self.model.parameters()}:
+            raise ValueError(
+                f"state 'memory.samples' of RoTTA: {samples.dtype} is no dtype of the network's parameters"
+            )
         self._memory = self._empty.loaded(memory)
         for name, tensor in own.items():
             tensor.copy_(state[name])

@@ -43,7 +43,8 @@ class LocalContext:
         The algorithm's private tensors by name, from its last round; empty at first. Entries are replaced at the end of
         `train`, so that a failed round leaves no trace. They are never sent.
     proximal_mu : float
-        μ of FedProx's term in the loss of the shared part.
+        μ of FedProx's term in the loss of the shared part. An algorithm without that term ignores it; the server
+        refuses FedProx for it.
     """
 
     model: TwoHead

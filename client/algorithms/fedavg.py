@@ -20,13 +20,13 @@ from fedtta.client.algorithms.training import optimizer, smallest_batch, train_n
 
 
 class FedAvg(LocalAlgorithm):
-    """LocalContext training as in FedAvg.
+    """Local training as in FedAvg.
 
     Parameters
     ----------
     finetune : bool
         Whether the client tunes the final model before it tests; False for methods whose network is personal as it is
-        (FedPer, FedBN, LocalContext).
+        (FedPer, FedBN, local training).
     """
 
     heads: ClassVar[frozenset[str]] = frozenset({"personal_head"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fedtta.client.algorithms.base import LocalContext
 from fedtta.client.algorithms.fedrep import FedRep
 from fedtta.client.algorithms.training import balanced_softmax
 from fedtta.models import TwoHead
+from fedtta.server.trainings import PROXIMAL
 from tests.client.tiny import changed, image_set, network, settings, snapshot
 
 COUNT, BATCH, EPOCHS = 9, 4, 2
@@ -75,6 +77,14 @@ def test_what_a_turn_changes(name: str, norm: bool) -> None:
     assert not model.training
     assert {n: p.requires_grad for n, p in model.named_parameters()} == grads
     assert bool(local.own) == (name in ("ditto", "apfl"))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_server_knows_which_rules_have_a_proximal_term(name: str) -> None:
+    free, pulled = made_for(name), made_for(name)
+    find_algorithm(name).train(turn(free))
+    find_algorithm(name).train(replace(turn(pulled), proximal_mu=10.0))
+    assert bool(changed(snapshot(free), pulled)) == (name in PROXIMAL)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -167,6 +167,11 @@ def test_dropped_paths_are_not_stacked() -> None:
     assert not is_stackable(build("tests.models.nets:branching"))  # nothing drawn, but no code for vmap
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_networks_with_buffers_that_stacking_would_not_move_are_not_stacked(own: bool) -> None:
+    assert not is_stackable(build("tests.models.nets:moving", own=own))
+
+
 # Pretrained weights -------------------------------------------------------------------------------------------------
 
 CLASSES = ["a", "b", "c", "d", "e"]
@@ -345,7 +350,7 @@ def test_normalization_follows_pretrained_weights() -> None:
         ("tests.models.nets:no_linear", {}, "does not end in a linear layer"),
         ("tests.models.nets:not_last", {}, "2 is not its last layer"),
         ("tests.models.nets:wrong_width", {}, r"must be \[B, 7\], the network gives \[2, 3072\]"),
-        ("tests.models.nets:own_norm", {}, r"OwnNorm\) is a BatchNorm layer with a forward function of its own"),
+        ("tests.models.nets:own_norm", {}, r"^model 'tests.models.nets:own_norm': 0 \(OwnNorm\) is a BatchNorm layer"),
         ("tests.models.nets:tied", {"weights": "default"}, "a function loads its own"),
         ("vgg", {}, "unknown model 'vgg'; there are: cnn, .*timm:<name>"),
     ],

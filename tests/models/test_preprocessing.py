@@ -326,6 +326,12 @@ def test_colour_dicom_and_refusals() -> None:
         Preprocessing().decode(dicom(RAMP)[:-4])
 
 
+@pytest.mark.parametrize(("window", "expected"), [(None, [0, 85, 170, 255]), ((1365, 2730), [0, 0, 255, 255])])
+def test_colour_dicom_of_12_bits(window: tuple[float, float] | None, expected: list[int]) -> None:
+    pixels = prepare(Preprocessing(2, window=window), dicom(np.stack([RAMP] * 3, axis=2)))
+    assert pixels.reshape(3, 4).tolist() == [expected] * 3
+
+
 def test_dicom_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pydicom", None)
     with pytest.raises(ImportError, match=r"fedtta\[dicom\]"):

@@ -90,9 +90,12 @@ def test_torchvisions_networks_have_its_names_initial_weights_and_gradients(name
 
 
 @pytest.mark.parametrize("spec", OWN, ids=lambda spec: spec["name"])
-@pytest.mark.parametrize("kind", ["body.pt", "whole.pth", "global.safetensors", "saved.safetensors"])
+@pytest.mark.parametrize(
+    "kind", ["body.pt", "whole.pth", "global.safetensors", "saved.safetensors", "turned.safetensors"]
+)
 def test_own_networks_read_their_own_names(spec: dict[str, Any], kind: str, tmp_path: Path) -> None:
-    source = moved(models.build(**spec, num_classes=10, seed=1))
+    whole = {**spec, "num_classes": 10, "rotation_head": kind.startswith("turned")}
+    source = moved(models.build(**whole, seed=1))
     assert isinstance(source, models.TwoHead)
     path = tmp_path / kind
     if kind == "body.pt":
@@ -102,7 +105,7 @@ def test_own_networks_read_their_own_names(spec: dict[str, Any], kind: str, tmp_
     elif kind == "global.safetensors":
         save_file({name: value.contiguous() for name, value in source.global_state().items()}, path)
     else:
-        models.save_model(path, source, {**spec, "num_classes": 10})
+        models.save_model(path, source, whole)
     model = models.build(**spec, num_classes=3, seed=2, pretrained=str(path)).eval()
     assert not torch.equal(model.features(X), models.build(**spec, num_classes=3, seed=2).eval().features(X))
     assert torch.equal(model.features(X), source.features(X))

@@ -168,7 +168,9 @@ def test_methods_that_adapt_batchnorm_need_a_network_with_it(method: str) -> Non
     assert plan(Settings(methods=method, model="resnet20-bn"))
 
 
-@pytest.mark.parametrize("row", ["btfl[reading=published]", "btfl[leave_one_out=20]"])
+@pytest.mark.parametrize(
+    "row", ["btfl[reading=published]", "btfl[leave_one_out=20]", "btfl[reading=published;leave_one_out=none]"]
+)
 def test_the_own_share_is_taken_out_of_a_uniform_mean_alone(row: str) -> None:
     for changes in ({"statistics_weighting": "examples"}, {"aggregation": "fedmedian"}):
         told = rf"methods: {re.escape(row)} takes a client's own share out of .*statistics-weighting = 'uniform'"
@@ -176,6 +178,13 @@ def test_the_own_share_is_taken_out_of_a_uniform_mean_alone(row: str) -> None:
             plan(Settings(methods=row, **changes))
         assert plan(Settings(methods="btfl,btfl[reading=published;leave_one_out=0]", **changes))
     assert plan(Settings(methods=row))
+
+
+def test_fedprox_is_refused_where_no_loss_has_its_term() -> None:
+    with pytest.raises(SettingsError, match="methods: apfl trains without a proximal term: aggregation = 'fedprox'"):
+        plan(Settings(methods="fedavg,apfl", aggregation="fedprox"))
+    assert plan(Settings(methods="fedavg,fedprox,ditto,ttt", aggregation="fedprox"))
+    assert plan(Settings(methods="fedprox,apfl,fedrod"))
 
 
 def test_unknown_model_lists_what_exists() -> None:
@@ -233,6 +242,11 @@ def test_all_is_the_whole_table_where_everything_fits() -> None:
             {"aggregation": "qffl", **BATCHNORM},
             {"local", "fedper", "fedrep", "fedbn", "fedicon", "fedicon_us"},
             "keeps arrays on the clients: aggregation = 'qffl'; allowed is fedavg",
+        ),
+        (
+            {"aggregation": "fedprox", **BATCHNORM},
+            {"fedrod", "apfl"},
+            "trains without a proximal term: aggregation = 'fedprox'; allowed are fedavg, fedavgm, qffl",
         ),
         ({"init": "m.safetensors", **BATCHNORM}, {"ttt"}, "needs a rotation head"),
     ],

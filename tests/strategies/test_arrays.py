@@ -43,6 +43,14 @@ def test_mean_by_hand() -> None:
     np.testing.assert_array_equal(weighted_mean(clients, [3, 1])["p"], [0.25, 1.75])
 
 
+def test_integers_are_rounded_as_in_a_mixture() -> None:
+    clients = [{"n": np.array([1, 2])}, {"n": np.array([2, 2])}, {"n": np.array([2, 3])}]
+    mean = weighted_mean(clients)["n"]
+    assert mean.dtype == clients[0]["n"].dtype
+    assert mean.tolist() == [2, 2]  # of 5/3 and 7/3
+    np.testing.assert_array_equal(mean, mix(np.full((3, 3), 1 / 3), clients)[0]["n"])
+
+
 # weights are not as small as 1e-300: numpy multiplies values and weights before it divides, and loses them
 @given(st.lists(st.just(0.0) | st.floats(1e-9, 100), min_size=2, max_size=6), st.integers(0, 99))
 def test_mean_against_numpy(weights: list[float], seed: int) -> None:

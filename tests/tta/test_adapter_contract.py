@@ -408,6 +408,28 @@ def test_states_that_do_not_fit_are_refused_and_nothing_is_loaded(case: Case) ->
     assert same(snapshot(adapter), before)
 
 
+class Counted(nn.Module):
+    """A layer whose parameters have names of counts and variances, and are negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("position", "step", "seen", "second", "batches", "variance"):
+            self.register_parameter(name, nn.Parameter(torch.tensor(-0.1, dtype=torch.float64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum(self.parameters())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("ttt", "shot", "fedicon", "cotta")], ids=str)
+def test_a_parameter_may_be_negative_whatever_its_name(case: Case) -> None:
+    model: Any = network()
+    model.encoder.insert(0, Counted())
+    adapter, twin = case.make(model=model), case.make(model=model)
+    adapter.predict(images(7))
+    twin.load_state_dict(adapter.state_dict())
+    assert same(snapshot(twin), snapshot(adapter))
+
+
 @pytest.mark.parametrize("case", VIEWING, ids=str)
 def test_views_that_fail_change_nothing(case: Case) -> None:
     calls: list[int] = []

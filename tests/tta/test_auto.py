@@ -30,6 +30,7 @@ from fedtta.tta.auto import (
 )
 from fedtta.tta.drift import DriftTest, outputs
 from fedtta.tta.estimates import Calibration, class_shares, judged, with_new_shares
+from fedtta.tta.modules import zero_rates
 
 K = 4
 ALL = ("none", "personal", "fixed_mix", "t3a", "pausing")
@@ -425,6 +426,24 @@ def test_states_with_a_choice_or_windows_that_do_not_fit_are_refused() -> None:
             adapter.load_state_dict({**state, name: value})
     again = adapter.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in state.items())
+
+
+def test_each_candidate_checks_its_own_state() -> None:
+    model = TwoHead(nn.BatchNorm1d(5), 5, K).double()
+    makers: dict[str, Any] = {
+        "none": lambda network: tta.create("none", network),
+        "atp": lambda network: tta.create("atp", network, rates=zero_rates(model), mode="online"),
+    }
+    candidates = Candidates(makers, Gains(dict.fromkeys(makers, Calibration(0.1, 0.0))))
+    adapter = tta.create("auto", model, candidates=candidates)
+    adapter.predict(samples(9) / 10)
+    state = adapter.state_dict()
+    assert bool((state["atp.mean.encoder.running_var"] < 0).any())  # a mean direction
+    adapter.load_state_dict(state)
+    with pytest.raises(ValueError, match="'batches' of ATP holds negative values"):
+        adapter.load_state_dict({**state, "atp.batches": torch.tensor(-1)})
+    with pytest.raises(ValueError, match="negative values"):
+        adapter.load_state_dict({**state, "memory.drift.position": torch.tensor(-1)})
 
 
 def test_new_shares_are_those_of_a_loop() -> None:

@@ -359,3 +359,19 @@ def test_a_memory_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="from 0 to 3"):
         rotta.load_state_dict({**other.state_dict(), "memory.labels": torch.tensor([9] * 6)})
     assert same(rotta.state_dict(), before)
+
+
+def test_samples_of_another_kind_in_memory_are_refused_and_change_nothing() -> None:
+    rotta, x = make_rotta(), images(20)
+    rotta.predict(x)
+    before = rotta.state_dict()
+    samples = before["memory.samples"]
+    for bad, words in ((samples.float(), "float32"), (samples.long(), "int64"), (samples.sum(), "as many")):
+        with pytest.raises(ValueError, match=words):
+            rotta.load_state_dict({**before, "memory.samples": bad})
+        assert same(rotta.state_dict(), before)
+    rotta.load_state_dict({**before, "memory.samples": samples[:, :1]})
+    loaded = rotta.state_dict()
+    with pytest.raises(ValueError, match=r"of shape \(1, 6, 6\), those of the batch are torch.float64 of shape"):
+        rotta.predict(x)
+    assert same(rotta.state_dict(), loaded)
