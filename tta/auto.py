@@ -477,7 +477,7 @@ class Auto(Adapter):
         at = _Counters(**{name: int(state[name]) for name in vars(self._at)})
         at.check(len(self.names))
         windows = {name: to_host(state[f"memory.{name}"]) for name in self._windows}
-        plain, n = windows.pop(PLAIN), len(windows[NONE])
+        plain, n = windows.pop(PLAIN), windows[NONE].size
         fits = plain.shape == (n, self._classes) and all(one.ndim == 1 and len(one) <= n for one in windows.values())
         if not fits or any(((one < 0) | (one >= self._classes)).any() for one in (plain, *windows.values())):
             raise ValueError("state of Auto: its windows do not fit together")

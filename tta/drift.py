@@ -178,7 +178,9 @@ class DriftTest:
         names = {"position", *self._state}
         if set(state) != names:
             raise ValueError(f"the state of a drift test has the names {sorted(names)}, got {sorted(state)}")
-        columns = state["urn"].shape[-1]
+        if any(state[name].ndim != 2 for name in ("urn", "collected")):
+            raise ValueError("states 'urn' and 'collected' of a drift test have two dimensions")
+        columns = state["urn"].shape[1]
         if self._reference is not None and columns != self._reference.shape[1]:
             raise ValueError(f"the state has {columns} columns, the reference {self._reference.shape[1]}")
         like = {"position": np.array(0), **self._blank(columns, len(state["collected"]))}

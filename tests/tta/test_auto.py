@@ -420,6 +420,7 @@ def test_states_with_a_choice_or_windows_that_do_not_fit_are_refused() -> None:
         ("choice", torch.tensor(5)), ("since", torch.tensor(10)), ("cause", torch.tensor(4)),
         ("began", torch.tensor(3)), ("drifted", torch.tensor(2)), ("seen", torch.tensor(10)),
         ("memory.none", torch.full((9,), 4.0)), ("memory.t3a", torch.zeros(10)),
+        ("memory.none", torch.tensor(0.0)), ("memory.drift.urn", torch.tensor(1)),
         ("memory.unadapted", torch.zeros(9, 3)), ("t3a.counts", torch.zeros(K, dtype=torch.int64)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="state"):

@@ -299,6 +299,8 @@ def test_states_that_do_not_fit() -> None:
         (DriftTest(normal(0, 10, 3), window=4).state_dict(), "the state has 3 columns, the reference 2"),
         (DriftTest(normal(0, 10, 2), window=5).state_dict(), "state 'counts' of a drift test does not fit"),
         (good | {"urn": 0 * good["urn"]}, "state 'urn' of a drift test has bins without a spacing"),
+        (good | {"urn": np.array(1)}, "have two dimensions"),
+        (good | {"collected": np.array(1.0)}, "have two dimensions"),
         (good | {"logs": np.full((4, 2), np.nan)}, "state 'logs' of a drift test does not fit, or is not finite"),
     ):
         with pytest.raises(ValueError, match=message):
