@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from fedtta.settings import SettingsError, assignments
 
 KEY = "differential-privacy"
+LEAST_NOISE = 1e-6  # z; with less, ε may be too large for a number
 Values = dict[str, NDArray[np.float64]]
 
 
@@ -34,7 +35,7 @@ class Mechanism:
     Parameters
     ----------
     noise : float
-        z, standard deviation of the noise over the bound; above 0.
+        z, standard deviation of the noise over the bound; at least `LEAST_NOISE`.
     clip : float
         Bound of a contribution: of a model's or of rates' distance from what was sent (l2 norm), or of statistics'
         distance from the middle of their range (root mean square); above 0.
@@ -77,11 +78,11 @@ class Privacy:
             fine = bool(numbers) and all(0 < number < math.inf for number in numbers)
             if name == "delta" and fine and len(numbers) == 1 and numbers[0] < 1:
                 delta = numbers[0]
-            elif name in ("model", "statistics", "rates") and fine and len(numbers) == 2:
+            elif name in ("model", "statistics", "rates") and fine and len(numbers) == 2 and numbers[0] >= LEAST_NOISE:
                 found[name] = Mechanism(*numbers)
             else:
-                allowed = "model=z/clip, statistics=z/clip, rates=z/clip, delta=δ, all numbers above 0"
-                raise SettingsError(f"{KEY}: {name}={value}; allowed are {allowed}")
+                allowed = f"model=z/clip, statistics=z/clip, rates=z/clip, delta=δ, z at least {LEAST_NOISE:g}"
+                raise SettingsError(f"{KEY}: {name}={value}; allowed are {allowed}, all numbers above 0")
         return cls(found, delta)
 
 

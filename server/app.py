@@ -100,7 +100,8 @@ def serve(
     SettingsError, RunError
         As `run`, and as `resume.find_checkpoint` before any file is changed.
     RunError
-        Another process is writing this folder; or the run is complete, and its report could not be written.
+        The folder cannot be made, or another process is writing it; or the run is complete, and its report could not be
+        written.
     OSError
         The run's files could not be written; it can be resumed from its last checkpoint.
     """
@@ -110,7 +111,7 @@ def serve(
     if settings.resume and folder.resolve() != run_folder_of(settings.resume).resolve():
         raise SettingsError(f"resume = {settings.resume!r}: a run is resumed in its own folder, not in {folder}")
     trackers = Trackers(settings, folder)
-    make_folder(folder)
+    _make(folder)
     with locked(folder), LiveState(folder) as live, ExitStack() as stack:
         about = {"run_name": folder.name}
         stack.callback(configure(settings.log_format, settings.log_level, lambda: about))
@@ -138,9 +139,17 @@ def serve(
         _write_results(folder)
 
 
+def _make(folder: Path) -> None:
+    """Make the run folder; RunError if that cannot be."""
+    try:
+        make_folder(folder)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made: {error}") from error
+
+
 def _observe(transport: Transport, settings: Settings, folder: Path) -> None:
     """Ask the devices how they are until this process is stopped."""
-    make_folder(folder)
+    _make(folder)
     with locked(folder):
         write_atomically(folder / "settings.toml", to_toml(settings).encode())
         observe(transport, settings, folder, lambda text: LOG.warning("%s", text))
@@ -152,14 +161,14 @@ def _write_results(folder: Path) -> None:
     Raises
     ------
     RunError
-        They could not be written; the events are there.
+        They could not be written, or an event is none of this version; the events are there.
     """
     from fedtta.server.report.page import write_report  # matplotlib, 40 MB, comes after the rounds
 
     try:
         write_report(folder)
         write_table(read_results(folder / METRICS_FILE), folder / "table.csv")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise RunError(
             f"the report of {folder} could not be written: {error}; its events are there: "
             f"python -m fedtta.server.report {folder} writes it again"

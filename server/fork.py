@@ -45,7 +45,7 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
     SettingsError
         Other settings differ, or methods need another training or several trainings.
     ValueError
-        `source` has no such checkpoint, or it is damaged.
+        `source` has no such checkpoint, or it is damaged; damaged ones are named.
     """
     trainings = plan(settings)
     if len(trainings) != 1 or settings.collaborations:
@@ -69,11 +69,16 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
 def _trained(source: Path, training: Training, settings: Settings) -> Checkpoint:
     """Return the checkpoint of a run folder after the last round of a training."""
     last = training.recipe.rounds(settings)
+    reasons = [f"{source}: no checkpoint after round {last} of {training.name}"]
     for path in checkpoint_files(source).values():
-        found = read_checkpoint(path)
+        try:
+            found = read_checkpoint(path)
+        except (OSError, ValueError) as error:
+            reasons.append(str(error))
+            continue
         if found.position == Position(training.name, "training", round=last):
             return found
-    raise ValueError(f"{source}: no checkpoint after round {last} of {training.name}")
+    raise ValueError("; ".join(reasons))
 
 
 def _require_same_training(before: Mapping[str, Any], settings: Settings, training: Training, source: Path) -> None:

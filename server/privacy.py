@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,10 @@ import numpy as np
 
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.replies import Reply, Summarized, Trained
+from fedtta.messages.requests import RefineRates, Request, Summarize, Train
 from fedtta.privacy.gaussian import Privacy, epsilon
 from fedtta.server.events import Event
+from fedtta.server.report.journal import read_lines
 from fedtta.server.validation import VARIANCES
 from fedtta.settings import Settings, SettingsError
 from fedtta.strategies import AGGREGATIONS
@@ -25,8 +25,8 @@ from fedtta.tta.statistics import STATISTICS
 LEAST = 3  # clients of a secure sum: with two each learns the other's reply
 #: Event that ends a round of replies with noise → what it releases.
 RELEASES = {"round": "model", "statistics": "statistics", "rates_round": "rates"}
-#: Beginning of a phase's name → what its replies release.
-PHASES = {"train": "model", "statistics": "statistics", "rates": "rates"}
+#: Request → what its reply releases.
+RELEASED_BY: dict[type[Request], str] = {Train: "model", Summarize: "statistics", RefineRates: "rates"}
 
 
 def check_privacy(settings: Settings, trainings: Sequence[Settings]) -> None:
@@ -105,36 +105,38 @@ def feasible_statistics(means: Arrays) -> Arrays:
 class Ledger:
     """A listener that counts what each client has released with noise.
 
-    A round that is repeated counts twice, whether or not a client replied.
+    What a client is asked for counts, whether or not it replied: each attempt at a round has an event `attempt` before
+    its requests are sent. Earlier versions wrote none: there the end of a round counts, once.
 
     Parameters
     ----------
     settings : Settings
     folder : Path, optional
-        Of a run that is resumed: what it released before counts, also in rounds that are repeated.
+        Of a run that is resumed: what it released before counts, also in rounds that are repeated or were cut short.
     """
 
     def __init__(self, settings: Settings, folder: Path | None = None) -> None:
         self.privacy = Privacy.parse(settings.differential_privacy)
-        self.secure = settings.secure_aggregation
         self.releases: dict[int, Counter[str]] = {}
-        self._attempts: Counter[str] = Counter()
-        for path in sorted(folder.glob("metrics*.jsonl")) if folder and self.privacy.mechanisms else ():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # a line that was cut off
-                    self(json.loads(line))
+        self._attempted: set[str] = set()
+        for events in _earlier(folder) if folder and self.privacy.mechanisms else ():
+            self._attempted.clear()
+            for event in events:
+                self(event)
 
     def __call__(self, event: Event) -> None:
-        """Count the end of a round, and its attempts."""
-        kind = event["event"]
-        if kind == "phase" and (what := PHASES.get(str(event["name"]).partition(" ")[0])):
-            self._attempts[what] += 1
-        if (what := RELEASES.get(kind)) is None:
-            return
-        exchanges = 3 if self.secure else 1  # keys, replies, shares
-        times = max(1, -(-self._attempts.pop(what, 0) // exchanges))
-        for partition in {*event.get("sampled", ()), *event["replied"]}:
-            self.releases.setdefault(partition, Counter())[what] += times
+        """Count an attempt, or the end of a round without any."""
+        if event["event"] == "attempt":
+            self._attempted.add(event["releases"])
+            self._count(event["releases"], event["asked"])
+        elif what := RELEASES.get(event["event"]):
+            if what not in self._attempted:
+                self._count(what, {*event.get("sampled", ()), *event["replied"]})
+            self._attempted.discard(what)
+
+    def _count(self, what: str, partitions: Iterable[int]) -> None:
+        for partition in partitions:
+            self.releases.setdefault(partition, Counter())[what] += 1
 
     def spent(self) -> dict[str, Any] | None:
         """Return ε of the client that has released most; None without differential privacy."""
@@ -152,6 +154,18 @@ class Ledger:
             "releases": {what: counts[what] for what in found},
             "without_noise": sorted(what for what in counts if what not in found),
         }
+
+
+def _earlier(folder: Path) -> Iterator[list[Event]]:
+    """Yield the events of each metrics file of a run, each event once: a damaged file has copies of what was restored.
+
+    Tails that were cut off are among the files; faulty lines are left out.
+    """
+    seen: set[str] = set()
+    for path in sorted(folder.glob("metrics*.jsonl"), key=lambda path: (path.match("*.damaged.jsonl"), path)):
+        new = [line for line in read_lines(path.read_bytes(), None) if not line.fault and line.digest not in seen]
+        seen.update(line.digest for line in new)
+        yield [line.event for line in new]
 
 
 def spent_note(spent: dict[str, Any]) -> str:

@@ -100,8 +100,9 @@ class TerminalProgress:
             note += f"  val {100 * event['validation_accuracy']:.1f} %"
         if "bytes_up_float32" in event:
             note += f"  up {event['bytes_up'] / max(event['bytes_up_float32'], 1):.0%}"
-        if event.get("trained_accuracy") is not None:
-            note += f" at {100 * (event['decoded_accuracy'] - event['trained_accuracy']):+.1f} points"
+        trained, decoded = event.get("trained_accuracy"), event.get("decoded_accuracy")
+        if trained is not None and decoded is not None:
+            note += f" at {100 * (decoded - trained):+.1f} points"
         name = f"{event['training']} round {event['round']}"
         self.progress.update(self.whole, description=name, note=note)
         self._step(f"{name}  {note}")

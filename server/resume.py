@@ -17,7 +17,7 @@ from fedtta.server.events import Event, RunError
 from fedtta.server.members import COMMON, member_names
 from fedtta.server.report.journal import COPY, METRICS_FILE, Line, read_lines, restored
 from fedtta.settings import Settings, SettingsError, keys_in
-from fedtta.settings.files import cut, write_atomically
+from fedtta.settings.files import cut, remove_unfinished, write_atomically
 
 #: Settings that a resumed run may change: they decide where and how it runs, not what results.
 FREE = keys_in("source", "storage", "execution", "availability", "observation")
@@ -96,7 +96,7 @@ def find_checkpoint(settings: Settings) -> Found:
     for counter, path in files.items():
         try:
             good[counter] = _fitting(path, metrics, lines)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             bad[path] = str(error)
     usable = [counter for counter in wanted if counter in good]
     if not usable:
@@ -120,9 +120,11 @@ def roll_back(found: Found) -> str:
     """Roll the run folder back to the checkpoint, and return the name of the file with the events that came later.
 
     No data are lost: those events are kept in `metrics-<n>.cut.jsonl` ("" where there are none), later checkpoints as
-    `<counter>.cut`, damaged ones as `<counter>.damaged`, and a damaged metrics file as `metrics-<n>.damaged.jsonl`. If
-    it is interrupted, it can be repeated.
+    `<counter>.cut`, damaged ones as `<counter>.damaged`, and a damaged metrics file as `metrics-<n>.damaged.jsonl`.
+    Half a file that a killed server left is removed. If it is interrupted, it can be repeated.
     """
+    for folder in (found.folder, found.path.parent):
+        remove_unfinished(folder, "*.safetensors")
     metrics, copy = found.folder / METRICS_FILE, found.folder / COPY
     if found.restored:
         if metrics.exists():

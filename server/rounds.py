@@ -38,6 +38,7 @@ from fedtta.server.limits import Distances, Limits, TrainLimits
 from fedtta.server.methods import Training
 from fedtta.server.nodes import Nodes, gather, grouped, sample
 from fedtta.server.observation import Observation
+from fedtta.server.privacy import RELEASED_BY
 from fedtta.server.trainings import TrainingStage
 from fedtta.server.validation import Check, TrainCheck
 from fedtta.settings import Settings, to_json
@@ -279,10 +280,18 @@ class Round:
 
     def _exchange(self, requests: Sequence[Addressed]) -> tuple[list[Replied], list[str]]:
         """Exchange requests once; replies that are aggregated go through secure aggregation, if it is on."""
+        self._tell_attempt(requests)
         secure = self.federation.secure
         if secure is None or not requests or type(requests[0].request) not in AGGREGATED:
             return self._once(requests)
         return secure(requests, self.check, lambda asked, check: replace(self, check=check, limits=None)._once(asked))
+
+    def _tell_attempt(self, requests: Sequence[Addressed]) -> None:
+        """Send the event of what clients are asked to release, before they are, if replies have noise."""
+        released = RELEASED_BY.get(type(requests[0].request)) if requests else None
+        if released and self.federation.settings.differential_privacy:
+            asked = sorted(self.federation.nodes.partitions[one.node] for one in requests)
+            self.federation.events("attempt", **self._about, releases=released, asked=asked)
 
     def _once(self, requests: Sequence[Addressed]) -> tuple[list[Replied], list[str]]:
         """Return the usable replies, and a line for each reason why others are missing."""

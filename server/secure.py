@@ -220,13 +220,17 @@ class SecureAggregation:
     def _able(self, by_number: Mapping[int, Addressed]) -> tuple[dict[int, Addressed], list[str]]:
         """Return the requests to clients that have a key and have not spoilt a sum, and lines about the others.
 
-        One client with a key that is none, or with another's key, would keep all others from replying.
+        One client with a key that is none, or with another's key, would keep all others from replying; so would one
+        with more samples than can be summed.
         """
         able, lost, keys = {}, [], set[str]()
         for number, one in sorted(by_number.items()):
             key = self._key(number)
             if not key or key in keys or not masking.is_key(bytes.fromhex(key)):
                 lost.append(f"client {self.nodes.name(number - 1)}: it has no key of its own for secure aggregation")
+            elif (samples := self._most([number])) > self.settings.max_examples:
+                name, most = self.nodes.name(number - 1), self.settings.max_examples
+                lost.append(f"client {name}: {samples} samples, allowed are at most {most} (max-examples)")
             elif number not in self._suspects:
                 keys.add(key)
                 able[number] = one
@@ -277,7 +281,7 @@ class SecureAggregation:
         return replied, lost
 
     def _most(self, numbers: Collection[int]) -> int:
-        """Return the largest weight of a client: its samples for training or validation, as identified."""
+        """Return the largest weight of clients: their samples for training or validation, as identified."""
         sizes = [self.nodes.identities[number - 1].sizes for number in numbers]
         return max(1, *(max(one[:2]) for one in sizes))
 

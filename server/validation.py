@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from fedtta.messages.replies import (
 )
 from fedtta.messages.transport import unreadable
 from fedtta.models.arrays import array_finite
+from fedtta.server.report.events import Evaluation
 from fedtta.tta.estimates import ESTIMATES
 from fedtta.tta.statistics import STATISTICS
 
@@ -44,6 +45,8 @@ VARIANCES = ("running_var", "variance")
 #: A number of a reply may be so many times the largest of the median reply, or of 1. One reply with weights of 1e30
 #: would make every client diverge; what honest clients send differs by far less, also when they learn fast.
 SCALE = 1000.0
+#: A metric becomes a field of the event of its evaluation, and must be none of those that it has.
+RESERVED = frozenset(field.name for field in fields(Evaluation))
 
 
 class Check(ABC):
@@ -393,6 +396,8 @@ def _validation_refused(reply: Validated) -> str | None:
 
 def _rounding_refused(reply: Trained) -> str | None:
     """Check how many validation samples are classified correctly after training, before and after rounding."""
+    if (reply.trained_correct is None) != (reply.decoded_correct is None):
+        return "trained-correct and decoded-correct: allowed are both, or neither"
     total = ("validation-total", reply.validation_total)
     return _share_refused("trained-correct", reply.trained_correct, *total) or _share_refused(
         "decoded-correct", reply.decoded_correct, *total
@@ -400,11 +405,13 @@ def _rounding_refused(reply: Trained) -> str | None:
 
 
 def _result_refused(result: EvaluationResult) -> str | None:
-    """Check the counts of one result."""
+    """Check the counts of one result, and the names of what else it has."""
     weighted = sum(result.weight_histogram or ())
     reason = _share_refused("correct", result.correct, "total", result.total) or _share_refused(
         "weights in the histogram", weighted, "total", result.total
     )
     if unknown := sorted(set(result.estimates) - set(ESTIMATES)):
         reason = reason or f"unknown estimates {unknown}"
+    if odd := sorted(RESERVED & set(result.metrics)):
+        reason = reason or f"a metric cannot be called {odd[0]}"
     return f"{result.label}, {result.shift}: {reason}" if reason else None

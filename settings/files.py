@@ -59,6 +59,12 @@ def write_atomically(
     return path
 
 
+def remove_unfinished(folder: Path, name: str) -> None:
+    """Remove what killed processes left when they wrote files of a folder atomically; `name` is a pattern of theirs."""
+    for path in folder.glob(f".{name}.{'[0-9a-f]' * 8}.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def make_folder(path: Path, mode: int = 0o777) -> None:
     """Make a folder and those above it that are missing, durably: each is flushed with the folder that names it.
 

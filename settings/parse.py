@@ -83,9 +83,10 @@ def from_toml(path: str | Path, tables: Collection[str] = ()) -> dict[str, Any]:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            return flatten_toml(tomllib.load(file), path, tables)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+            content = tomllib.load(file)
+    except (OSError, ValueError, RecursionError) as error:  # beside TOMLDecodeError, of bytes and numbers
         raise SettingsError(f"settings file {path}: {error}") from error
+    return flatten_toml(content, path, tables)
 
 
 def flatten_toml(content: Mapping[str, Any], path: str | Path, tables: Collection[str] = ()) -> dict[str, Any]:

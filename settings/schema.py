@@ -333,7 +333,12 @@ class Settings:
         above=0,
         group="availability",
     )
-    round_timeout: float = setting(3600.0, "seconds a round may take", above=0, group="availability")
+    round_timeout: float = setting(
+        3600.0,
+        "seconds a round may take; with secure aggregation, each of its three exchanges",
+        above=0,
+        group="availability",
+    )
     min_replies: int = setting(
         1,
         "valid replies that a round needs (all, if fewer clients are asked); with fewer it is repeated once",
@@ -587,7 +592,10 @@ def check(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
     """Return `value` as `kind` if it is allowed for `field`; raise SettingsError otherwise."""
     key = key_of(field.name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
     if type(value) is not kind:
         raise SettingsError(f"{key} = {value!r}: allowed is a value of type {kind.__name__}")
     rule = field.metadata

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ def client(superlink: str, ca: Path | None) -> Iterator[ControlHttpClient]:
     Raises
     ------
     FlowerError
-        It does not answer, or refuses a call.
+        It does not answer, or refuses a call; or the certificate is none.
     FileNotFoundError
         There is no such certificate.
     """
@@ -72,17 +72,19 @@ def client(superlink: str, ca: Path | None) -> Iterator[ControlHttpClient]:
     from flwr.supercore.control import ControlHttpClient
     from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-    trust = ssl.create_default_context(cafile=existing(ca)) if ca else True
-    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")  # the SuperLink compares versions
-    made = ControlHttpClient(f"http{'s' if ca else ''}://{superlink}", verify=trust, interceptors=[version])
     try:
-        yield made
+        trust = ssl.create_default_context(cafile=existing(ca)) if ca else True
+    except ssl.SSLError as error:
+        raise FlowerError(f"{ca} is no certificate: {error}") from error
+    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")  # the SuperLink compares versions
+    address = f"http{'s' if ca else ''}://{superlink}"
+    try:
+        with closing(ControlHttpClient(address, verify=trust, interceptors=[version])) as made:
+            yield made
     except httpx.HTTPStatusError as error:
         raise FlowerError(f"the SuperLink at {superlink} refuses: {error.response.text}") from error
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise FlowerError(f"no SuperLink answers at {superlink}: {error}") from error
-    finally:
-        made.close()
 
 
 def runs(superlink: str, ca: Path | None, number: int | None = None) -> list[Run]:

@@ -5,7 +5,6 @@ All of this asks Flower's Control API; its list has the names that `flwr superno
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -112,12 +111,14 @@ def remove(superlink: str, ca: Path | None, device: str) -> str:
 def from_run(folder: Path) -> dict[str, Known]:
     """Return name → what the events of a run say: the data at its start or when it joined, the model served at the end.
 
+    Damaged lines, and half a line at the end, are left out.
+
     Raises
     ------
     SettingsError
         The folder has no events.
     """
-    from fedtta.server.report import METRICS_FILE
+    from fedtta.server.report.journal import METRICS_FILE, read_lines
 
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -125,8 +126,7 @@ def from_run(folder: Path) -> dict[str, Known]:
     data: dict[str, str] = {}
     names: dict[int, str] = {}
     models: dict[str, str] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        event = json.loads(line)
+    for event in (line.event for line in read_lines(path.read_bytes()) if not line.fault):
         if event["event"] == "clients":
             sizes = event["sizes"]
             names = dict(enumerate(event.get("names") or map(str, range(len(sizes)))))

@@ -101,8 +101,9 @@ def make_keys(
     Raises
     ------
     KeysError
-        A number, host or kind is invalid; or an existing file is damaged, has expired, lacks its counterpart or a host,
-        was signed by another authority, or is private and readable by others. Nothing is written then.
+        A number, host or kind is invalid, or agents are to be replaced and none is named; or an existing file is
+        damaged, has expired, lacks its counterpart or a host, was signed by another authority, or is private and
+        readable by others. Nothing is written then.
     """
     unknown = sorted(set(replace) - set(KINDS))
     if unknown:
@@ -111,6 +112,8 @@ def make_keys(
         if not 1 <= value <= high:
             raise KeysError(f"{name} = {value}: allowed are 1 to {high}")
     keys, new = Keys(folder.expanduser().resolve()), set(replace)
+    if not agents and ("agents" in new or ("authorities" in new and (keys.folder / "agents-ca.crt").exists())):
+        raise KeysError(f"replace = {', '.join(replace)!r}: agents get new certificates; name them with --agent")
     if "authorities" in new:
         new |= {"server", "agents"}
 

@@ -96,6 +96,8 @@ def main(words: Sequence[str] | None = None) -> int:
         config = run_config(arguments.set, {"observe-every": OBSERVE_EVERY}) if arguments.command == "run" else {}
         if arguments.command == "run" and (arguments.signed is None) != (arguments.database is None):
             raise SettingsError("--signed and --database: allowed are both, or neither")
+        if arguments.command == "run" and arguments.supervise < 0:
+            raise SettingsError(f"--supervise {arguments.supervise}: allowed is 0 or more")
         with superlink.temporary_home(arguments.superlink, arguments.root_certificates) as home:
             if arguments.command == "run":
                 _run(home, config, arguments)

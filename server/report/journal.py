@@ -61,13 +61,19 @@ def line_of(event: Mapping[str, Any], before: str) -> tuple[bytes, str]:
     return body[:-1] + f', "digest": "{digest}"}}\n'.encode(), digest
 
 
-def read_lines(content: bytes) -> list[Line]:
-    """Return the complete lines of a journal, without empty ones; a killed run may have left half a line at the end."""
+def read_lines(content: bytes, before: str | None = "") -> list[Line]:
+    """Return the complete lines of a journal, without empty ones; a killed run may have left half a line at the end.
+
+    Parameters
+    ----------
+    before : str or None
+        Digest of the line before; None: unknown, as of a tail that was cut off, so that the first line is not checked.
+    """
     found: list[Line] = []
-    before, signed = "", False
+    signed = False
     for number, end, raw in _raw_lines(content):
         body, stated = _parts(raw)
-        computed = _digest(before, body)
+        computed = stated if stated and before is None else _digest(before or "", body)
         before = stated or computed
         event, fault = _event(body)
         if stated and stated != computed:

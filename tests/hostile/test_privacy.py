@@ -29,7 +29,7 @@ from fedtta.messages.requests import Identify, Masking, Request, ShareKeys, Summ
 from fedtta.privacy import masking
 from fedtta.privacy.gaussian import epsilon
 from fedtta.server.aggregation import make_strategy
-from fedtta.server.events import Event, Events, QuorumMissed
+from fedtta.server.events import Event, Events, JsonLines, QuorumMissed
 from fedtta.server.methods import plan
 from fedtta.server.nodes import Nodes
 from fedtta.server.privacy import Ledger, check_privacy, feasible_statistics
@@ -251,6 +251,17 @@ def test_a_client_that_is_identified_with_a_key_that_is_none_of_its_own_is_left_
     known = place.nodes.identities
     known[4] = replace(known[4], mask_key=known[0].mask_key if key == "another's" else key)
     np.testing.assert_allclose(place.round()["w"], mean(0, 1, 2, 3), rtol=1e-6)
+
+
+def test_a_client_that_is_identified_with_more_samples_than_can_be_summed_is_left_out_by_name() -> None:
+    place = Place(5, secure_threshold=0.6)
+    for partition, sizes in ((4, [2**53, 2, 3]), (3, [9, 2**53, 3])):
+        place.nodes.identities[partition] = replace(place.nodes.identities[partition], sizes=sizes)
+        if partition == 4:
+            np.testing.assert_allclose(place.round()["w"], mean(0, 1, 2, 3), rtol=1e-6)
+    place.members[0].fault = lost(ShareKeys)
+    with pytest.raises(QuorumMissed, match=r"client 3: 9007199254740992 samples, .* 100000000 \(max-examples\)"):
+        place.round(2)
 
 
 def test_a_client_that_repeats_anothers_masking_key_is_left_out() -> None:
@@ -515,11 +526,11 @@ def test_epsilon_counts_rounds_that_are_repeated_and_those_before_a_resume(tmp_p
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in before) + '{"event": "rou')
     ledger = Ledger(settings, tmp_path)
     for event in (
-        {"event": "phase", "name": "train t"},
-        {"event": "phase", "name": "train t"},
+        {"event": "attempt", "releases": "model", "asked": [1]},
+        {"event": "attempt", "releases": "model", "asked": [1]},
         {"event": "round", "sampled": [1], "replied": [1]},
-        {"event": "phase", "name": "statistics t"},
-        {"event": "statistics", "replied": [0, 1]},
+        {"event": "attempt", "releases": "statistics", "asked": [0, 1]},
+        {"event": "statistics", "replied": [0]},
     ):
         ledger(event)
     spent = ledger.spent()
@@ -527,6 +538,23 @@ def test_epsilon_counts_rounds_that_are_repeated_and_those_before_a_resume(tmp_p
     assert spent["releases"] == {"model": 3, "statistics": 1}  # of client 1
     assert spent["epsilon"] == pytest.approx(epsilon([4, 4, 4, 2], 1e-5))
     assert Ledger(Settings()).spent() is None
+
+
+def test_epsilon_counts_attempts_of_a_killed_server_once_whatever_became_of_its_files(tmp_path: Path) -> None:
+    write, place = JsonLines(tmp_path / "metrics.jsonl"), Place(4, differential_privacy="model=4/1")
+    place.federation.events.listeners.append(write)
+    place.round()
+    offset = (tmp_path / "metrics.jsonl").stat().st_size
+    place.members[0].fault = place.members[1].fault = lost(Train)  # two attempts, and no end of the round
+    with pytest.raises(QuorumMissed):
+        place.round(2)
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    (tmp_path / "metrics.jsonl").write_bytes(whole[:offset])
+    (tmp_path / "metrics-1.cut.jsonl").write_bytes(whole[offset:])
+    (tmp_path / "metrics-1.damaged.jsonl").write_bytes(b"\xff\n[1]\n" + whole)
+    spent = Ledger(place.settings, tmp_path).spent()
+    assert spent is not None
+    assert spent["releases"] == {"model": 3}
 
 
 # -- what cannot be combined

@@ -390,7 +390,7 @@ def test_private_state_loses_nothing_at_any_failing_operation(tmp_path: Path) ->
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     known = described()
     for module in ("fedtta.server.app", "fedtta.server.run"):
-        monkeypatch.setattr(f"{module}.describe", lambda settings: {**known, "settings": settings.flat()})
+        monkeypatch.setattr(f"{module}.describe", lambda settings, bundle: {**known, "settings": settings.flat()})
     monkeypatch.setattr("fedtta.server.report.page.build_page", lambda *_: "<html>")  # which takes most of the time
     monkeypatch.setattr("fedtta.server.live.LiveState.write", lambda self: None)  # of a thread, so at no certain moment
 

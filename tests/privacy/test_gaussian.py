@@ -72,8 +72,12 @@ def test_the_setting_by_example() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["model=1", "model=0/1", "model=1/-1", "heads=1/1", "model=a/b", "delta=1", "model=1/nan", "model=1/2/3"]
-)
+    "text",
+    [
+        "model=1", "model=0/1", "model=1/-1", "heads=1/1", "model=a/b", "delta=1", "model=1/nan", "model=1/2/3",
+        "model=1e-100/1",
+    ],
+)  # fmt: skip
 def test_what_is_no_mechanism_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="differential-privacy"):
         Privacy.parse(text)

@@ -223,6 +223,17 @@ def test_no_readable_checkpoint(cut: Path) -> None:
     refused(cut, RunError, "no checkpoint can be used: there is none; start a new run")
 
 
+def test_a_checkpoint_that_leads_nowhere_is_not_used_and_half_files_are_removed(cut: Path) -> None:
+    folder = cut / "r" / "checkpoints"
+    (folder / "999999.safetensors").symlink_to(folder / "nowhere")
+    left = [folder / ".000003.safetensors.0123abcd.tmp", folder.parent / ".model.safetensors.0123abcd.tmp"]
+    for path in left:
+        path.touch()
+    resume(cut)
+    assert not any(path.exists() for path in left)
+    assert (folder / "999999.damaged").is_symlink()
+
+
 def test_a_metrics_file_that_is_shorter_than_the_checkpoint_knows(cut: Path) -> None:
     metrics, copy = cut / "r" / "metrics.jsonl", cut / "r" / "checkpoints" / "metrics.jsonl"
     found = find_checkpoint(SMALL.replace(methods="fedrep", resume=str(cut / "r")))

@@ -43,7 +43,7 @@ def evaluate(
 
 
 def test_a_result_is_an_event_with_its_further_metrics_if_there_are_any() -> None:
-    place = evaluate(evaluated(), evaluated(metrics={"ece": 0.25, "correct": 9.0}), evaluated(correct=0, total=0))
+    place = evaluate(evaluated(), evaluated(metrics={"ece": 0.25, "accuracy": 9.0}), evaluated(correct=0, total=0))
     plain, more, none = place.of("evaluation")
     told = {"training": "cross_entropy", "method": "fedavg", "shift": "original", "correct": 3, "total": 4}
     told |= {"accuracy": 0.75, "weight_histogram": None, "weight_mean": None, "seconds": 0.5}

@@ -129,3 +129,10 @@ def test_a_checkpoint_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match=path.name):
         fork(source, tmp_path / "later", settings)
+
+
+def test_a_damaged_checkpoint_that_is_not_needed_does_no_harm(tmp_path: Path) -> None:
+    source, settings = trained(tmp_path)
+    first, *_ = sorted((source / "checkpoints").glob("*.safetensors"))
+    first.write_bytes(b"")
+    assert evaluate_again(source, tmp_path / "later", settings).is_dir()

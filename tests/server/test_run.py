@@ -14,7 +14,7 @@ from fedtta.messages.flower import allow_messages
 from fedtta.messages.requests import Evaluate, Request, Summarize, Train
 from fedtta.models import load_arrays, load_model
 from fedtta.server.app import run_folder, serve
-from fedtta.server.events import NodesMissing, NoReplies
+from fedtta.server.events import NodesMissing, NoReplies, RunError
 from fedtta.server.members import FederationInfo
 from fedtta.server.report import read_results, table
 from fedtta.server.run import initial_model, model_spec
@@ -214,6 +214,14 @@ def test_a_run_that_fails_says_so_in_its_files(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "report.html").exists()
 
 
+def test_events_of_which_no_report_can_be_made_are_an_error_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedtta.server.app.run", lambda *known: known[3]("rates"))
+    with pytest.raises(RunError, match=r"report of .* could not be written: .*line 1: 'training' is missing"):
+        run(tmp_path / "r")
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [
@@ -255,6 +263,12 @@ def test_bad_model_options_and_init_files_are_settings_errors(tmp_path: Path) ->
 )
 def test_a_run_folder_is_called_by_the_data(own: dict[str, str], name: str, tmp_path: Path) -> None:
     assert run_folder(Settings(results=str(tmp_path), seed=4, **own)).name.startswith(f"{name}-4-")  # type: ignore[arg-type]
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="/file/r cannot be made: "):
+        run(tmp_path / "file" / "r")
 
 
 def test_a_run_folder_is_not_used_twice(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_toml_round_trip(
         ({"augment": 1}, ["augment", "1", "bool"]),
         ({"alpha": 0}, ["alpha", "0.0", "more than 0"]),
         ({"alpha": float("nan")}, ["alpha", "nan", "finite"]),
+        ({"alpha": 10**400}, ["alpha", "finite"]),
         ({"severity": 6}, ["severity", "6", "at most 5"]),
         ({"optimizer": "sdg"}, ["optimizer", "'sdg'", "sgd, adam"]),
         ({"device": "gpu"}, ["device", "'gpu'", "auto, cpu, cuda"]),
@@ -106,9 +107,13 @@ def test_bad_words_on_the_command_line(words: list[str], part: str) -> None:
 
 
 def test_bad_files_are_named(tmp_path) -> None:
-    for name, content in (("broken.toml", "rounds = = 3"), ("table.toml", "[data]\nrounds = 3")):
+    contents = {
+        "broken.toml": b"rounds = = 3", "table.toml": b"[data]\nrounds = 3", "latin.toml": b'dataset = "\xe4"',
+        "deep.toml": b"rounds = " + 9999 * b"[", "long.toml": b"rounds = " + 9999 * b"9",
+    }  # fmt: skip
+    for name, content in contents.items():
         path = tmp_path / name
-        path.write_text(content)
+        path.write_bytes(content)
         with pytest.raises(SettingsError, match=name):
             from_toml(path)
     with pytest.raises(SettingsError, match=r"missing\.toml"):

@@ -68,6 +68,17 @@ def test_a_run_of_a_divided_data_set_names_its_clients_by_number(tmp_path: Path)
     }
     with pytest.raises(SettingsError, match=r"no metrics\.jsonl"):
         devices.from_run(tmp_path / "nowhere")
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'\xff\n{"event": "ser')  # damaged, and half a line of a killed run
+    assert list(devices.from_run(tmp_path)) == ["0", "1"]
+
+
+def test_an_address_or_a_certificate_that_is_none_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "ca.crt").write_text("garbage")
+    with pytest.raises(FlowerError, match="no SuperLink answers at localhost:abc: "):
+        devices.listed("localhost:abc", None)
+    with pytest.raises(FlowerError, match=r"ca\.crt is no certificate: "):
+        devices.listed("localhost:1", tmp_path / "ca.crt")
 
 
 def test_an_agent_says_what_it_serves(tmp_path: Path) -> None:

@@ -144,6 +144,8 @@ def test_only_what_is_asked_for_is_replaced(tmp_path: Path) -> None:
     after = contents(tmp_path)
     assert {name for name in after if after[name] != before[name]} == {"server.crt", "server.key"}
     assert "new.example.org" in hosts_of(read_certificate(tmp_path / "server.crt"))
+    with pytest.raises(KeysError, match=r"replace = 'authorities': .*; name them with --agent"):
+        make_keys(tmp_path, 1, replace=["authorities"])
     make_keys(tmp_path, 1, agents=["cam"], replace=["authorities"])
     last = contents(tmp_path)
     assert {name for name in last if last[name] == before[name]} == {"node-0", "node-0.pub"}
@@ -177,6 +179,7 @@ def test_refusals_name_file_and_cure_and_change_nothing(tmp_path: Path) -> None:
     refused("nodes = 0: allowed are 1 to", nodes=0)
     refused(f"days = 3651: allowed are 1 to {AUTHORITY_DAYS}", days=AUTHORITY_DAYS + 1)
     refused("replace = 'all': allowed are authorities, server, agents, nodes", replace=["all"])
+    refused("replace = 'agents': agents get new certificates; name them with --agent", replace=["agents"])
     keys.server[1].unlink()
     refused(r"server\.key cannot be read: No such file")
     keys.node(0)[1].unlink()

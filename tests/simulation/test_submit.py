@@ -202,6 +202,11 @@ def test_a_signed_bundle_needs_the_database(
     assert "app.fab" in capsys.readouterr().err
 
 
+def test_a_run_is_not_resumed_less_than_never(where: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main([*where, "run", "--supervise", "-1"]) == 2
+    assert "--supervise -1: allowed is 0 or more" in capsys.readouterr().err
+
+
 def test_a_lost_run_says_how_to_continue(
     where: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
