@@ -23,6 +23,9 @@ from fedtta.settings import Settings, SettingsError, from_json, keys_in
 if TYPE_CHECKING:
     from fedtta.client.node import Node
 
+#: Keys of a node config beside those that override settings; Flower's simulation sets the last two.
+NODE_KEYS = ("name", "data", "class-map", "role", "partition-id", "num-partitions")
+
 app = ClientApp()
 
 
@@ -72,6 +75,9 @@ def node_of(context: Context, settings: Settings) -> Node:
     from fedtta.client.sites import simulated_nodes
 
     config = context.node_config
+    known = (*NODE_KEYS, *keys_in("node"))
+    if unknown := [key for key in config if key not in known]:
+        raise SettingsError(f"the node config has {', '.join(unknown)}; allowed are {', '.join(known)}")
     if "name" not in config and "partition-id" not in config:
         raise SettingsError("the node config lacks name; start the node with --node-config")
     if "name" not in config and settings.devices:

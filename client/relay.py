@@ -158,6 +158,7 @@ def _listens(path: Path, seconds: float) -> bool:
     while True:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.setblocking(False)  # it would wait for ever for one that accepts no connection
                 probe.connect(str(path))
             return True
         except OSError:

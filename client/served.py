@@ -117,6 +117,9 @@ class ServedModel(ABC):
     def save_network(self, folder: Path) -> None:
         """Write the network's file, and what is kept beside it; ValueError if it is not what its spec says."""
 
+    def moved(self, folder: Path) -> None:  # noqa: B027 (a network in memory needs no files)
+        """Note that the model's files, which `save` has written to `folder`, are those to be read from now on."""
+
     def ahead(self, received: bool = False) -> AbstractContextManager[None]:
         """Return a context whose work on a GPU goes before a training's; see `fedtta.models.accelerator.ahead`.
 

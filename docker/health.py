@@ -7,14 +7,18 @@ python docker/health.py https://localhost:8650/ --ca ca.crt
 from __future__ import annotations
 
 import argparse
+import http.client
 import ssl
 import sys
+import time
 import urllib.error
 import urllib.request
 
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
+
+PAUSE = 0.2  # seconds between two questions to a page
 
 
 def main() -> int:
@@ -33,15 +37,22 @@ def main() -> int:
 
 
 def ask_page(address: str, wait: float, ca: str | None) -> int:
-    """Ask a page once; return 0 if it answers, also that it needs a token, otherwise 1."""
-    try:
-        with urllib.request.urlopen(address, timeout=wait, context=ssl.create_default_context(cafile=ca)) as answer:
-            status = answer.status
-    except urllib.error.HTTPError as error:
-        status = error.code
-    except OSError as error:
-        print(f"{address}: {error}", file=sys.stderr)
-        return 1
+    """Ask a page until it answers; return 0 if that is in time and well, also that it needs a token, otherwise 1."""
+    end = time.monotonic() + wait
+    while True:
+        try:
+            left, tls = max(PAUSE, end - time.monotonic()), ssl.create_default_context(cafile=ca)
+            with urllib.request.urlopen(address, timeout=left, context=tls) as answer:
+                status = answer.status
+            break
+        except urllib.error.HTTPError as error:
+            status = error.code
+            break
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            if time.monotonic() + PAUSE > end:
+                print(f"{address}: {error}", file=sys.stderr)
+                return 1
+        time.sleep(PAUSE)
     print(f"{address}: {status}")
     return 0 if status in (200, 401) else 1
 

@@ -146,7 +146,7 @@ def settings(
     from fedtta.settings import GROUPS, keys_in
     from fedtta.settings.schema import fields_by_key
 
-    fields, console = fields_by_key(), Console()
+    fields, console = fields_by_key(), Console(markup=False)  # options of methods are in brackets
     if not group:
         table = Table("group", "keys", "what its settings decide", box=None, pad_edge=False)
         for name, about in GROUPS.items():
@@ -379,19 +379,31 @@ def serve(
     model: Annotated[Path, typer.Argument(help="A model file, such as results/<run>/model.safetensors.")],
     state: Annotated[Path, typer.Option("--state-dir", help="Folder of the agent's state.")],
     name: Annotated[str, typer.Option(help="The device's name.")] = "device",
-    adapter: Annotated[str, typer.Option(help="Test-time adaptation, with options: 'tent[lr=0.001]'.")] = "none",
+    adapter: Annotated[str, typer.Option(help=r"Test-time adaptation, with options: 'tent\[lr=0.001]'.")] = "none",
     listen: Annotated[str, typer.Option(help="unix:PATH, by default in the folder of the state.")] = "",
 ) -> None:
     """Serve a model with no federation; its config is STATE-DIR/device.toml."""
     import tomli_w
 
+    from fedtta.client.agent.config import AgentConfig
+    from fedtta.settings import from_toml
+    from fedtta.settings.files import write_atomically
+
     if not model.is_file():
         raise click.UsageError(f"{model}: no such file")
+    file = state / "device.toml"
     content = {"name": name, "model": str(model.resolve()), "state-dir": str(state.resolve()), "adapter": adapter}
     content |= {"listen": listen} if listen else {}
-    state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (state / "device.toml").write_text(tomli_w.dumps(content), encoding="utf-8")
-    call("fedtta.client.agent.__main__", ["--config", str(state / "device.toml")])
+    with refused():
+        AgentConfig.from_mapping(content, state)
+        if file.exists() and (more := from_toml(file, ("policy",)).keys() - {*content, "listen"}):
+            raise click.UsageError(
+                f"{file} has keys that serve does not write ({', '.join(sorted(more))}): "
+                f"run `fedtta agent --config {file}`, or choose another --state-dir"
+            )
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(file, tomli_w.dumps(content).encode())
+    call("fedtta.client.agent.__main__", ["--config", str(file)])
 
 
 Sockets = Annotated[

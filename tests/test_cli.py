@@ -149,10 +149,35 @@ def test_serve_writes_the_agents_config(tmp_path: Path, called: list[tuple[str, 
     model = tmp_path / "model.safetensors"
     model.touch()
     state = tmp_path / "state"
+    assert invoke("serve", str(model), "--state-dir", str(state), "--listen", "unix:/l").exit_code == 0
+    called.clear()
     assert invoke("serve", str(model), "--state-dir", str(state), "--adapter", "tent", "--name", "a").exit_code == 0
     assert called == [("fedtta.client.agent.__main__", ["--config", str(state / "device.toml")])]
     content = tomllib.loads((state / "device.toml").read_text())
     assert content == {"name": "a", "model": str(model), "state-dir": str(state), "adapter": "tent"}
+
+
+@pytest.mark.parametrize(
+    ("text", "adapter", "told"),
+    [
+        (
+            'name = "a"\ndata = "folder:/d"\n[policy]\n',
+            "none",
+            "device.toml has keys that serve does not write (data, pol",
+        ),
+        ("name =", "none", "device.toml: Invalid value"),
+        ('name = "a"\n', "nonsense[", "adapter = 'nonsense['"),
+    ],
+)
+def test_serve_leaves_a_config_alone_that_it_did_not_write(
+    tmp_path: Path, called: list[tuple[str, list[str]]], text: str, adapter: str, told: str
+) -> None:
+    (tmp_path / "m").touch()
+    (tmp_path / "device.toml").write_text(text)
+    done = invoke("serve", str(tmp_path / "m"), "--state-dir", str(tmp_path), "--adapter", adapter)
+    assert (done.exit_code, called) == (2, [])
+    assert told in done.stderr
+    assert (tmp_path / "device.toml").read_text() == text
 
 
 def test_an_agent_answers_its_owner() -> None:

@@ -13,6 +13,9 @@ from fedtta.client.served import ServedModel
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import AdapterRow, Request
 
+#: Errors that keep a model from being served, not `Stopped`; an evaluation that has succeeded counts all the same.
+UNSERVED = (ValueError, RuntimeError, ArithmeticError, OSError)
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -42,7 +45,7 @@ class Backend(Protocol):
         """Return the model in a folder of the store; raises one of `fedtta.client.agent.store.DAMAGED`."""
 
     def from_file(self, path: Path) -> Offer:
-        """Return a model file with the device's adapter and samples; ValueError or OSError if that cannot be served."""
+        """Return a model file with the device's adapter and samples; one of `UNSERVED` if it cannot be served."""
 
     def scan(self, served: ServedModel | None) -> Scan:
         """Scan the device's own data as the served model would read them; ValueError says why it cannot be done."""

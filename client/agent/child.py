@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from fedtta.client.agent.backend import Offer
+from fedtta.client.agent.backend import UNSERVED, Offer
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.light import RAISED, leave
@@ -66,8 +66,8 @@ class Child:
         if isinstance(offer, Offer):
             try:
                 told |= self._left(offer, Path(about["to"]))
-            except (ValueError, RuntimeError, OSError) as error:  # the evaluation itself has succeeded
-                told["reason"] = str(error)
+            except UNSERVED as error:  # the evaluation itself has succeeded
+                told["reason"] = str(error) or type(error).__name__
         return told, protobuf.to_done(reply.to_record()).SerializeToString()
 
     def file(self, about: Mapping[str, Any], _: bytes) -> Result:

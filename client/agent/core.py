@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 from numpy.typing import NDArray
 
 from fedtta.client.agent.audit import Audit
-from fedtta.client.agent.backend import Backend, Offer
+from fedtta.client.agent.backend import UNSERVED, Backend, Offer
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.lifecycle import Changed, Lifecycle
@@ -31,7 +31,7 @@ from fedtta.client.agent.work import Work
 from fedtta.client.state import forget_runs
 from fedtta.messages.replies import Evaluated, Identity, Reply, Telemetry
 from fedtta.messages.requests import AdapterRow, Base, Evaluate, Observe, Request
-from fedtta.models.deadline import Deadline
+from fedtta.models.deadline import Deadline, Stopped
 from fedtta.models.exported import file_digest
 from fedtta.settings import logs
 from fedtta.settings.memory import return_freed_memory
@@ -240,7 +240,7 @@ class Agent:
         ValueError
             There is no such snapshot, or it cannot be read; the message names it.
         OSError
-            The newer snapshots could not be removed.
+            The newer snapshots could not be removed; nothing has changed.
         """
         with self._models.saving, self._models.predicting:
             live = self._model()
@@ -248,8 +248,14 @@ class Agent:
             if found is None:
                 raise ValueError("there is no snapshot to go back to")
             entry, arrays = found
-            self._store.forget_after(entry.name)
-            live.load(arrays, entry.samples)
+            before = live.saved, live.tried, live.changed
+            try:
+                with live.undone_on_error():
+                    live.load(arrays, entry.samples)
+                    self._store.forget_after(entry.name)
+            except OSError:
+                live.saved, live.tried, live.changed = before
+                raise
         self._note(f"rolled back to snapshot {entry.name}")
         self.log.write("adapter rolled back", version=live.version, snapshot=entry.name, samples=entry.samples)
         return Saved(entry.name, live.version, entry.samples)
@@ -402,7 +408,9 @@ class Agent:
             if isinstance(offer, str):
                 raise ValueError(offer)
             return self._offer(offer)
-        except (ValueError, RuntimeError) as error:  # the evaluation itself has succeeded, and its result counts
+        except Stopped:
+            raise
+        except UNSERVED as error:  # the evaluation itself has succeeded, and its result counts
             self._note(f"the model of {run}/{training} is not served: {error}")
             self.log.write("refused", version=f"{run}/{training}/{request.round}", reason=str(error))
             return f"refused: {error}"
@@ -420,7 +428,7 @@ class Agent:
                 raise FileNotFoundError(f"there is no file {path}")
             if file_digest(path) != self._store.file or self._live is None:  # its copy here may be damaged
                 self._offer(self.backend.from_file(path))
-        except (ValueError, OSError) as error:
+        except UNSERVED as error:
             if self._live is None:
                 raise ValueError(f"model = {path}: {error}") from error
             self._note(f"model = {path} is not served: {error}")

@@ -161,10 +161,14 @@ class Guard:
         return {"window": self._window.copy(), "numbers": numbers}
 
     def load(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Restore a `state()`; ValueError if it does not fit."""
+        """Restore a `state()`; ValueError if it does not fit, and nothing has changed then."""
         window, numbers = state.get("window"), state.get("numbers")
         if window is None or numbers is None or window.shape[1:] != (6,) or numbers.shape != (3,):
             raise ValueError("the state of the guard does not fit")
+        predicted = window[:, [UNADAPTED, ADAPTED]]
+        known = np.isfinite(window).all() and (predicted >= [0, NOT_ADAPTED]).all() and (predicted < self.classes).all()
+        if not (known and numbers.dtype.kind == "i" and -1 <= numbers[2] < len(KINDS)):
+            raise ValueError("the state of the guard holds values out of range")
         self._window = window.astype(np.float64)
         self._held, self._since = int(numbers[0]), int(numbers[1])
         self._kind = KINDS[int(numbers[2])] if numbers[2] >= 0 else ""

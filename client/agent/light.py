@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import fedtta
-from fedtta.client.agent.backend import Offer
+from fedtta.client.agent.backend import UNSERVED, Offer
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.policy import PolicyError
@@ -61,7 +61,7 @@ RAISED: dict[str, type[Exception]] = {
 class Exported(ServedModel):
     """A served model whose network is an `ExportedNetwork`; see `ServedModel`.
 
-    It keeps the encoder's graph in memory, not its values: these are read from `folder` when they are needed.
+    It keeps the encoder's graph in memory, not its values: these are read from its files when they are needed.
     """
 
     network: ExportedNetwork
@@ -83,7 +83,10 @@ class Exported(ServedModel):
         make_folder(folder)
         for name in (NETWORK, ENCODER):
             write_atomically(folder / name, self.network.path.with_name(name).read_bytes())
-        self.network.path = folder / NETWORK  # where it came from may be removed
+
+    def moved(self, folder: Path) -> None:
+        """Read the network's values from `folder`: where they came from may be removed."""
+        self.network.path = folder / NETWORK
 
     @classmethod
     def load(cls, folder: Path, precision: Precision = "float32") -> Exported:
@@ -129,7 +132,10 @@ class Light:
         try:
             return Exported.load(folder, self._precision)
         except (FileNotFoundError, ValueError):
-            self._children.work("export", {"folder": str(folder)})
+            try:
+                self._children.work("export", {"folder": str(folder)})
+            except (RuntimeError, ArithmeticError) as error:
+                raise ValueError(f"{folder}: {error}") from error
             return Exported.load(folder, self._precision)
 
     def from_file(self, path: Path) -> Offer:
@@ -154,7 +160,14 @@ class Light:
         with self._children.reserved():
             told, done = self._children.work("answer", about, protobuf.to_work(request.to_record()))
             reply = request.reply.from_record(protobuf.from_done(request.reply.kind, pb.Done.FromString(done)))
-            return reply, self._offer(told) if told["offered"] else str(told["reason"])
+            if not told["offered"]:
+                return reply, str(told["reason"])
+            try:
+                return reply, self._offer(told)
+            except Stopped:
+                raise
+            except UNSERVED as error:
+                return reply, str(error) or type(error).__name__
 
     def close(self) -> None:
         """End the child."""
@@ -164,9 +177,8 @@ class Light:
         """Return the model that the child has left."""
         arrays, _ = load_arrays(self._offered / SAMPLES)
         samples = Samples(arrays["pixels"], arrays.get("labels"))
-        return Offer(
-            Exported.load(self._offered, self._precision), samples, told["file"], lambda: shutil.rmtree(self._offered)
-        )
+        served = Exported.load(self._offered, self._precision)
+        return Offer(served, samples, told["file"], lambda: shutil.rmtree(self._offered, ignore_errors=True))
 
 
 def leave(folder: Path, offer: Offer) -> None:

@@ -120,7 +120,7 @@ class Live:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Undo all predictions of a block that raises."""
+        """Undo what a block that raises has done to the adapter and the guard: all predictions, or a `load`."""
         with self.served.ahead():
             adapter = self.adapter.state_dict()
         good, guard = copy.copy(self._good), copy.copy(self.guard)
@@ -155,15 +155,18 @@ class Live:
     def load(self, arrays: Arrays, samples: int) -> None:
         """Restore a `state()`; ValueError if it does not fit, and nothing has changed then."""
         learned = {name: value for name, value in arrays.items() if name.startswith(ADAPTER)}
+        guarded = {name.removeprefix(GUARD): value for name, value in arrays.items() if name.startswith(GUARD)}
+        guard = copy.copy(self.guard)
+        if guard is not None and guarded:
+            guard.load(guarded)
         with self.served.ahead():
             state = {name.removeprefix(ADAPTER): self.served.given(value) for name, value in learned.items()}
             self.adapter.load_state_dict(state)
             self._start_over()
         self.samples = self.saved = self.tried = samples
         self.changed = False
-        guarded = {name.removeprefix(GUARD): value for name, value in arrays.items() if name.startswith(GUARD)}
-        if self.guard is not None and guarded:
-            self.guard.load(guarded)
+        if guarded:
+            self.guard = guard
 
     def _start_over(self) -> None:
         """Take the adapter's state as good, with an empty window."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fedtta.client.agent.backend import Offer
+from fedtta.client.agent.backend import UNSERVED, Offer
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.own_data import samples_of, scan
@@ -20,6 +20,7 @@ from fedtta.client.serving import Served, from_file
 from fedtta.client.state import MemoryState
 from fedtta.messages.replies import Evaluated, Reply
 from fedtta.messages.requests import AdapterRow, Evaluate, Request, Summarize, Train
+from fedtta.models.deadline import Stopped
 from fedtta.models.preprocessing import Preprocessing
 from fedtta.settings import Scalar, keys_in
 
@@ -71,7 +72,9 @@ class Local:
             version = f"{request.run}/{request.task.training}/{request.round}"
             served = replace(device.serve(request, row), origin=version)
             return reply, Offer(served, Samples.of_device(device, request.round))
-        except (ValueError, RuntimeError) as error:  # the evaluation itself has succeeded, and its result counts
+        except Stopped:
+            raise
+        except UNSERVED as error:  # the evaluation itself has succeeded, and its result counts
             return reply, str(error) or type(error).__name__
 
     def close(self) -> None:

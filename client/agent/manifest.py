@@ -150,11 +150,11 @@ class Manifest:
         ]
         old = [model.name for model in left if model.state == "refused"][:-models]
         left = [model for model in left if model.name not in old]
-        entries = []
+        entries: set[Entry] = set()
         for model in left:
             if model.state != "refused":
-                entries += [entry for entry in self.snapshots if entry.model == model.digest][-snapshots:]
-        return replace(self, models=tuple(left), snapshots=tuple(sorted(set(entries), key=lambda entry: entry.name)))
+                entries |= set([entry for entry in self.snapshots if entry.model == model.digest][-snapshots:])
+        return replace(self, models=tuple(left), snapshots=tuple(sorted(entries, key=lambda entry: int(entry.name))))
 
     def to_json(self) -> bytes:
         """Return the file's content."""

@@ -121,7 +121,11 @@ class _Server(ThreadingWSGIServer):
             self.shutdown_request(request)
             return
         self._due[request] = time.monotonic() + SECONDS
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except Exception:  # its thread cannot be started
+            self._due.pop(request, None)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:

@@ -171,12 +171,7 @@ class Store:
             if one.digest == digest or one == manifest.candidate:
                 manifest = manifest.without(one.name)
         manifest = replace(manifest.with_model(replace(model, state=state)), file=file or manifest.file)
-        try:
-            served.save(self._models / model.name)
-            self._commit(_served(manifest, model.name) if state == "served" else manifest)
-        except OSError:
-            self._sweep()
-            raise
+        self._put(served, model.name, _served(manifest, model.name) if state == "served" else manifest)
         return next(one for one in self.models if one.name == model.name)
 
     def refit(self, served: ServedModel) -> None:
@@ -189,12 +184,7 @@ class Store:
             self.add(served, "served")
             return
         model = replace(old, name=self._next_name(), digest=served.digest())
-        try:
-            served.save(self._models / model.name)
-            self._commit(self._manifest.without(old.name).with_model(model))
-        except OSError:
-            self._sweep()
-            raise
+        self._put(served, model.name, self._manifest.without(old.name).with_model(model))
 
     def refuse(self, digest: str, origin: str, reason: str, check: Mapping[str, float] | None = None) -> Model:
         """Record a refused model, and remove its files if it was a candidate; nothing changes on OSError."""
@@ -310,7 +300,8 @@ class Store:
 
     def _snapshots(self) -> list[Path]:
         """Return the snapshots' files, oldest first."""
-        return [path for path in _listed(self.folder / "snapshots") if re.fullmatch(r"\d+\.safetensors", path.name)]
+        found = [path for path in _listed(self.folder / "snapshots") if re.fullmatch(r"\d+\.safetensors", path.name)]
+        return sorted(found, key=lambda path: int(path.stem))
 
     def _read(self, entry: Entry) -> Arrays:
         path = self._path(entry.name)
@@ -363,6 +354,16 @@ class Store:
             except (ValueError, OSError, KeyError) as error:
                 self._note(f"snapshot refused: {error}")
         return tuple(entries)
+
+    def _put(self, served: ServedModel, name: str, manifest: Manifest) -> None:
+        """Write a model's files, then a manifest that names it; nothing changes on OSError."""
+        try:
+            served.save(self._models / name)
+            self._commit(manifest)
+        except OSError:
+            self._sweep()
+            raise
+        served.moved(self._models / name)
 
     def _commit(self, manifest: Manifest) -> None:
         """Write the manifest, then remove files that it does not name; on OSError the former one is in force."""

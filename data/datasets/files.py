@@ -22,7 +22,10 @@ from fedtta.models.preprocessing import Preprocessing
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 #: Errors that numpy, zipfile and Pillow raise for truncated or overwritten files.
-_BROKEN = (OSError, ValueError, EOFError, SyntaxError, KeyError, struct.error, zlib.error, zipfile.BadZipFile)
+_BROKEN = (
+    OSError, ValueError, EOFError, SyntaxError, KeyError, MemoryError, OverflowError,
+    struct.error, zlib.error, zipfile.BadZipFile,
+)  # fmt: skip
 
 
 @contextmanager
@@ -52,10 +55,12 @@ def read_arrays(path: Path, *names: str) -> dict[str, np.ndarray]:
     ValueError
         The file is damaged, or has no array of one of `names`.
     """
-    with reading(path), np.load(path, allow_pickle=False) as archive:
+    with reading(path):
+        archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError("not an .npz archive")
-        stored = {name: archive[name] for name in archive.files}
+        with archive:
+            stored = {name: archive[name] for name in archive.files}
     for name in names:
         if name not in stored:
             raise ValueError(f"{path}: no array {name!r}; there are: {', '.join(sorted(stored))}")
@@ -124,10 +129,12 @@ def as_labels(values: np.ndarray, count: int, num_classes: int, path: Path) -> n
     return values.astype(np.int64)
 
 
-def class_names(stored: dict[str, np.ndarray], count: int, path: Path) -> tuple[str, ...]:
-    """Return the array "classes" of `path` as `count` names; raises ValueError for another number."""
+def class_names(stored: dict[str, np.ndarray], count: int | None, path: Path) -> tuple[str, ...]:
+    """Return the array "classes" of `path` as `count` names (None: any); raises ValueError for another number."""
+    if stored["classes"].ndim != 1:
+        raise ValueError(f"{path}: classes must be a list of names, got an array of shape {stored['classes'].shape}")
     names = tuple(str(name) for name in stored["classes"])
-    if len(names) != count:
+    if count is not None and len(names) != count:
         raise ValueError(f"{path}: {count} class names are expected, got {len(names)}")
     return names
 

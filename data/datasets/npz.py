@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from .base import HALF, Dataset, Raw, Request
-from .files import as_labels, read_arrays
+from .files import as_labels, class_names, read_arrays
 
 LAYOUTS = ("auto", "nchw", "nhwc")
 
@@ -45,7 +45,7 @@ def load_npz(request: Request, *, path: str = "data.npz", layout: str = "auto") 
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     stored = read_arrays(file, "x", "y")
-    pixels = _channels_first(_in_bytes(stored["x"], file), layout, file)
+    pixels = _in_bytes(_channels_first(stored["x"], layout, file), file)
     classes = _classes(stored, file)
     return Raw(pixels, as_labels(stored["y"], len(pixels), len(classes), file), classes)
 
@@ -53,7 +53,7 @@ def load_npz(request: Request, *, path: str = "data.npz", layout: str = "auto") 
 def _classes(stored: dict[str, np.ndarray], file: Path) -> tuple[str, ...]:
     """Return the class names, by default the numbers from 0 to the largest label."""
     if "classes" in stored:
-        return tuple(str(name) for name in stored["classes"])
+        return class_names(stored, None, file)
     y = stored["y"]
     numeric = y.size > 0 and np.issubdtype(y.dtype, np.number) and bool(np.isfinite(y).all())
     top = float(y.real.max()) if numeric else 0.0
@@ -63,12 +63,12 @@ def _classes(stored: dict[str, np.ndarray], file: Path) -> tuple[str, ...]:
 
 
 def _in_bytes(x: np.ndarray, file: Path) -> np.ndarray:
-    """Check the pixels' range and return them in 0..255 (floats stay floats until they are resized)."""
+    """Check the range of x [N, C, H, W] and return it in 0..255 (floats stay floats until they are resized)."""
     if x.dtype == np.uint8:
         return x
     if not np.issubdtype(x.dtype, np.floating):
         raise ValueError(f"{file}: x must be uint8 or floating point, got {x.dtype}")
-    bad = np.flatnonzero(~np.isfinite(x).reshape(len(x), -1).all(1))
+    bad = np.flatnonzero(~np.isfinite(x).all((1, 2, 3)))
     if len(bad):
         raise ValueError(f"{file}: image {bad[0]} has values that are not finite")
     if x.size and (x.min() < 0 or x.max() > 1):

@@ -6,7 +6,7 @@
 `python -m fedtta.data.sources folder:/data/site-a` shows samples, classes, groups, splits, and what is skipped and why.
 """
 
-from .base import Source, open_source
-from .own import OwnData, UnusableData, own_data
+from .base import Source, UnusableData, open_source
+from .own import OwnData, own_data
 
 __all__ = ["OwnData", "Source", "UnusableData", "open_source", "own_data"]

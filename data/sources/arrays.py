@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtta.data.datasets.files import read_arrays
+from fedtta.data.datasets.files import class_names, read_arrays
 
 from .base import stated_split
 
@@ -90,12 +90,13 @@ def _names(stored: dict[str, NDArray[Any]], file: Path) -> list[str | None]:
     y = stored["y"]
     if not np.issubdtype(y.dtype, np.number):
         return [str(one) or None for one in y]
-    if (y != np.floor(y)).any() or y.min(initial=0) < 0:
+    whole = not np.iscomplexobj(y) and bool((np.isfinite(y) & (y == np.floor(y)) & (y >= 0)).all())
+    if not whole:
         raise ValueError(f"{file}: y must hold class names, or whole numbers from 0")
     numbers = y.astype(np.int64)
     if "classes" not in stored:
         return [str(one) for one in numbers]
-    names = [str(one) for one in stored["classes"]]
+    names = class_names(stored, None, file)
     if numbers.max(initial=-1) >= len(names):
         raise ValueError(f"{file}: label {numbers.max()}, but there are {len(names)} class names")
     return [names[one] for one in numbers]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
@@ -15,6 +16,14 @@ from fedtta.models.preprocessing import RawImage
 SPLITS = ("train", "validation", "test")
 #: "package.module:Class", or "package.module:Class(text)".
 _CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?:\((?P<text>.*)\))?", re.DOTALL)
+
+
+class UnusableData(ValueError):
+    """Too much of a source cannot be used; `skipped` maps names, which the message does not tell, to the reasons."""
+
+    def __init__(self, message: str, skipped: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.skipped = dict(skipped)
 
 
 class Source(Protocol):
@@ -122,14 +131,26 @@ def _own_class(text: str, module: str, name: str, argument: str | None) -> Sourc
         made = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"data = {text!r} cannot be imported: {error}") from error
-    source = made() if argument is None else made(argument)
     methods = ("__len__", "name", "image", "label", "group", "split")
-    lacking = [f"{one}()" for one in methods if not callable(getattr(source, one, None))]
-    if not hasattr(source, "classes"):
-        lacking.insert(0, "classes")
+    with asked(f"data = {text!r}"):
+        source: Source = made() if argument is None else made(argument)
+        lacking = [f"{one}()" for one in methods if not callable(getattr(source, one, None))]
+        if not hasattr(source, "classes"):
+            lacking.insert(0, "classes")
     if lacking:
         raise ValueError(f"data = {text!r} is no source: it lacks {', '.join(lacking)} (see data.sources.base.Source)")
     return source
+
+
+@contextmanager
+def asked(what: str) -> Iterator[None]:
+    """Turn what a class of the user's own raises into a ValueError."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def skipped_of(source: Source) -> Mapping[str, str]:

@@ -5,8 +5,9 @@
 - Otherwise class folders: a file belongs to the class of the first folder on its path, at any depth below it.
 - Otherwise files directly in the folder, without labels.
 
-Hidden files and folders are no part of the data. Symbolic links to folders are not followed; those to files are where
-the file is in the folder, too. Everything else that cannot be a sample is named in `skipped`.
+Hidden files and folders are no part of the data, nor is what vanishes while the folder is listed. Symbolic links to
+folders are not followed; those to files are where the file is in the folder, too. Everything else that cannot be a
+sample is named in `skipped`. Without a table, a folder that cannot be listed is an error: nobody knows what it holds.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from typing import BinaryIO
 from fedtta.data.datasets.files import SUFFIXES
 from fedtta.models.preprocessing import MAX_PIXELS, Preprocessing, RawImage
 
-from .base import escaped, stated_split
+from .base import UnusableData, escaped, stated_split
 from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, read_encoded, reason_of
 
 TABLE = "labels.csv"
 COLUMNS = ("path", "label", "group", "split")
 ENDINGS = (*SUFFIXES, ".dcm")
+RECOVERED = "lost+found"  # of a file system's root, which only its administrator may list
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class FolderSource:
     ------
     ValueError
         There is no such folder, or `labels.csv` is not of the described form (names the line).
+    UnusableData
+        A folder in it cannot be listed, and there is no table.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +80,7 @@ class FolderSource:
         table = files.pop(TABLE, None)
         if table is None and TABLE in self.skipped:
             raise ValueError(f"{folder / TABLE}: {self.skipped[TABLE]}")
-        self._samples = self._from_folders(files) if table is None else self._from_table(files)
+        self._samples = self._from_folders(files) if table is None else self._from_table(files, table)
         self._samples.sort(key=lambda sample: sample.name)
         self.classes = tuple(sorted({one.label for one in self._samples if one.label is not None}))
 
@@ -120,16 +124,7 @@ class FolderSource:
         folders: list[Parts] = [()]
         while folders:
             parts = folders.pop()
-            try:
-                with folder_beneath(self.root, parts) as opened, os.scandir(opened) as listing:
-                    found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in listing]
-            except OSError as error:
-                self._skip((*parts, ""), reason_of(error))
-                continue
-            for name, status in found:
-                path = (*parts, name)
-                if name.startswith("."):
-                    continue
+            for path, status in self._listed(parts):
                 if stat.S_ISDIR(status.st_mode):
                     folders.append(path)
                     continue
@@ -141,6 +136,28 @@ class FolderSource:
                         yield "/".join(path), Entry(path, status.st_size, status.st_mtime_ns)
                 except ValueError as error:
                     self._skip(path, str(error))
+
+    def _listed(self, parts: Parts) -> list[tuple[Parts, os.stat_result]]:
+        """Return path and status of what is in a folder and not hidden; name what cannot be listed."""
+        found = []
+        try:
+            with folder_beneath(self.root, parts) as opened, os.scandir(opened) as listing:
+                for entry in listing:
+                    path = (*parts, entry.name)
+                    if entry.name.startswith(".") or path == (RECOVERED,):
+                        continue
+                    try:
+                        found.append((path, entry.stat(follow_symlinks=False)))
+                    except FileNotFoundError:  # it was removed or renamed meanwhile
+                        continue
+                    except OSError as error:
+                        self._skip(path, reason_of(error))
+        except OSError as error:
+            if not parts:
+                raise ValueError(f"{self.root}: {reason_of(error)}") from error
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):  # otherwise it is gone, as above
+                self._skip((*parts, ""), reason_of(error))
+        return found
 
     def _target(self, path: Parts) -> Entry:
         """Return the regular file in the folder that a symbolic link leads to; ValueError for another target."""
@@ -163,6 +180,13 @@ class FolderSource:
 
     def _from_folders(self, files: dict[str, Entry]) -> list[Sample]:
         """Return the samples of class folders, or of a flat folder without labels."""
+        if closed := {name: reason for name, reason in self.skipped.items() if name.endswith("/")}:
+            reasons = "; ".join(sorted(set(closed.values())))
+            raise UnusableData(
+                f"{self.root}: {len(closed)} folders in it cannot be listed ({reasons}). "
+                f"`python -m fedtta.data.sources folder:{self.root}` names them",
+                closed,
+            )
         images = {path: entry for path, entry in files.items() if path.lower().endswith(ENDINGS)}
         if len(files) > len(images):
             self.notes += (f"not images by their names: {len(files) - len(images)} files",)
@@ -173,11 +197,15 @@ class FolderSource:
             self._skip((path,), "in no class folder")
         return [Sample(escaped(path), entry, escaped(path.split("/")[0])) for path, entry in nested.items()]
 
-    def _from_table(self, files: dict[str, Entry]) -> list[Sample]:
+    def _from_table(self, files: dict[str, Entry], table: Entry) -> list[Sample]:
         """Return the samples of `labels.csv`."""
-        with open_beneath(self.root, (TABLE,)) as file:
-            content = file.read()
-        rows, unused = read_table(content, str(Path(self.root, TABLE)))
+        where = str(Path(self.root, TABLE))
+        try:
+            with open_beneath(self.root, table.parts) as file:
+                content = file.read()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        rows, unused = read_table(content, where)
         if unused:
             self.notes += (f"{TABLE}: columns not used: {', '.join(unused)}",)
         walked, self.skipped = self.skipped, {}  # what is not in the table is no sample

@@ -18,7 +18,7 @@ from fedtta.data.images import Images
 from fedtta.data.split import Split
 from fedtta.models.preprocessing import Preprocessing
 
-from .base import SPLITS, notes_of, open_source
+from .base import SPLITS, UnusableData, notes_of, open_source
 from .index import Index
 from .pixels import LazyPixels
 from .scan import Reader, Sample, Scanned, VerifiedReader, reasons, scan
@@ -72,14 +72,6 @@ class OwnData:
     def used(self) -> int:
         """Samples in use."""
         return len(self.names)
-
-
-class UnusableData(ValueError):
-    """Too many samples of a source cannot be used; `skipped` maps their names to the reasons."""
-
-    def __init__(self, message: str, skipped: Mapping[str, str]) -> None:
-        super().__init__(message)
-        self.skipped = dict(skipped)
 
 
 def own_data(

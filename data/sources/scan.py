@@ -15,7 +15,7 @@ from PIL import Image
 from fedtta.models.deadline import check_deadline
 from fedtta.models.preprocessing import Preprocessing, RawImage
 
-from .base import EncodedSource, Source, escaped, indices, skipped_of
+from .base import EncodedSource, Source, asked, escaped, indices, skipped_of, stated_split
 from .files import check_pixels, read_encoded
 from .index import Index
 
@@ -140,10 +140,19 @@ def array_identity(array: NDArray[Any]) -> str:
 
 
 def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, str]]]:
-    """Read every sample that the index does not know; return what was found, and the index's new entries."""
+    """Read every sample that the index does not know; return what was found, and the index's new entries.
+
+    Raises
+    ------
+    ValueError
+        Two samples have one name, a stated split is another word, or the source fails.
+    """
     source = reader.source
-    order = list(indices(source))
-    labels = [source.label(i) or None for i in range(len(source))]
+    with asked("the source of the data"):
+        order = list(indices(source))
+        labels = [source.label(i) or None for i in range(len(source))]
+        groups = [source.group(i) for i in range(len(source))]
+        splits = [stated_split(source.split(i), source.name(i)) for i in range(len(source))]
     labelled = any(label is not None for label in labels)
     stamp_of = getattr(source, "stamp", lambda i: None)
     samples, skipped, entries = [], dict(skipped_of(source)), {}
@@ -162,7 +171,7 @@ def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, st
                 continue
         if stamp is not None:
             entries[name] = (stamp, identity)
-        samples.append(Sample(i, name, labels[i], source.group(i), source.split(i), identity))
+        samples.append(Sample(i, name, labels[i], groups[i], splits[i], identity))
     return Scanned(samples, dict(sorted(skipped.items())), labelled), entries
 
 

@@ -104,8 +104,8 @@ def test_the_nodes_own_config_wins_over_the_request(tmp_path: Path) -> None:
     assert (tmp_path / "node").is_dir()
     assert not (tmp_path / "server").exists()
     # but only where it lives, not what is computed
-    other = node(seed=99, **{"learning-rate": 5.0})
-    assert bits(ask(other, training())) == bits(ask(node(), training()))
+    with pytest.raises(SettingsError, match="node config has seed, rol; allowed are name, data, class-map, role, part"):
+        ask(node(seed=99, rol="target"), training())
 
 
 def test_a_client_without_statistics_says_so() -> None:

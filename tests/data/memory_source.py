@@ -47,6 +47,13 @@ class Memory:
         return self.items[i].split
 
 
+class Broken:
+    """A class with a bug."""
+
+    def __init__(self) -> None:
+        self.classes = {}["no such key"]
+
+
 class Incomplete:
     classes = ()
     label = "a"

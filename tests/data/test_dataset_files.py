@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -354,12 +355,29 @@ def test_npz_class_names_grayscale_and_resizing(tmp_path: Path) -> None:
         ({"x": np.zeros((2, 3, 3, 3), np.uint8)}, "give layout nchw or nhwc"),
         ({"x": np.zeros((2, 5, 5, 5), np.uint8)}, "give layout nchw or nhwc"),
         ({"x": np.zeros((2, 5), np.uint8)}, "x must be"),
+        ({"x": np.array(0.5)}, r"data\.npz: x must be"),
+        ({"classes": np.array("a")}, r"data\.npz: classes must be a list of names"),
         ({"x": np.array([None, None])}, r"data\.npz is damaged or has another format"),
     ],
 )
 def test_bad_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
     files.npz(tmp_path, **arrays)
     with pytest.raises(ValueError, match=message):
+        load("npz", root=tmp_path)
+
+
+def test_what_is_no_npz_archive_is_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "data.npy", np.zeros(2))
+    (tmp_path / "data.npy").rename(tmp_path / "data.npz")
+    with pytest.raises(ValueError, match=r"data\.npz is damaged or has another format: not an \.npz archive"):
+        load("npz", root=tmp_path)
+
+
+def test_a_header_that_claims_more_than_there_is_memory_is_damage(tmp_path: Path) -> None:
+    header = {"descr": "|u1", "fortran_order": False, "shape": (10**9, 10**8)}
+    with zipfile.ZipFile(tmp_path / "data.npz", "w") as archive, archive.open("x.npy", "w") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(ValueError, match=r"data\.npz is damaged or has another format"):
         load("npz", root=tmp_path)
 
 

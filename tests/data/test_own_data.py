@@ -324,6 +324,14 @@ def test_a_bug_of_a_users_class_is_named() -> None:
     assert data_of([*MANY, Item("bad", -1)]).skipped == {"bad": "not readable: a bug of the user's class"}
     with pytest.raises(ValueError, match="two samples are called 'x'"):
         data_of([Item("x", 1), Item("x", 2)])
+    with pytest.raises(ValueError, match="the source of the data: AttributeError: 'int' object has no"):
+        data_of([Item("x", 1, split=1)])  # type: ignore[arg-type]
+
+
+def test_a_split_that_is_none_is_refused_with_the_sample_in_a_users_class_too() -> None:
+    assert splits(data_of([*MANY, Item("x", 1000, split=" Test ")]))["x"] == "test"
+    with pytest.raises(ValueError, match="x: split 'val'; allowed are train, validation, test"):
+        data_of([*MANY, Item("x", 1000, split="val")])
 
 
 def test_what_cannot_be_prepared_is_known_at_the_scan(tmp_path: Path) -> None:
@@ -462,6 +470,9 @@ def test_the_command_names_foreign_classes(tmp_path: Path) -> None:
     assert status == 2
     assert "b (20 samples); allowed are a, c" in output
     assert shown(text, "--classes", "a,c", "--class-map", "b=c")[0] == 0
+    status, output = shown(text, "--class-map", "b")
+    assert status == 2
+    assert "--class-map: 'b' is not of the form OWN=RUN" in output
     assert shown("folder:/no/such/folder")[0] == 2
 
 

@@ -6,6 +6,8 @@ import io
 import os
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedtta.data.sources import files, open_source
+from fedtta.data.sources import UnusableData, files, open_source
 from fedtta.data.sources.base import escaped
 from fedtta.data.sources.folder import read_table
 from fedtta.data.sources.index import Index
@@ -314,10 +316,33 @@ def test_what_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         return real(path, flags, *arguments, **options)
 
     monkeypatch.setattr(os, "open", denied)  # the tests may run as root, whom no permission stops
+    with pytest.raises(UnusableData, match=r"1 folders in it cannot be listed \(not readable: Permission d") as closed:
+        open_source(f"folder:{tmp_path}")
+    assert closed.value.skipped == {"closed/": "not readable: Permission denied"}
+    (tmp_path / "labels.csv").write_text("path\na/secret.png\nclosed/b.png\n")
     assert scanned(tmp_path)[1] == {
         "a/secret.png": "not readable: Permission denied",
-        "closed/": "not readable: Permission denied",
+        "closed/b.png": "not readable: Permission denied",
     }
+
+
+@pytest.mark.parametrize("name", [".writing.tmp", "gone.png"])
+def test_a_file_that_vanishes_while_the_folder_is_listed_is_no_part_of_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("a/1.png", f"a/{name}", "b/2.png", "lost+found/3.png"):
+        png(tmp_path / path, format="png")
+    real = os.scandir
+
+    @contextmanager
+    def vanishing(where: int) -> Iterator[list[os.DirEntry[str]]]:
+        with real(where) as listing:
+            entries = list(listing)
+        (tmp_path / "a" / name).unlink(missing_ok=True)
+        yield entries
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert scanned(tmp_path) == ({"a/1.png": "a", "b/2.png": "b"}, {})
 
 
 def test_a_file_exchanged_after_the_scan_leads_nowhere(tmp_path: Path, opened: list[str]) -> None:
@@ -346,6 +371,14 @@ def test_a_table_may_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "site/labels.csv").symlink_to(tmp_path / "labels.csv")
     with pytest.raises(ValueError, match="labels\\.csv: symbolic link: leads out of the folder"):
         open_source(f"folder:{tmp_path / 'site'}")
+
+
+def test_a_table_may_be_a_link_to_a_file_in_the_folder(tmp_path: Path) -> None:
+    png(tmp_path / "x.png")
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/v2.csv").write_text("path,label\nx.png,a\n")
+    (tmp_path / "labels.csv").symlink_to("tables/v2.csv")
+    assert scanned(tmp_path)[0] == {"x.png": "a"}
 
 
 def test_names_are_escaped_and_stay_different() -> None:
@@ -382,6 +415,9 @@ def test_npz_without_labels_and_bad_ones(tmp_path: Path) -> None:
     for arrays, message in (
         ({"y": np.zeros(3)}, "2 images but y of shape"),
         ({"y": np.array([0.5, 1])}, "whole numbers"),
+        ({"y": np.array([0j, 1])}, "whole numbers"),
+        ({"y": np.array([0, np.inf])}, "whole numbers"),
+        ({"y": np.zeros(2), "classes": np.array("a")}, r"data\.npz: classes must be a list"),
         ({"y": np.array([0, 3]), "classes": np.array(["a"])}, "label 3, but there are 1 class names"),
         ({"split": np.array(["train", "tset"])}, "image 1: split 'tset'"),
         ({"x": np.zeros((2, 4, 4, 2))}, "x must be"),
@@ -474,6 +510,7 @@ def test_a_class_of_ones_own() -> None:
     ("text", "message"),
     [
         ("tests.data.memory_source:Incomplete", r"lacks image\(\), label\(\), group\(\), split\(\)"),
+        ("tests.data.memory_source:Broken", "memory_source:Broken': KeyError: 'no such key'"),
         ("tests.data.memory_source:Nothing", "cannot be imported"),
         ("tests.data.no_module:Nothing", "cannot be imported"),
         ("folder:/no/such/folder", "there is no folder"),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -325,7 +328,23 @@ def test_the_health_of_a_page(status: int, code: int, capsys: pytest.CaptureFixt
         assert ask(address, 10.0, None) == code
         thread.join()
     assert str(status) in capsys.readouterr().out
-    assert ask(address, 10.0, None) == 1
+    assert ask(address, 0.3, None) == 1
+    assert ask("https://localhost:port/", 0.3, None) == 1
+    assert "nonnumeric port" in capsys.readouterr().err
+
+
+def test_the_health_of_a_page_that_starts_late() -> None:
+    ask = runpy.run_path(str(DOCKER / "health.py"))["ask_page"]
+    with socket.socket() as late, ThreadPoolExecutor(1) as pool:
+        late.settimeout(60)
+        late.bind(("127.0.0.1", 0))  # which does not listen yet
+        asked = pool.submit(ask, f"http://127.0.0.1:{late.getsockname()[1]}/", 60.0, None)
+        time.sleep(0.3)
+        late.listen()
+        connection, _ = late.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+        assert asked.result() == 0
 
 
 def test_a_standing_run_asks_the_devices() -> None:

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import pytest
 
 from fedtta.client.agent import core, local
 from fedtta.client.agent.core import Agent
+from fedtta.client.agent.policy import PolicyError
 from fedtta.client.agent.predictions import NoModel
 from fedtta.client.agent.store import StateInUse
 from fedtta.client.node import Node
 from fedtta.client.state import DirectoryState
 from fedtta.messages.replies import Evaluated, Reply
 from fedtta.messages.requests import Evaluate, Identify, Request, TrainingTask
+from fedtta.models.deadline import Deadline
 from tests.client.agent.world import common, config, evaluation, fork, killed, labels, said, sample_images, train
 
 
@@ -180,6 +183,29 @@ def test_snapshot_rollback_and_reset(agents: Any) -> None:
     assert "reset" in agent.status().notes[-1]
 
 
+def test_a_roll_back_that_fails_changes_nothing(agents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = agents()
+    predictions(agent, 0, 20)
+    live = agent._live
+    bad = {**live.state(), "guard.numbers": np.array([0, 0, 99])}
+    agent._store.save(bad, 10, live.digest)
+    agent.snapshot()
+    predictions(agent, 20, 40)
+    before, status = live.state(), agent.status()
+    with pytest.raises(ValueError, match="out of range"):
+        agent.rollback(status.snapshots[-2])
+
+    def full(name: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(agent._store, "forget_after", full)
+    with pytest.raises(OSError, match="No space"):
+        agent.rollback()
+    assert replace(agent.status(), uptime=status.uptime) == status
+    np.testing.assert_equal(live.state(), before)
+    assert live.changed
+
+
 def test_a_new_model_replaces_the_old_one(start: tuple[Path, Evaluate, Evaluated], agents: Any) -> None:
     agent, request = agents(), start[1]
     old = agent.predict(sample_images(0, 10)).version
@@ -212,6 +238,27 @@ def test_a_model_that_the_adapter_cannot_use_is_not_served(
     assert reply.results[0].total  # the evaluation counts
     assert agent.status().version == before
     assert "run2/cross_entropy is not served: fedthe needs" in agent.status().notes[-1]
+
+
+@pytest.mark.parametrize("fails", ["local.make_device", "lifecycle.Lifecycle.offer"])
+@pytest.mark.parametrize("error", [FloatingPointError("diverged"), OSError("no space")])
+def test_an_evaluation_counts_although_its_model_fails(
+    start: tuple[Path, Evaluate, Evaluated], agents: Any, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(f"fedtta.client.agent.{fails}", failing)
+    reply = agents().perform(evaluation(start[1].arrays, start[1].statistics))
+    assert reply.served == f"refused: {error}"
+
+
+def test_a_deadline_during_the_making_of_a_model_is_no_reply(
+    start: tuple[Path, Evaluate, Evaluated], agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "make_device", lambda *_: Deadline(-1).check())
+    with pytest.raises(PolicyError, match="most-seconds: stopped"):
+        agents().perform(evaluation(start[1].arrays, start[1].statistics))
 
 
 def test_predictions_go_on_beside_requests_which_run_one_at_a_time(agents: Any, monkeypatch: Any) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedtta.client.agent.config import Limits
-from fedtta.client.agent.guard import COLLAPSES, Guard, LastGood, Verdict, flat_images
+from fedtta.client.agent.guard import COLLAPSES, KINDS, Guard, LastGood, Verdict, flat_images
 from fedtta.client.agent.live import Live, as_floats, checked
 from fedtta.client.served import Baseline, entropy
 from tests.client.agent.world import served, unseen
@@ -129,6 +129,24 @@ def test_a_guard_goes_on_from_its_state() -> None:
     assert two.runs_adapter == one.runs_adapter
     with pytest.raises(ValueError, match="does not fit"):
         two.load({"window": np.zeros((2, 3)), "numbers": np.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"numbers": np.array([0, 0, len(KINDS)])},
+        {"numbers": np.zeros(3)},
+        {"window": np.full((1, 6), np.nan)},
+        {"window": np.full((1, 6), 99.0)},
+    ],
+)
+def test_a_state_out_of_range_changes_nothing(state: dict[str, NDArray]) -> None:
+    one = guard()
+    one.judge(rows([1] * 10), rows([1] * 6 + [2] * 4))
+    before = one.state()
+    with pytest.raises(ValueError, match="out of range"):
+        one.load({**before, **state})
+    np.testing.assert_equal(one.state(), before)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=30), st.integers(0, 2**32 - 1))

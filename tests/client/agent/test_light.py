@@ -340,6 +340,51 @@ def test_without_pytorch_work_is_refused_with_the_reason(tmp_path: Path, monkeyp
     agent.close()
 
 
+def test_without_pytorch_an_agent_starts_with_the_model_that_it_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, row = Store(tmp_path / "state", 1, print), AdapterRow("btfl", "btfl")
+    for origin in ("r/t/1", "r/t/2"):
+        store.add(replace(made("cnn"), row=row, origin=origin), "served")
+    export_encoder(made("cnn").network, (3, SIZE, SIZE), tmp_path / "state/models/1" / NETWORK)
+    store.close()
+    (tmp_path / "new.safetensors").touch()
+    monkeypatch.setattr("fedtta.client.agent.light.find_spec", {}.get)
+    agent = Agent(config(tmp_path, runtime="onnx", adapter="btfl", model=str(tmp_path / "new.safetensors")))
+    notes = " ".join(agent.status().notes)
+    assert agent.status().version.startswith("r/t/1/")
+    assert f"model refused: {tmp_path}/state/models/2: export: needs PyTorch" in notes
+    assert "new.safetensors is not served: file: needs PyTorch" in notes
+    agent.close()
+
+
+@pytest.mark.parametrize("both", ["cnn"], indirect=True)
+def test_a_model_that_could_not_be_stored_is_stored_later(
+    both: tuple[Served, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, served = Store(tmp_path, 1, print, load=Exported.load), Exported.load(both[1].network.path.parent)
+    with monkeypatch.context() as full:
+        full.setattr("fedtta.client.agent.store.write_atomically", lambda *_: open("/no/such/folder"))  # noqa: SIM115, PTH123
+        with pytest.raises(OSError, match="No such file"):
+            store.add(served, "served")
+    store.add(served, "served")
+    store.refit(replace(served, origin="r/t/2"))  # which removes the folder of the first one
+    assert replace(served, origin="r/t/2").digest() == store.load_model().digest()  # type: ignore[union-attr]
+    store.close()
+
+
+def test_a_reply_of_the_child_counts_although_its_model_cannot_be_read(
+    trained: tuple[Agent, Evaluate, Evaluated], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(Light, "_offer", failing)
+    reply = trained[0].perform(trained[1])
+    assert isinstance(reply, Evaluated)
+    assert reply.served == "refused: no space"
+
+
 @pytest.mark.parametrize("both", ["cnn"], indirect=True)
 @pytest.mark.parametrize("damage", ["missing", "cut", "of another model"])
 def test_an_export_that_is_missing_or_damaged_is_made_again(

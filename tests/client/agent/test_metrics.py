@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import ssl
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -96,6 +97,17 @@ def test_scrapes_that_never_end_harm_no_other_and_are_cut_off(capfd: pytest.Capt
         until(lambda: not made._server._due)
         assert read(scrape(made.address))[f"{SECONDS}_count",] == 1
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_scrape_whose_thread_cannot_be_started_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    server = metrics._Server("127.0.0.1", 0, None)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    with server, socket.socket() as connection, pytest.raises(RuntimeError, match="new thread"):
+        server.process_request(connection, None)
+    assert not server._due
 
 
 def test_it_ends_with_the_agent_and_a_taken_port_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -85,6 +86,12 @@ def test_an_agent_that_cannot_be_reached_or_takes_too_long_is_named() -> None:
             relay(TRAIN, {"agent": address}, TIMEOUT, ready=0.2)
         (answer,) = RelayTransport({1: address}, ready=0.2).exchange([Addressed(1, TRAIN)], TIMEOUT)
         assert (answer.kind, "no agent answers" in answer.reason) == ("failed", True)
+        with socket.socket(socket.AF_UNIX) as stuck, socket.socket(socket.AF_UNIX) as first:
+            stuck.bind(str(path / "r.sock"))
+            stuck.listen(0)
+            first.connect(str(path / "r.sock"))  # the only one that may wait
+            with pytest.raises(ConnectionError, match="no agent answers"):
+                relay(TRAIN, {"agent": address}, TIMEOUT, ready=0.2)
     with running() as (agent, sockets):
         end = threading.Event()
 

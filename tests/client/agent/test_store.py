@@ -173,6 +173,20 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     store.close()
 
 
+def test_snapshots_are_kept_by_number_beyond_a_million(tmp_path: Path) -> None:
+    filled(tmp_path)
+    store, _ = opened(tmp_path)
+    (tmp_path / "snapshots/999997.safetensors").touch()  # the next one has the next number
+    for value in (1, 2, 3, 4):
+        store.save(state(value), value, model().digest())
+    assert store.names == ["999999", "1000000", "1000001"]
+    store.close()
+    (tmp_path / "manifest.json").unlink()
+    store, _ = opened(tmp_path)
+    assert newest(store) == ("1000001", 4, 4.0)
+    store.close()
+
+
 @pytest.mark.parametrize("fails", ["fedtta.models.arrays", "fedtta.client.agent.store"])  # the file; the manifest
 def test_a_full_disk_changes_nothing(tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
