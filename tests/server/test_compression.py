@@ -128,8 +128,11 @@ HOSTILE: dict[str, tuple[Client, str]] = {
     "a negative variance": (
         client(9, only("norm.running_var", np.full(2, -1, np.float32))), "norm.running_var: values from -1.0",
     ),
-    "more right than there are": (client(9, trained_correct=5), "trained-correct = 5, more than"),
-    "more right than there are, decoded": (client(9, decoded_correct=5), "decoded-correct = 5, more than"),
+    "more right than there are": (client(9, trained_correct=5, decoded_correct=4), "trained-correct = 5, more than"),
+    "more right than there are, decoded": (
+        client(9, trained_correct=4, decoded_correct=5), "decoded-correct = 5, more than",
+    ),
+    "one count of two": (client(9, trained_correct=4), "allowed are both, or neither"),
 }  # fmt: skip
 
 
