@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fedtta.messages.arrays import array_bytes
 from fedtta.messages.flower import bytes_record, read_arrays, reply_message, request_of
 from fedtta.messages.replies import Adapted, RefinedRates
-from fedtta.settings import Settings, SettingsError, from_json, keys_in
+from fedtta.settings import Settings, SettingsError, from_json, keys_in, parse_class_map
 
 if TYPE_CHECKING:
     from fedtta.client.node import Node
@@ -70,7 +70,6 @@ def node_of(context: Context, settings: Settings) -> Node:
     SettingsError
         The node config has no name, or something in it is not allowed; or as `fedtta.client.sites.simulated_nodes`.
     """
-    from fedtta.client.names import parse_class_map
     from fedtta.client.node import Node
     from fedtta.client.sites import simulated_nodes
 

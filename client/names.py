@@ -1,4 +1,4 @@
-"""Names in a device's own config: of the device, of its data, and of classes; without torch and without Flower."""
+"""Names in a device's own config: of the device and of its data; without torch and without Flower."""
 
 from __future__ import annotations
 
@@ -29,25 +29,6 @@ def check_name(name: str) -> str:
     if not re.fullmatch(NAME, name) or set(name) == {"."}:
         raise SettingsError(f"name = {name!r}: allowed are 1 to 64 letters, digits, '.', '_' and '-'")
     return name
-
-
-def parse_class_map(text: str) -> dict[str, str]:
-    """Parse 'pneumo=pneumonia;healthy=normal': the device's class names, and what the run calls them.
-
-    Raises
-    ------
-    SettingsError
-        A part is not of the form own=run's, or a name occurs twice on the left.
-    """
-    names: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        own, equals, target = (piece.strip() for piece in part.partition("="))
-        if not (own and equals and target):
-            raise SettingsError(f"class-map: {part!r} is not of the form own=run's")
-        if own in names:
-            raise SettingsError(f"class-map: {own} is given twice")
-        names[own] = target
-    return names
 
 
 def absolute_source(text: str, folder: Path) -> str:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from fedtta.client.names import LEFT, TABLES, absolute_source, parse_class_map
+from fedtta.client.names import LEFT, TABLES, absolute_source
 from fedtta.client.node import Node
 from fedtta.client.state import MemoryState
-from fedtta.settings import Settings, SettingsError, from_toml, keys_in, name_order
+from fedtta.settings import Settings, SettingsError, from_toml, keys_in, name_order, parse_class_map
 
 #: Keys of a device's file that say where it runs, which the simulation decides.
 ELSEWHERE = ("state-dir", "device")
@@ -27,7 +27,7 @@ def simulated_nodes(settings: Settings) -> list[Node]:
         No file is found, one cannot be read, has no name or no data, or two have the same name.
     """
     if settings.devices:
-        nodes = _from_files(settings.devices)
+        nodes = _from_files(str(Path(settings.devices).expanduser().absolute()))  # a cache of files, not of words
         memory = max(1, settings.image_cache_mb // len(nodes))  # they share this machine's
         return [
             replace(node, state=MemoryState(), settings={"image-cache-mb": memory, **node.settings}) for node in nodes

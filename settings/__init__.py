@@ -1,6 +1,6 @@
 """The schema of everything a user can set, and how it is parsed; server and clients share it."""
 
-from fedtta.settings.names import class_names, is_number, name_order
+from fedtta.settings.names import class_names, is_number, name_order, parse_class_map
 from fedtta.settings.parse import (
     add_arguments,
     assignments,
@@ -28,6 +28,7 @@ __all__ = [
     "is_number",
     "keys_in",
     "name_order",
+    "parse_class_map",
     "to_json",
     "to_toml",
 ]

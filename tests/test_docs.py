@@ -32,13 +32,13 @@ from fedtta.benchmarks.gpu.parts import PARTS as GPU_PARTS
 from fedtta.benchmarks.speed.command import PARTS
 from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
 from fedtta.client.agent.config import AgentConfig
-from fedtta.client.names import check_name, parse_class_map
+from fedtta.client.names import check_name
 from fedtta.data.sources import __main__ as sources
 from fedtta.data.sources.__main__ import parser as sources_parser
 from fedtta.models import build, export, save_model
 from fedtta.server.methods import METHODS, plan
 from fedtta.server.trainings import TRAININGS
-from fedtta.settings import Settings, SettingsError, from_arguments, keys_in
+from fedtta.settings import Settings, SettingsError, from_arguments, keys_in, parse_class_map
 from fedtta.settings.names import is_loopback
 from fedtta.simulation import deploy_local, flower_cli, keys, superlink
 from fedtta.simulation.__main__ import make_parser

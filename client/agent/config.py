@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from fedtta.client.agent.policy import Policy
-from fedtta.client.names import LEFT, TABLES, absolute_source, check_name, parse_class_map
+from fedtta.client.names import LEFT, TABLES, absolute_source, check_name
 from fedtta.models.exported import PRECISIONS
-from fedtta.settings import Scalar, SettingsError, assignments, from_toml
+from fedtta.settings import Scalar, SettingsError, assignments, from_toml, parse_class_map
 from fedtta.settings.logs import FORMATS, LEVELS
 from fedtta.settings.names import is_loopback
 from fedtta.settings.schema import REQUIRED, by_field, check, key_of, setting

@@ -12,7 +12,6 @@ from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.own_data import samples_of, scan
 from fedtta.client.agent.scans import Scan
 from fedtta.client.device import Device
-from fedtta.client.names import parse_class_map
 from fedtta.client.node import Node, make_device, perform, settings_of
 from fedtta.client.resources import resolve_device, set_up_torch
 from fedtta.client.served import ServedModel
@@ -22,7 +21,7 @@ from fedtta.messages.replies import Evaluated, Reply
 from fedtta.messages.requests import AdapterRow, Evaluate, Request, Summarize, Train
 from fedtta.models.deadline import Stopped
 from fedtta.models.preprocessing import Preprocessing
-from fedtta.settings import Scalar, keys_in
+from fedtta.settings import Scalar, keys_in, parse_class_map
 
 
 class Local:

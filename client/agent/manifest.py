@@ -153,7 +153,7 @@ class Manifest:
         entries: set[Entry] = set()
         for model in left:
             if model.state != "refused":
-                entries |= set([entry for entry in self.snapshots if entry.model == model.digest][-snapshots:])
+                entries.update([entry for entry in self.snapshots if entry.model == model.digest][-snapshots:])
         return replace(self, models=tuple(left), snapshots=tuple(sorted(entries, key=lambda entry: int(entry.name))))
 
     def to_json(self) -> bytes:

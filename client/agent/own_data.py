@@ -5,11 +5,11 @@ from __future__ import annotations
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.scans import Scan
-from fedtta.client.names import parse_class_map
 from fedtta.client.own import role_of, scanning
 from fedtta.client.served import ServedModel
 from fedtta.data.sources import OwnData, open_source, own_data
 from fedtta.models.preprocessing import Preprocessing
+from fedtta.settings import parse_class_map
 
 NAMED = 50  # skipped files that are named
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtta.models.preprocessing import Preprocessing
+from fedtta.settings import parse_class_map
 
 from .base import SPLITS, UnusableData, open_source
 from .own import OwnData, own_data
@@ -38,7 +39,7 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
     console = console or Console()
     shown = None if arguments.all else SHOWN
     try:
-        class_map = parsed(arguments.class_map)
+        class_map = parse_class_map(arguments.class_map)
         classes = tuple(name.strip() for name in arguments.classes.split(",") if name.strip())
         if not classes:
             own = open_source(arguments.source).classes
@@ -65,14 +66,6 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
         console.print(f"error: a run with max-skipped = {arguments.max_skipped:g} refuses these data")
         return 2
     return 0
-
-
-def parsed(class_map: str) -> dict[str, str]:
-    """Return the device's class name → the run's; ValueError for what is not of the form OWN=RUN."""
-    pairs = [[name.strip() for name in pair.split("=", 1)] for pair in class_map.split(";") if pair.strip()]
-    if wrong := ["=".join(pair) for pair in pairs if len(pair) < 2 or not all(pair)]:
-        raise ValueError(f"--class-map: {wrong[0]!r} is not of the form OWN=RUN")
-    return dict(pairs)
 
 
 def show(data: OwnData, console: Console) -> None:

@@ -7,7 +7,7 @@
 
 Hidden files and folders are no part of the data, nor is what vanishes while the folder is listed. Symbolic links to
 folders are not followed; those to files are where the file is in the folder, too. Everything else that cannot be a
-sample is named in `skipped`. Without a table, a folder that cannot be listed is an error: nobody knows what it holds.
+sample is named in `skipped`. Without a table, a folder that cannot be listed is an error: what it holds is not known.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import torch
 
 from fedtta.client.algorithms.training import DRAWN_AT_ONCE, TrainingSet, epoch, labelled
 from fedtta.client.device import Device
-from fedtta.client.names import parse_class_map
 from fedtta.client.node import Node, make_device, perform
 from fedtta.client.own import _of_run, scan, settings_alone
 from fedtta.client.state import DirectoryState, MemoryState
@@ -32,7 +31,7 @@ from fedtta.messages.requests import (
     TrainingTask,
 )
 from fedtta.models import build
-from fedtta.settings import Settings, SettingsError, to_json
+from fedtta.settings import Settings, SettingsError, parse_class_map, to_json
 from tests.client.folders import CLASSES, OWN, SIZE, folder
 
 TASK = TrainingTask("cross_entropy")

@@ -472,7 +472,7 @@ def test_the_command_names_foreign_classes(tmp_path: Path) -> None:
     assert shown(text, "--classes", "a,c", "--class-map", "b=c")[0] == 0
     status, output = shown(text, "--class-map", "b")
     assert status == 2
-    assert "--class-map: 'b' is not of the form OWN=RUN" in output
+    assert "class-map: 'b' is not of the form own=run's" in output
     assert shown("folder:/no/such/folder")[0] == 2
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from fedtta.client.agent.config import AgentConfig
-from fedtta.client.names import parse_class_map
 from fedtta.client.node import Node, perform
 from fedtta.client.own import _of_run
 from fedtta.client.sites import simulated_nodes
@@ -25,7 +24,7 @@ from fedtta.server.app import serve
 from fedtta.server.events import RunError
 from fedtta.server.report import METRICS_FILE, read_results
 from fedtta.server.report.page import REPORT_FILE
-from fedtta.settings import Settings, SettingsError
+from fedtta.settings import Settings, SettingsError, parse_class_map
 from fedtta.simulation import engine, flower_cli, simulate
 from fedtta.simulation.__main__ import main as command
 from fedtta.simulation.engine import with_devices
