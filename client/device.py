@@ -46,7 +46,7 @@ from fedtta.client.network import (
     trained_indices,
 )
 from fedtta.client.own import PINNED, Own
-from fedtta.client.resources import network_spec, normalization_of
+from fedtta.client.resources import has_bfloat16, network_spec, normalization_of
 from fedtta.client.serving import Served, baseline_predictions, missing_heads, serve
 from fedtta.client.state import NetworkStore, PrivateState
 from fedtta.client.statistics import (
@@ -80,6 +80,9 @@ from fedtta.tta.auto import SERVED
 from fedtta.tta.collaborator import Collaborator
 
 Rates = Mapping[str, Mapping[str, float]]
+
+#: A note of how fast a run is, not of what it computes.
+SLOW_BFLOAT16 = "autocast = true on a processor without bfloat16 instructions: float32 trains several times as fast"
 
 
 @dataclass
@@ -176,11 +179,13 @@ class Device:
         shifts, note = self._shifts()
         if "unseen_domain" in shifts and not len(federation.unseen):
             raise ValueError("shifts: unseen_domain is a test distribution with unseen-domain only")
-        if federation.divided and " without " in images.name:  # some of its domains are not at hand
-            note = "; ".join(filter(None, (note, f"images: {images.name}")))
+        lacking = federation.divided and " without " in images.name  # some of its domains are not at hand
         channels = images.shape[0]
         mean, std = normalization_of(settings, channels)
         collaborates = bool(settings.collaborations)  # in test-time rounds over streams; shifts play no part then
+        about = [] if collaborates else [note, f"images: {images.name}" if lacking else ""]
+        if settings.autocast and not has_bfloat16(self.device):
+            about.append(SLOW_BFLOAT16)
         tags: dict[str, set[int]] = {}
         for key, found in (*self.state.tags().items(), *self.memory.tags().items()):
             tags.setdefault(key, set()).update(found)
@@ -192,7 +197,7 @@ class Device:
             std=list(std),
             sizes=[len(split.train), len(split.validation), len(split.test)],
             shifts=list(shifts),
-            note="" if collaborates else note or "",
+            note="; ".join(filter(None, about)),
             role=self.role,
             corruptions=list(self._corruptions) if collaborates else [],
             stream_rounds=streams_of(settings, federation).rounds if collaborates else 0,

@@ -448,7 +448,11 @@ class Settings:
         "same bits in every run on a GPU, with slower algorithms and without TF32; on a CPU it is always so",
         group="execution",
     )
-    autocast: bool = setting(False, "bfloat16 autocast in local training", group="training")
+    autocast: bool = setting(
+        False,
+        "bfloat16 autocast in local training: faster where the processor has instructions for it, far slower elsewhere",
+        group="training",
+    )
     engine: str = setting(
         "auto",
         "what simulates clients: ray (workers that share arrays), flower (Flower's own simulation), vectorised (one "

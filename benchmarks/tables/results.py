@@ -16,6 +16,7 @@ import numpy as np
 from fedtta.benchmarks.papers import WITH
 from fedtta.benchmarks.provenance import differing, provenance_of_run
 from fedtta.benchmarks.tables.protocol import Cell
+from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.server.adaptation import cells as collaborating
 from fedtta.server.adaptation import parse_collaborations
 from fedtta.server.events import RunError
@@ -140,8 +141,14 @@ def add_run(
         content["start"] = dict(start)
     content["trainings"].setdefault(training, {}).update(training_content(results))
     content["runs"].append({"training": training, "methods": list(rows), **run_content(results)})
-    notes = [note for note in results.notes if not note.startswith("resumed after")]  # how it ran, not what it is
-    content["notes"] = list(dict.fromkeys([*content["notes"], *notes]))
+    content["notes"] = list(dict.fromkeys([*content["notes"], *lasting(results.notes)]))
+
+
+def lasting(notes: Iterable[str]) -> list[str]:
+    """Return a run's notes on what its results are, without those on how it went: resumed, or slow."""
+    parts = (note.split("; ") for note in notes if not note.startswith("resumed after"))
+    kept = ("; ".join(part for part in note if part != SLOW_BFLOAT16) for note in parts)
+    return [note for note in kept if note]
 
 
 def row_content(evaluations: Sequence[Evaluation], label: str, training: str, columns: Sequence[str] = ()) -> Content:

@@ -23,12 +23,14 @@ from fedtta.benchmarks.tables.results import (
     collaboration_rows,
     constant_row,
     empty,
+    lasting,
     missing,
     mixing_weights,
     read_results_of,
     row_content,
     wanted_rows,
 )
+from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.models import load_model
 from fedtta.server.events import RunError
 from fedtta.server.report import WEIGHT_BINS, Evaluation
@@ -235,3 +237,9 @@ def test_a_run_is_added_with_its_provenance() -> None:
     assert (first["methods"], second["methods"], first["commit"]) == (["fedavg", "btfl"], ["personal"], "abc")
     assert (first["test_samples_checked"], first["test_samples_trained_on"]) == (16, 0)
     assert (content["notes"], content["start"]) == (["made up"], {"kind": "federated"})
+
+
+def test_notes_on_how_a_run_went_are_not_kept() -> None:
+    natural = "no natural data set is at hand; it is left out"
+    notes = ["resumed after round 2; later events are in x", f"{natural}; {SLOW_BFLOAT16}", SLOW_BFLOAT16, "made up"]
+    assert lasting(notes) == [natural, "made up"]

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedtta.client import node, resources
+from fedtta.client import device, node, resources
 from fedtta.client.agent import local
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.algorithms.training import autocast
-from fedtta.client.resources import DETERMINISTIC, Switches, resolve_device, set_up_torch
+from fedtta.client.device import SLOW_BFLOAT16
+from fedtta.client.resources import DETERMINISTIC, Switches, has_bfloat16, resolve_device, set_up_torch
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import memory
 from fedtta.settings import Settings, SettingsError
+from tests.client.tiny import device as tiny_device
 from tests.client.tiny import made
 
 
@@ -57,6 +59,28 @@ def test_a_gpu_that_is_not_there_is_an_error_that_lists_what_is(gpus: int, name:
     with pytest.raises(SettingsError) as caught:
         resolve_device(name)
     assert str(caught.value) == told
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="no list of the processor's instructions")
+def test_bfloat16_is_found_by_the_processors_own_list_of_instructions() -> None:
+    lines = [line.split(":")[1].split() for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line]
+    words = {word for line in lines for word in line}
+    assert has_bfloat16(torch.device("cpu")) == bool(words & {"avx512bw", "avx_ne_convert", "bf16"})
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_a_gpu_that_computes_bfloat16_in_software_does_not_count(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or native)
+    assert has_bfloat16(torch.device("cuda")) == native
+
+
+@pytest.mark.parametrize(("on", "native", "told"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_a_client_says_that_autocast_is_slow_on_its_processor(
+    monkeypatch: pytest.MonkeyPatch, on: bool, native: bool, told: bool
+) -> None:
+    monkeypatch.setattr(device, "has_bfloat16", lambda _: native)
+    notes = tiny_device(autocast=on).describe()["note"].split("; ")
+    assert (SLOW_BFLOAT16 in notes) == told
 
 
 def test_autocast_computes_in_bfloat16_only_when_asked() -> None:
