@@ -395,7 +395,7 @@ class PretendedGPU:
             "device": lambda device: nullcontext(),
             "get_device_name": lambda device=None: "pretended",
             "get_device_capability": lambda device=None: (9, 0),
-            "is_bf16_supported": lambda *_: True,
+            "is_bf16_supported": lambda *_, **__: True,
             "mem_get_info": lambda device=None: (6 << 30, 8 << 30),
             "memory_reserved": lambda device=None: 0,
             "memory_allocated": lambda device=None: 0,
