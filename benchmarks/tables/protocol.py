@@ -281,8 +281,9 @@ def _expanded(protocol: str, sections: Mapping[str, Mapping[str, Any]]) -> Itera
                 continue
             variables = dict(zip(each, values, strict=True))
             own = str(_filled(name, variables))
-            if not re.fullmatch(r"[a-z0-9.-]+", own):
-                raise SettingsError(f"{protocol}: name {own!r}; allowed are lower-case letters, digits, dots, hyphens")
+            if not re.fullmatch(r"[a-z0-9._-]+", own):
+                allowed = "lower-case letters, digits, dots, hyphens, underscores"
+                raise SettingsError(f"{protocol}: name {own!r}; allowed are {allowed}")
             yield own, {key: _filled(value, variables) for key, value in section.items() if key != "each"}
 
 

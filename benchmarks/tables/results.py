@@ -141,7 +141,10 @@ def add_run(
         content["start"] = dict(start)
     content["trainings"].setdefault(training, {}).update(training_content(results))
     content["runs"].append({"training": training, "methods": list(rows), **run_content(results)})
-    content["notes"] = list(dict.fromkeys([*content["notes"], *lasting(results.notes)]))
+    limited = sum(one.event == "limited" for one in results.incidents)
+    less = f"{training}: {limited} replies had less effect than in a plain mean (`clip-factor`, `max-share`)"
+    notes = [*content["notes"], *lasting(results.notes), *([less] if limited else [])]
+    content["notes"] = list(dict.fromkeys(notes))
 
 
 def lasting(notes: Iterable[str]) -> list[str]:

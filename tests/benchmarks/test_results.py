@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.models import load_model
 from fedtta.server.events import RunError
 from fedtta.server.report import WEIGHT_BINS, Evaluation
-from fedtta.server.report.events import Adapted, AdaptRound
+from fedtta.server.report.events import Adapted, AdaptRound, Incident
 from fedtta.settings import Settings, SettingsError
 from tests.benchmarks.fabricated import results
 
@@ -237,6 +238,16 @@ def test_a_run_is_added_with_its_provenance() -> None:
     assert (first["methods"], second["methods"], first["commit"]) == (["fedavg", "btfl"], ["personal"], "abc")
     assert (first["test_samples_checked"], first["test_samples_trained_on"]) == (16, 0)
     assert (content["notes"], content["start"]) == (["made up"], {"kind": "federated"})
+
+
+def test_replies_that_had_less_effect_are_counted() -> None:
+    settings = Settings(methods="fedavg", rounds=1)
+    cell, found = Cell("c", "C", settings), results(1, settings)
+    limited = [Incident(event, "t", 1, "far away") for event in ("limited", "late", "limited")]
+    content = empty("p", cell, settings)
+    add_run(content, replace(found, incidents=limited), cell, settings, "t", {})
+    (note,) = set(content["notes"]) - set(found.notes)
+    assert note == "t: 2 replies had less effect than in a plain mean (`clip-factor`, `max-share`)"
 
 
 def test_notes_on_how_a_run_went_are_not_kept() -> None:
