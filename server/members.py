@@ -78,7 +78,7 @@ class FederationInfo:
         return cls(
             **{name: getattr(first, name) for name in COMMON},
             shifts=first.shifts if first.labelled else [],
-            note="; ".join(dict.fromkeys(one.note for one in identities if one.note)),
+            note="; ".join(dict.fromkeys(part for one in identities if one.note for part in one.note.split("; "))),
             sizes=[list(one.sizes) for one in identities],
             roles=[one.role for one in identities],
             stream_rounds=min(one.stream_rounds for one in identities),

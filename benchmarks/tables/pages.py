@@ -171,7 +171,7 @@ def recovered_lines(found: Comparison) -> list[str]:
 
 
 def run_words(content: Content) -> str:
-    """Return where one seed was computed, from which network, for how long, and its leak check."""
+    """Return where one seed was computed, from which network, for how long, its leak check, and replies held back."""
     runs: Sequence[Mapping[str, Any]] = content["runs"]
     words = []
     if start := content.get("start"):
@@ -180,6 +180,8 @@ def run_words(content: Content) -> str:
     if checked := sum(one.get("test_samples_checked", 0) for one in runs):
         leaked = sum(one["test_samples_trained_on"] for one in runs if "test_samples_trained_on" in one)
         words.append(f"{checked} test samples, {leaked or 'none'} of them trained on")
+    if limited := sum(one.get("replies_limited", 0) for one in runs):
+        words.append(f"{limited} replies with less effect than in a plain mean (`clip-factor`, `max-share`)")
     if seconds := sum(one.get("wall_seconds", 0) for one in runs):
         words.append(f"{seconds:.0f} s")
     versions = runs[0]["versions"]

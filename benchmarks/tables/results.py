@@ -141,10 +141,7 @@ def add_run(
         content["start"] = dict(start)
     content["trainings"].setdefault(training, {}).update(training_content(results))
     content["runs"].append({"training": training, "methods": list(rows), **run_content(results)})
-    limited = sum(one.event == "limited" for one in results.incidents)
-    less = f"{training}: {limited} replies had less effect than in a plain mean (`clip-factor`, `max-share`)"
-    notes = [*content["notes"], *lasting(results.notes), *([less] if limited else [])]
-    content["notes"] = list(dict.fromkeys(notes))
+    content["notes"] = list(dict.fromkeys([*content["notes"], *lasting(results.notes)]))
 
 
 def lasting(notes: Iterable[str]) -> list[str]:
@@ -292,10 +289,11 @@ def training_content(results: Results) -> Content:
 
 
 def run_content(results: Results) -> Content:
-    """Return a run's provenance and the result of its leak check."""
+    """Return a run's provenance, the result of its leak check, and how many replies the limits of means held back."""
     return {
         **provenance_of_run(results),
         "training_seconds": round(sum(one.wall_seconds for one in results.rounds), 1),
         "test_samples_checked": sum(one.checked for one in results.leak_checks),
         "test_samples_trained_on": sum(one.leaked for one in results.leak_checks),
+        "replies_limited": sum(one.event == "limited" for one in results.incidents),
     }

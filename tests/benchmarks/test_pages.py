@@ -19,7 +19,7 @@ from fedtta.benchmarks.tables.protocol import read_protocol
 RUN = {
     "training": "cross_entropy", "methods": ["fedavg"], "time": "2030-01-01T00:00:00+00:00", "commit": "abc",
     "hardware": "abacus", "versions": {"torch": "9", "flwr": "1"}, "wall_seconds": 60, "test_samples_checked": 8,
-    "test_samples_trained_on": 0,
+    "test_samples_trained_on": 0, "replies_limited": 5,
 }  # fmt: skip
 
 
@@ -85,7 +85,8 @@ def test_pages_of_made_up_results(out: Path, capsys: pytest.CaptureFixture[str])
     assert theirs is not None
     assert f"| `fedavg` | 52.00 ± 1.00 \\| {theirs.mean:.2f} |" in page
     assert "| `fedthe` | **62.00 ± 1.00** \\| " in page
-    assert "cnn-dir-1, seed 3: 8 test samples, none of them trained on; 60 s; abacus; torch 9, flwr 1" in page
+    limited = "5 replies with less effect than in a plain mean (`clip-factor`, `max-share`)"
+    assert f"cnn-dir-1, seed 3: 8 test samples, none of them trained on; {limited}; 60 s; abacus; torch 9" in page
     assert "Settings of `cnn-dir-1` that differ from the defaults: `rounds = 3`, `alpha = 0.5`" in page
     assert "Not yet run: full, published" in page
     html = (to / "index.html").read_text()

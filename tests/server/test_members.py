@@ -51,7 +51,7 @@ def test_columns_are_in_the_order_given_and_notes_are_told_once() -> None:
     info = FederationInfo.of([
         named("b", sizes=[1, 2, 3], note="no natural shift", samples=8, own_data=True, notes=["2 skipped"]),
         named("a", role="target", labelled=False, note="no natural shift"),
-        named("c", note="other"),
+        named("c", note="other; no natural shift"),
     ])  # fmt: skip
     assert (info.names, info.sizes[0], info.roles) == (["b", "a", "c"], [1, 2, 3], ["both", "target", "both"])
     assert info.note == "no natural shift; other"
