@@ -95,7 +95,8 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 def check_flwr(words: list[str]) -> Any:
     """Parse a command of Flower's as Flower does; an unknown flag ends the process, and with it the test."""
-    words = words[1:] if words[1] == "supernode" else words  # `fedtta supernode` takes what `flower-supernode` takes
+    if words[1:4] == ["-m", "fedtta", "supernode"]:  # which takes what `flower-supernode` takes
+        words = words[3:]
     parsers = {
         "flower-superlink": _parse_args_run_superlink,
         "flower-supernode": _parse_args_run_supernode,
@@ -371,6 +372,14 @@ def test_a_device_reads_dicom_without_an_extra() -> None:
 
 
 # --- systemd ---
+
+
+@pytest.mark.parametrize("name", ["agent", "supernode"])
+def test_a_unit_starts_what_install_sh_leaves_there(name: str) -> None:
+    """The project is not installed: there is no command `fedtta`, and its package is found in the folder."""
+    service = Unit(f"fedtta-{name}.service")["Service"]
+    assert shlex.split(service["ExecStart"])[:2] == ["/opt/fedtta/.venv/bin/python", "-m"]
+    assert service["WorkingDirectory"] == "/opt/fedtta"
 
 
 def test_the_supernodes_unit_runs_what_flower_takes() -> None:
