@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -411,10 +412,11 @@ def _load_on_cpu(folder: Path) -> ServedModel:
 
 
 def _served(manifest: Manifest, name: str, reason: str = "") -> Manifest:
-    """Return the manifest with another model in service."""
+    """Return the manifest with another model in service, later than any before it, whatever the clock says."""
+    now = max(time.time(), *(math.nextafter(model.served_at, math.inf) for model in manifest.models))
     for model in manifest.models:
         if model.name == name:
-            manifest = manifest.with_model(replace(model, state="served", served_at=time.time(), reason=""))
+            manifest = manifest.with_model(replace(model, state="served", served_at=now, reason=""))
         elif model.state == "served":
             manifest = manifest.with_model(replace(model, state="kept", reason=reason))
     return manifest

@@ -257,6 +257,19 @@ def test_a_restored_model_goes_on_where_its_adapter_was(
     assert "rolled back" in events(folder)
 
 
+def test_a_clock_that_is_set_back_changes_no_order_of_models(
+    start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = agents()
+    offer(agent, moved(start[1], 1.01))
+    monkeypatch.setattr(time, "time", lambda: 86400.0)  # a device whose battery is empty
+    second, third = (offer(agent, moved(start[1], factor)).removeprefix("promoted ") for factor in (1.02, 1.03))
+    assert agent.restore_model().version == second  # not the one that was served before by the clock
+    agent.restore_model(third)
+    offer(agent, moved(start[1], 1.04))
+    assert third in [model.version for model, _ in agent.models()]  # nor is the wrong one removed
+
+
 def test_the_last_models_are_kept(folder: Path, start: tuple[Path, Evaluate], agents: Any) -> None:
     agent = agents(models_kept=2)
     versions = [agent.status().version]
