@@ -17,7 +17,6 @@ import json
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -64,17 +63,17 @@ class Audit:
         self.limit, self._clock = limit, clock
         self._files = {name: Lines(folder / name) for name in KEPT}
         self._lock = threading.Lock()
-        self._done: deque[tuple[float, str]] = deque()  # time and phase of what was worked on in the last 24 hours
+        self._done: list[tuple[float, str]] = []  # time and phase of what was worked on in the last 24 hours
         for line in lines(folder):
-            if line.get("result") == DONE and (at := _time(line)) > clock() - DAY:
+            if line.get("result") == DONE and clock() - DAY < (at := _time(line)) <= clock():
                 self._done.append((at, line.get("phase", "")))
 
     def count(self, seconds: float, phase: str = "") -> int:
         """Return how many messages, or those of a phase, were worked on in the last seconds, 24 hours at most."""
         now = self._clock()
         with self._lock:  # messages arrive on two threads
-            while self._done and self._done[0][0] <= now - DAY:
-                self._done.popleft()
+            # after a clock was set back, what lies ahead counts as just done, not until that time comes
+            self._done = [(min(at, now), one) for at, one in self._done if at > now - DAY]
             return sum(at > now - seconds and phase in ("", one) for at, one in self._done)
 
     def write(self, phase: str, result: str, **values: Any) -> None:

@@ -257,6 +257,19 @@ def test_a_flood_of_refused_messages_displaces_nothing_that_left(tmp_path: Path)
     assert all(path.stat().st_size <= 1000 for path in tmp_path.iterdir())
 
 
+def test_a_clock_that_is_set_back_refuses_no_messages_for_years(tmp_path: Path) -> None:
+    now = [2e9]
+    log = audit.Audit(tmp_path, limit=10**6, clock=lambda: now[0])
+    log.write("evaluate", "ok")
+    now[0] = 1e9
+    assert log.count(audit.DAY) == 1  # it has just been
+    log.write("evaluate", "ok")
+    now[0] += audit.DAY + 1
+    assert log.count(audit.DAY) == 0
+    log.write("evaluate", "ok")
+    assert audit.Audit(tmp_path, limit=10**6, clock=lambda: now[0]).count(audit.DAY) == 1
+
+
 def test_a_message_that_cannot_be_read_is_in_the_audit_log(socket: Any) -> None:
     agent, stub = socket
     message = protobuf.to_work(Identify(**common()).to_record())
