@@ -101,8 +101,10 @@ def spaced(index: NDArray[np.int64], most: int = MOST) -> NDArray[np.int64]:
 
 
 def comparable(one: ServedModel, other: ServedModel | None) -> bool:
-    """Return whether two models take the same images and know the same classes."""
-    return other is not None and one.shape == other.shape and one.classes == other.classes
+    """Return whether two models take the same images, prepared alike, and know the same classes."""
+    return other is not None and all(
+        getattr(one, what) == getattr(other, what) for what in ("shape", "preprocessing", "classes")
+    )
 
 
 def check(

@@ -279,8 +279,8 @@ class Lifecycle:
     def _next_state(self, live: Live, own: bool = False) -> State:
         """Return the state of a model that has passed its check; `own`: it is the owner's own file.
 
-        One that takes other images or knows other classes than the served one cannot be compared with it: a run could
-        choose these to avoid the comparison.
+        One that takes other images, or images prepared otherwise, or knows other classes than the served one cannot be
+        compared with it: a run could choose these to avoid the comparison.
         """
         alike = self.live is None or comparable(live.served, self.live.served)
         if not (alike or own or self.config.policy.serve == "any"):

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import grpc
 import numpy as np
 import pytest
 
+from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.lifecycle import REJECTED, ROLLED_BACK
 from fedtta.client.agent.server import serve
@@ -25,7 +27,7 @@ from fedtta.messages import protobuf
 from fedtta.messages.replies import Evaluated
 from fedtta.messages.requests import Evaluate
 from tests.client.agent import fake
-from tests.client.agent.world import config, evaluation, fork, killed, said, sample_images, train
+from tests.client.agent.world import config, evaluation, fork, killed, said, sample_images, served, train
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +270,16 @@ def test_a_clock_that_is_set_back_changes_no_order_of_models(
     agent.restore_model(third)
     offer(agent, moved(start[1], 1.04))
     assert third in [model.version for model, _ in agent.models()]  # nor is the wrong one removed
+
+
+def test_a_model_whose_images_are_prepared_otherwise_waits_for_approval(agents: Any) -> None:
+    """Its samples are prepared for it: the served model would be judged on images that it never gets."""
+    agent, model = agents(), served("fedthe")
+    prepared = replace(model.preprocessing, resize="crop", crop_fraction=0.1)
+    other = replace(model, spec={**model.spec, "preprocessing": prepared.to_dict()})
+    before = agent.status().version
+    assert agent._models.offer(other, Samples(sample_images())).startswith("waiting for approval ")
+    assert agent.status().version == before
 
 
 def test_the_last_models_are_kept(folder: Path, start: tuple[Path, Evaluate], agents: Any) -> None:
