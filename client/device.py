@@ -289,7 +289,7 @@ class Device:
 
     def effective_samples(self, request: Train | Summarize) -> tuple[float, float]:
         """Return how many training samples are behind a reply; see `fedtta.client.statistics.effective_samples`."""
-        self._receive(request.arrays, request.task, request.round - 1, getattr(request, "aggregated", None))
+        self._receive(request.arrays, request.task, request.round - 1, request.aggregated)
         data = self._training_set(self.federation.in_round(request.round))
         return effective_samples(self.model, data.pixels, data.labels, self.settings.eval_batch_size)
 
@@ -301,7 +301,7 @@ class Device:
         """
         start = clock(self.device)
         self._require_source()
-        before = self._receive(request.arrays, request.task, request.round - 1)
+        before = self._receive(request.arrays, request.task, request.round - 1, request.aggregated)
         federation = self.federation.in_round(request.round)
         data = self._training_set(federation)
         personal = self._algorithm(request.task).uses_personal_head

@@ -195,6 +195,8 @@ class Summarize(Request):
         One after the last training round; the tag of the private state that this writes.
     wanted : list of str
         Statistics on request, in addition to those that are always sent.
+    aggregated : list of str or None
+        See `Train`; told under secure aggregation where some clients have arrays of their own and others are sent all.
     masking : Masking or None
         See `Train`.
     """
@@ -206,6 +208,7 @@ class Summarize(Request):
     task: TrainingTask
     arrays: Arrays
     wanted: list[str] = field(default_factory=list)
+    aggregated: list[str] | None = None
     masking: Masking | None = None
 
 

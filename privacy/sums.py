@@ -69,7 +69,7 @@ def common_part(request: Masked) -> str:
     if isinstance(request, RefineRates):
         sent = request.rates  # the network is told by its digest, which a client checks
     else:
-        names = getattr(request, "aggregated", None)
+        names = request.aggregated
         sent = {name: value for name, value in request.arrays.items() if names is None or name in names}
     asked = request.masking
     parts = [request.kind, told, digest(sent), asked.clients, asked.most, asked.weighting]

@@ -55,9 +55,11 @@ def statistics_round(
     clients, sent = federation.sources, _Sent(training, arrays, trained)
     common = {**federation.common(name), "round": round, "task": _final_task(training)}
     wanted = [one for one in ON_REQUEST if one in shapes]
+    # clients that did not train are sent more; masks cancel where this part is the same (`privacy.sums.common_part`)
+    aggregated = list(sent.aggregated) if federation.secure and training.recipe.partial else None
 
     def request(partition: int) -> Summarize:
-        return Summarize(**common, arrays=sent.to(partition), wanted=wanted)
+        return Summarize(**common, arrays=sent.to(partition), wanted=wanted, aggregated=aggregated)
 
     # behind a ReLU: a client whose descriptor is negative there makes every honest client refuse the mean
     bounds = {"descriptor": (0.0, math.inf)} if model.features_nonnegative else {}

@@ -278,3 +278,16 @@ def test_a_run_folder_is_not_used_twice(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="one"):
         run_folder(settings)
+
+
+def test_a_secure_sum_of_statistics_includes_clients_that_have_never_trained(tmp_path: Path) -> None:
+    settings = SMALL.replace(clients=5, methods="fedthe[training=fedper]", shifts="original", rounds=1)
+    settings = settings.replace(fraction_train=0.6)  # the heads of the others are those that they are sent
+    settings = settings.replace(max_share=0.0, clip_factor=0.0)  # which sums do not have
+    plain = run(tmp_path / "plain", settings)
+    secure = run(tmp_path / "secure", settings.replace(secure_aggregation=True))
+    (done,) = [event for event in events(secure) if event["event"] == "statistics"]
+    assert done["replied"] == [0, 1, 2, 3, 4]
+    expected = load_arrays(plain / "statistics.safetensors")[0]
+    for name, value in load_arrays(secure / "statistics.safetensors")[0].items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-4, err_msg=name)
