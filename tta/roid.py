@@ -27,6 +27,7 @@ Decisions and deviations:
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -79,6 +80,15 @@ def prior_corrected(probabilities: Tensor) -> Tensor:
     return corrected / corrected.sum(1, keepdim=True)
 
 
+@dataclass(frozen=True)
+class PlainViews(Views):
+    """The views of ROID's published code."""
+
+    blur: bool = False
+    noise: float = 0.0
+    padding: Literal["border", "reflection"] = "reflection"
+
+
 class ROID(BatchNormalised):
     """Certainty and diversity weighting, weight ensembling, prior correction (see the module).
 
@@ -104,7 +114,7 @@ class ROID(BatchNormalised):
     num_classes : int or None
         K; None: `model.num_classes`.
     augment : callable or None
-        `augment(x [n, ...], generator) -> [n, ...]`; None: `fedtta.tta.views.Views` as above, for images.
+        `augment(x [n, ...], generator) -> [n, ...]`; None: `PlainViews()`, for images.
     seed : int
         Of the views, 0 or more. They depend on it and on the number of batches since the last reset only.
     record, proximal
@@ -122,7 +132,7 @@ class ROID(BatchNormalised):
         "Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, Prior Correction (WACV 2024)"
     )
     adapts = "BatchNorm statistics, weights and biases"
-    views = Views
+    views = PlainViews
 
     def __init__(
         self,
@@ -150,7 +160,7 @@ class ROID(BatchNormalised):
         self.momentum_src, self.momentum_probs, self.temperature = momentum_src, momentum_probs, temperature
         self.use_consistency, self.use_prior_correction, self.seed = use_consistency, use_prior_correction, seed
         self.divide = divide
-        self.augment = Views(blur=False, noise=0.0, padding="reflection") if augment is None else augment
+        self.augment = PlainViews() if augment is None else augment
         self.classes = class_count(model, num_classes)
         self._optimizer = FunctionalOptimizer("adam", lr)
         parameters = dict(self._network.named_parameters())

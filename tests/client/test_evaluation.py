@@ -21,6 +21,7 @@ from fedtta.settings import Settings
 from fedtta.tta.atp import modules
 from fedtta.tta.augmix import AugMix
 from fedtta.tta.auto import Candidates, calibrate_gains
+from fedtta.tta.roid import PlainViews
 from fedtta.tta.views import Views
 from tests.client.tiny import Client as Device
 from tests.client.tiny import Task, device, federation, global_arrays, images, network, settings
@@ -217,13 +218,15 @@ def test_random_views_follow_the_seed_and_the_data_set(
     assert options_of(monkeypatch, Row("x", adapter, {"seed": 3}), given)["seed"] == 3
 
 
-@pytest.mark.parametrize("adapter", ["cotta", "rotta", "roid", "bbn", "tsa"])
+@pytest.mark.parametrize(
+    ("adapter", "views"), [("cotta", Views), ("rotta", Views), ("roid", PlainViews), ("bbn", Views), ("tsa", Views)]
+)
 @pytest.mark.parametrize(("dataset", "flip"), [("cifar10", True), ("digits", False)])
 def test_views_of_the_methods_for_streams_do_too(
-    monkeypatch: pytest.MonkeyPatch, adapter: str, dataset: str, flip: bool
+    monkeypatch: pytest.MonkeyPatch, adapter: str, views: type[Views], dataset: str, flip: bool
 ) -> None:
     options = options_of(monkeypatch, Row("x", adapter), settings(dataset=dataset, seed=12))
-    assert vars(options.pop("augment")) == vars(Views(flip=flip))
+    assert options.pop("augment") == views(flip=flip)
     assert options == {"seed": 12}
 
 

@@ -183,6 +183,8 @@ def test_facts_of_the_class(name: str) -> None:
     if kind.views:
         made = kind.views.for_data(flip=False, crop=0.5)
         assert made(images(2), Generator().manual_seed(0)).shape == (2, 3, 6, 6)
+        usual, own = kind.views.for_data(flip=True, crop=0.2), getattr(default, "tuning", default).augment
+        assert (type(usual), vars(usual)) == (type(own), vars(own)), "a run's views are the method's"
 
 
 @pytest.mark.parametrize("name", list(ADAPTERS))
