@@ -23,8 +23,9 @@ Decisions and deviations:
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Generator, Tensor, nn
@@ -126,6 +127,15 @@ class CropAndFlip:
     def __post_init__(self) -> None:
         check_least(0, padding=self.padding)
 
+    @classmethod
+    def for_data(cls, *, flip: bool, crop: float) -> Self:
+        """See `fedtta.tta.views.RandomViews`; the crop shifts the image and keeps its size."""
+        return cls(flip=flip)
+
+    def together(self, x: Tensor, generators: Sequence[Generator]) -> Tensor:
+        """Return what calls for G equal parts of x [G n, C, H, W], each with its generator, would return together."""
+        return torch.cat(list(map(self, x.chunk(len(generators)), generators)))
+
     def __call__(self, x: Tensor, generator: Generator) -> Tensor:
         """Return one view of each image of x [n, C, H, W]."""
         n, _, height, width = x.shape
@@ -186,6 +196,7 @@ class TTT(Adapter):
     paper = "Test-Time Training with Self-Supervision for Generalization under Distribution Shifts (ICML 2020)"
     adapts = "encoder and rotation head"
     needs = frozenset({"rotation_head", "gradients"})
+    views = CropAndFlip
     _weights: dict[str, Tensor]
     _position: int
 

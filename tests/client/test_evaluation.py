@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedtta.tta.atp import modules
 from fedtta.tta.augmix import AugMix
 from fedtta.tta.auto import Candidates, calibrate_gains
 from fedtta.tta.roid import PlainViews
+from fedtta.tta.ttt import CropAndFlip
 from fedtta.tta.views import Views
 from tests.client.tiny import Client as Device
 from tests.client.tiny import Task, device, federation, global_arrays, images, network, settings
@@ -219,11 +221,14 @@ def test_random_views_follow_the_seed_and_the_data_set(
 
 
 @pytest.mark.parametrize(
-    ("adapter", "views"), [("cotta", Views), ("rotta", Views), ("roid", PlainViews), ("bbn", Views), ("tsa", Views)]
-)
+    ("adapter", "views"),
+    [
+        ("cotta", Views), ("rotta", Views), ("roid", PlainViews), ("bbn", Views), ("tsa", Views), ("ttt", CropAndFlip),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(("dataset", "flip"), [("cifar10", True), ("digits", False)])
 def test_views_of_the_methods_for_streams_do_too(
-    monkeypatch: pytest.MonkeyPatch, adapter: str, views: type[Views], dataset: str, flip: bool
+    monkeypatch: pytest.MonkeyPatch, adapter: str, views: Callable[..., Any], dataset: str, flip: bool
 ) -> None:
     options = options_of(monkeypatch, Row("x", adapter), settings(dataset=dataset, seed=12))
     assert options.pop("augment") == views(flip=flip)

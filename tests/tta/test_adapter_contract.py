@@ -180,6 +180,7 @@ def test_facts_of_the_class(name: str) -> None:
         assert Case(name, {option: value}).make().takes_whole_set
     if kind.collaborates:
         assert kind.shares == bool(default.shared("all"))
+    assert (kind.views is not None) == ("augment" in kind.options)
     if kind.views:
         made = kind.views.for_data(flip=False, crop=0.5)
         assert made(images(2), Generator().manual_seed(0)).shape == (2, 3, 6, 6)

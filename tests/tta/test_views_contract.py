@@ -78,7 +78,7 @@ def test_draws_do_not_depend_on_the_dtype(name: str) -> None:
     torch.testing.assert_close(close.double(), exact, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [Views, AugMix, ContrastiveViews])
+@pytest.mark.parametrize("kind", [Views, AugMix, ContrastiveViews, CropAndFlip])
 def test_views_for_a_data_set_mirror_only_where_they_may(kind: type[RandomViews]) -> None:
     for flip in (True, False):
         views = kind.for_data(flip=flip, crop=1.0)
