@@ -30,9 +30,8 @@ frequent in training.
 The interval is for the accuracy of the distribution that T is drawn from, if the estimate's assumption holds there
 (that c - v has the mean that it has on S): Â ± z √(Var(v) / m + Var(c - v) / n), one more sample at either end counted
 in each mean, as Agresti and Caffo (2000) do for a difference of two proportions. For atc the second term is half the
-change of Â between the thresholds of one standard error more and less of errors on S; for label_shift the class shares
-count as known. An assumption that fails is in no
-interval.
+change of Â between two thresholds, two standard errors of errors on S apart; for label_shift the class shares count as
+known. An assumption that fails is in no interval.
 
 Deviations: Â is clipped to [0, 1]; the slope of doc is 1, which the paper also fits on labelled shifts.
 """
@@ -158,7 +157,7 @@ class Calibration:
     threshold : float or None
         t; None for estimates without.
     around : (float, float)
-        The thresholds of one standard error fewer and more of errors.
+        Thresholds two standard errors of errors apart, with t in the middle where there are enough on either side.
     """
 
     offset: float
@@ -219,7 +218,8 @@ def calibrate(name: str, values: Values, correct: NDArray[Any]) -> Calibration:
     missed = right - (values >= _threshold(ranked, wrong))
     variance = _variance_of_mean(missed, -1, 1)
     more = max(1, math.ceil(math.sqrt(variance) * len(right)))
-    around = _threshold(ranked, max(wrong - more, 0)), _threshold(ranked, wrong + more)
+    fewest = max(0, min(wrong - more, len(right) - 2 * more))  # near either end both lie on one side
+    around = _threshold(ranked, fewest), _threshold(ranked, fewest + 2 * more)
     return Calibration(float(missed.mean()), variance, _threshold(ranked, wrong), around)
 
 
@@ -250,7 +250,8 @@ def estimates(known: Mapping[str, Calibration], found: Mapping[str, Values]) -> 
 def of_others(others: Sequence[Calibration], values: Values, level: float = LEVEL) -> Estimate:
     """Return the estimate for a client without labels, by the mean threshold and offset of other clients.
 
-    In the interval, the spread of the estimates by each of them takes the place of the error on S.
+    In the interval, the spread of the estimates by each of them takes the place of the error on S. It is too narrow
+    with few of them: simulated, it covered 78 % with two others, 93 % with five and 96 % with ten.
 
     Parameters
     ----------

@@ -271,3 +271,14 @@ def test_intervals_cover_the_accuracy_as_often_as_they_say(name: str, shift: flo
         found = calibrate(name, *drawn(name, draw, 150, 0.0)).estimate(drawn(name, draw, 100, shift)[0])
         hits += found.low <= real <= found.high
     assert 0.95 - 4 * math.sqrt(0.95 * 0.05 / 400) <= hits / 400 < 0.998
+
+
+@pytest.mark.parametrize("share", [0.02, 0.98])
+def test_intervals_of_a_threshold_hold_where_few_are_wrong_or_right(share: float) -> None:
+    """30 labelled samples, of which hardly one differs from the others; with a threshold, one side has no more."""
+    draw, hits = np.random.default_rng(5), 0
+    for _ in range(400):
+        scores, window = draw.random(30), draw.random(300)
+        found = calibrate("atc_confidence", scores, scores >= 1 - share).estimate(window)
+        hits += found.low <= share <= found.high
+    assert hits / 400 >= 0.95 - 4 * math.sqrt(0.95 * 0.05 / 400)
