@@ -95,8 +95,13 @@ def copied(values: Array) -> Array:
 
 
 def to_host(array: Array) -> np.ndarray:
-    """Return a copy of `array` as numpy."""
-    return array.detach().cpu().numpy().copy() if is_tensor(array) else np.array(array)
+    """Return a copy of `array` as numpy; bfloat16, which numpy does not have, as float32."""
+    if not is_tensor(array):
+        return np.array(array)
+    import torch
+
+    host = array.detach().cpu()
+    return (host.float() if host.dtype == torch.bfloat16 else host).numpy().copy()
 
 
 def on_cpu(values: Array) -> Array:

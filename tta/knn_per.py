@@ -85,11 +85,13 @@ def knn_probabilities(z: Tensor, store: Datastore, classes: int, neighbours: int
     labels, k = store.labels.long(), min(neighbours, stored)
     votes = z.new_zeros(len(z), classes)
     rows = max(1, CHUNK_NUMBERS // stored)
+    wide = torch.promote_types(z.dtype, torch.float32)  # torch has no distances of half-precision numbers
+    known = store.features.to(wide)
     for part, vote in zip(z.split(rows), votes.split(rows), strict=True):  # a split is a view
         # By differences: the matrix product is faster and loses what is common to both.
-        distances = torch.cdist(part, store.features, compute_mode="donot_use_mm_for_euclid_dist")
+        distances = torch.cdist(part.to(wide), known, compute_mode="donot_use_mm_for_euclid_dist")
         nearest, index = distances.topk(k, dim=1, largest=False)  # [b, k]
-        vote.scatter_add_(1, labels[index], torch.softmax(-nearest / scale, 1))
+        vote.scatter_add_(1, labels[index], torch.softmax(-nearest / scale, 1).to(vote.dtype))
     return votes
 
 

@@ -20,6 +20,7 @@ from fedtta.tta.collaborator import SHARES
 from fedtta.tta.estimates import Calibration
 from fedtta.tta.knn_per import Datastore
 from fedtta.tta.modules import zero_rates
+from fedtta.tta.registry import LIGHT
 from tests.tta.networks import CLASSES, images, noise, two_head_network, weights
 
 D = 6  # features of the network
@@ -221,6 +222,18 @@ def test_rows_are_probabilities_of_the_models_dtype(case: Case, dtype: torch.dty
         assert bool((rows >= 0).all())
         tolerance = 1e-12 if dtype == torch.float64 else 1e-5
         torch.testing.assert_close(rows.sum(1), torch.ones(len(part), dtype=dtype), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [*LIGHT, "knn_per", "bn_adapt", "tent"])
+def test_a_network_of_half_precision_serves_methods_that_do_little_arithmetic_of_their_own(
+    name: str, dtype: torch.dtype
+) -> None:
+    adapter = Case(name).make(dtype)
+    for part in stream(dtype):
+        rows = adapter.predict(part)
+        assert rows.dtype == dtype
+        torch.testing.assert_close(rows.sum(1), torch.ones(len(part), dtype=dtype), atol=0.02, rtol=0)
 
 
 @each
