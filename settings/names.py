@@ -51,7 +51,7 @@ def class_names(classes: str) -> str:
         names = [name.strip() for name in classes.split(",")]
     else:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
         except FileNotFoundError:
             raise SettingsError(
                 f"{where}: no such file; allowed are names 'a,b,...' or a file, a name a line"

@@ -82,8 +82,7 @@ def from_toml(path: str | Path, tables: Collection[str] = ()) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            content = tomllib.load(file)
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows begin it with a mark
     except (OSError, ValueError, RecursionError) as error:  # beside TOMLDecodeError, of bytes and numbers
         raise SettingsError(f"settings file {path}: {error}") from error
     return flatten_toml(content, path, tables)

@@ -36,6 +36,8 @@ def test_class_names_are_a_list_or_the_lines_of_a_file(tmp_path: Path) -> None:
     assert class_names(" covid, normal ") == "covid,normal"
     assert class_names(class_names(str(path))) == class_names(str(path))
     assert class_names("") == ""
+    path.write_bytes(b"\xef\xbb\xbfcovid\r\nnormal\r\n")  # as an editor of Windows saves it
+    assert class_names(str(path)) == "covid,normal"
 
 
 @pytest.mark.parametrize(

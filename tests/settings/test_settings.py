@@ -120,6 +120,12 @@ def test_bad_files_are_named(tmp_path) -> None:
         from_toml(tmp_path / "missing.toml")
 
 
+def test_a_file_of_a_windows_editor_is_read(tmp_path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_bytes(b"\xef\xbb\xbfrounds = 7\r\nseed = 2\r\n")
+    assert from_toml(path) == {"rounds": 7, "seed": 2}
+
+
 def test_every_setting_has_help() -> None:
     assert all(len(field.metadata["help"]) > 5 for field in dataclasses.fields(Settings))
 
