@@ -90,6 +90,7 @@ class Authority(Certificate):
         """Raise KeysError if an existing one cannot be used."""
         if not self.new():
             certificate, key = files_of(self.stem)
+            _require(certificate, key)
             public = _valid(certificate, self.kind).public_key()
             if key.exists():
                 _matching(key, public, self.kind)
@@ -129,6 +130,8 @@ class Leaf(Certificate):
             if not self.authority.new() and not signer.exists():
                 raise KeysError(f"{signer} is missing: it must be here to sign {certificate}")
             return
+        _require(certificate, key)
+        _require(key, certificate)
         found = _valid(certificate, self.kind)
         _matching(key, found.public_key(), self.kind)
         signer = files_of(self.authority.stem)[0]
@@ -194,6 +197,8 @@ class KeyPair:
         """Raise KeysError if an existing one cannot be used."""
         if self.new():
             return
+        _require(self.path, self.public)
+        _require(self.public, self.path)
         _private(self.path, self.kind)
         try:
             key = serialization.load_ssh_private_key(_read(self.path), None)
@@ -338,6 +343,12 @@ def _private(path: Path, kind: str) -> None:
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     if mode & 0o077:
         raise KeysError(f"{path} has mode {mode:04o}: allowed is 0600; chmod it, or {_REPLACE.format(kind)}")
+
+
+def _require(path: Path, other: Path) -> None:
+    """Raise KeysError if one file of a pair is missing, as after an interruption."""
+    if not path.exists():
+        raise KeysError(f"{path} is missing; move {other} away, and both are made")
 
 
 def _absent(*paths: Path) -> bool:
