@@ -36,7 +36,7 @@ def simulated_nodes(settings: Settings) -> list[Node]:
 
 
 def device_files(pattern: str) -> list[Path]:
-    """Return the files of `devices`, a path or a glob pattern.
+    """Return the files of `devices`, a path or a glob pattern below a folder, whose own name is no pattern.
 
     Raises
     ------
@@ -44,7 +44,8 @@ def device_files(pattern: str) -> list[Path]:
         There is none.
     """
     path = Path(pattern).expanduser().absolute()
-    files = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    top = next(folder for folder in path.parents if folder.is_dir())
+    files = [path] if path.is_file() else sorted(top.glob(str(path.relative_to(top))))
     if not files:
         raise SettingsError(f"devices = {pattern!r}: no such file")
     return files

@@ -14,7 +14,7 @@ import pytest
 from fedtta.client.agent.config import AgentConfig
 from fedtta.client.node import Node, perform
 from fedtta.client.own import _of_run
-from fedtta.client.sites import simulated_nodes
+from fedtta.client.sites import device_files, simulated_nodes
 from fedtta.client.state import MemoryState
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.flower import allow_messages
@@ -200,6 +200,15 @@ def test_commands_count_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "num-supernodes=3 " in submission.federation()
     assert submission.config["clients"] == 3
     assert submission.config["devices"] == str(tmp_path / "sites" / "*.toml")
+
+
+def test_brackets_in_the_name_of_a_folder_are_no_pattern(tmp_path: Path) -> None:
+    folder = tmp_path / "study [1] *"
+    folder.mkdir()
+    paths = [device_file(folder, name, "x") for name in ("a", "b [2]")]
+    assert device_files(str(folder / "*.toml")) == paths
+    assert device_files(str(paths[1])) == paths[1:]
+    assert device_files(str(tmp_path / "*/a.toml")) == paths[:1]
 
 
 def test_a_divided_data_set_is_left_as_it_is() -> None:
