@@ -184,7 +184,7 @@ class Device:
         mean, std = normalization_of(settings, channels)
         collaborates = bool(settings.collaborations)  # in test-time rounds over streams; shifts play no part then
         about = [] if collaborates else [note, f"images: {images.name}" if lacking else ""]
-        if settings.autocast and not has_bfloat16(self.device):
+        if settings.autocast and settings.rounds and self.role != "target" and not has_bfloat16(self.device):
             about.append(SLOW_BFLOAT16)
         tags: dict[str, set[int]] = {}
         for key, found in (*self.state.tags().items(), *self.memory.tags().items()):

@@ -74,12 +74,15 @@ def test_a_gpu_that_computes_bfloat16_in_software_does_not_count(monkeypatch: py
     assert has_bfloat16(torch.device("cuda")) == native
 
 
-@pytest.mark.parametrize(("on", "native", "told"), [(True, False, True), (True, True, False), (False, False, False)])
-def test_a_client_says_that_autocast_is_slow_on_its_processor(
-    monkeypatch: pytest.MonkeyPatch, on: bool, native: bool, told: bool
+@pytest.mark.parametrize(
+    ("on", "native", "rounds", "told"),
+    [(True, False, 1, True), (True, True, 1, False), (False, False, 1, False), (True, False, 0, False)],
+)
+def test_a_client_that_trains_says_that_autocast_is_slow_on_its_processor(
+    monkeypatch: pytest.MonkeyPatch, on: bool, native: bool, rounds: int, told: bool
 ) -> None:
     monkeypatch.setattr(device, "has_bfloat16", lambda _: native)
-    notes = tiny_device(autocast=on).describe()["note"].split("; ")
+    notes = tiny_device(autocast=on, rounds=rounds).describe()["note"].split("; ")
     assert (SLOW_BFLOAT16 in notes) == told
 
 
