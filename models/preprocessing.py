@@ -153,6 +153,9 @@ class Preprocessing:
             with Image.open(BytesIO(content), formats=FORMATS) as opened:
                 _check_size(*opened.size, max_pixels)
                 bits = getattr(opened, "tag_v2", {}).get(258)  # BitsPerSample of TIFF
+                deep = any(";16" in str(tile.args) for tile in opened.tile) and opened.mode not in DEEP_MODES
+                if deep and self.window is not None:
+                    raise _Refused("16 bits of colour, of which 8 are read; a window needs a grayscale file, or DICOM")
                 opened.load()
                 image = ImageOps.exif_transpose(opened)
         except (ImportError, MemoryError, _Refused):
@@ -253,6 +256,10 @@ class Preprocessing:
         if int(file.get("NumberOfFrames", 1) or 1) != 1:
             raise _Refused(f"a DICOM file of {file.NumberOfFrames} frames; it must hold one image")
         stored = file.pixel_array  # colours are RGB
+        if file.PhotometricInterpretation == "PALETTE COLOR":  # numbers of colours
+            bits = int(file.RedPaletteColorLookupTableDescriptor[2])
+            colours = _full_scale(pydicom.pixels.apply_color_lut(stored, file), bits)
+            return np.rint(colours * 255).astype(np.uint8)
         if stored.ndim == 3:
             if stored.dtype == np.uint8:
                 return stored

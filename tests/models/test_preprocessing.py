@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import struct
+import zlib
 from io import BytesIO
 from typing import Any
 
@@ -180,6 +182,18 @@ def test_a_window_names_black_and_white() -> None:
     np.testing.assert_array_equal(Preprocessing(2, 1, window=(0, 3000)).apply(plain)[0], plain)
 
 
+def test_a_window_on_colours_whose_low_bits_pillow_drops_is_refused() -> None:
+    """Pillow reads PNG of 3 x 16 bits as 3 x 8: within 0 to 4095 all of it would be black."""
+    rows = b"".join(b"\0" + bytes([15, 255] * 3 * 8) for _ in range(8))
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in parts:
+        content += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    assert (prepare(Preprocessing(8), content) == 15).all()
+    with pytest.raises(ValueError, match="16 bits of colour, of which 8 are read"):
+        Preprocessing(8, window=(0, 4095)).decode(content)
+
+
 def test_12_bit_tiff_is_scaled_by_its_bit_depth() -> None:
     # two pixels of 12 bits, 0xFFF and 0x800, packed into three bytes, after one directory of tags
     tags = {256: 2, 257: 1, 258: 12, 259: 1, 262: 1, 273: 122, 277: 1, 278: 1, 279: 3}
@@ -330,6 +344,25 @@ def test_colour_dicom_and_refusals() -> None:
 def test_colour_dicom_of_12_bits(window: tuple[float, float] | None, expected: list[int]) -> None:
     pixels = prepare(Preprocessing(2, window=window), dicom(np.stack([RAMP] * 3, axis=2)))
     assert pixels.reshape(3, 4).tolist() == [expected] * 3
+
+
+def palette(entries: list[int], bits: int) -> dict[str, Any]:
+    """Return the tags of a palette whose colours are (r, 0, r), r one of the entries."""
+    tags: dict[str, Any] = {"PhotometricInterpretation": "PALETTE COLOR"}
+    for colour, levels in (("Red", entries), ("Green", [0] * len(entries)), ("Blue", entries)):
+        tags[f"{colour}PaletteColorLookupTableDescriptor"] = [len(entries), 0, bits]
+        tags[f"{colour}PaletteColorLookupTableData"] = np.array(levels, f"u{bits // 8}").tobytes()
+    return tags
+
+
+@pytest.mark.parametrize("window", [None, (0, 3)])
+@pytest.mark.parametrize(("bits", "entries"), [(8, [255, 0, 102, 51]), (16, [65535, 0, 26214, 13107])])
+def test_palette_dicom_has_the_colours_that_its_numbers_stand_for(
+    bits: int, entries: list[int], window: tuple[float, float] | None
+) -> None:
+    numbers = np.array([[0, 1], [2, 3]], np.uint8)
+    pixels = prepare(Preprocessing(2, window=window), dicom(numbers, bits=8, **palette(entries, bits)))
+    assert pixels.reshape(3, 4).tolist() == [[255, 0, 102, 51], [0] * 4, [255, 0, 102, 51]]
 
 
 def test_dicom_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
