@@ -129,6 +129,8 @@ def own_data(
     index = Index.load(index_file, known)
     reader = Reader(open_source(source_text), preprocessing, max_pixels)
     scanned, entries = scan(reader, index)
+    if scanned.total == 0:
+        raise ValueError(": ".join((f"data = {source_text!r} hold no image", *notes_of(reader.source))))
     _check_skipped(source_text, scanned, max_skipped)
     labels = _labels(source_text, scanned.samples, classes, class_map or {})
     role = role or ("both" if scanned.labelled else "target")
@@ -178,10 +180,8 @@ def _assembled(
 
 
 def _check_skipped(source_text: str, scanned: Scanned, max_skipped: float) -> None:
-    """Raise an error unless there are samples, and enough of them can be used."""
+    """Raise an error unless enough samples can be used."""
     count, total = len(scanned.skipped), scanned.total
-    if total == 0:
-        raise ValueError(f"data = {source_text!r} hold no image")
     if count > max_skipped * total or not scanned.samples:
         raise UnusableData(
             f"data = {source_text!r}: {count} of {total} samples cannot be used ({reasons(scanned.skipped)}); "

@@ -315,6 +315,9 @@ def test_samples_that_are_left_out_are_no_damage() -> None:
 def test_an_empty_source_and_one_of_nothing_usable(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hold no image"):
         data_of(f"folder:{tmp_path}")
+    (tmp_path / "IM0001").touch()
+    with pytest.raises(ValueError, match="hold no image: not images by their names: 1 files"):
+        data_of(f"folder:{tmp_path}")
     (tmp_path / "a.png").touch()
     with pytest.raises(ValueError, match=r"1 of 1 samples cannot be used \(1 empty file\)"):
         data_of(f"folder:{tmp_path}", max_skipped=1.0)
