@@ -210,15 +210,16 @@ class FolderSource:
             self.notes += (f"{TABLE}: columns not used: {', '.join(unused)}",)
         walked, self.skipped = self.skipped, {}  # what is not in the table is no sample
         samples = []
-        for path, label, group, split in rows:
+        for written, label, group, split in rows:
+            path = written if written in files else written.replace("\\", "/")  # as Windows writes it
             if path in files:
                 samples.append(Sample(escaped(path), files[path], label or None, group, split))
             elif posixpath.isabs(path) or path.split("/")[0] == "..":
                 self._skip((path,), OUTSIDE)
             else:
                 self._skip((path,), _reason_in(walked, path))
-        listed = {path for path, *_ in rows}
-        unlisted = sum(path not in listed and path.lower().endswith(ENDINGS) for path in files)
+        listed = {sample.name for sample in samples}
+        unlisted = sum(escaped(path) not in listed and path.lower().endswith(ENDINGS) for path in files)
         if unlisted:
             self.notes += (f"not in {TABLE}: {unlisted} image files",)
         return samples
@@ -290,7 +291,9 @@ def _header(cells: list[str], at: str) -> list[str]:
     """Return the columns' names in lower case; ValueError without "path" or with a name that stands twice."""
     header = [cell.strip().lower() for cell in cells]
     if "path" not in header:
-        raise ValueError(f"{at}: a header with a column path is required, such as {','.join(COLUMNS)}")
+        raise ValueError(
+            f"{at}: a header with a column path is required, separated by commas, such as {','.join(COLUMNS)}"
+        )
     if len(set(header)) != len(header):
         raise ValueError(f"{at}: a column stands twice in the header")
     return header

@@ -104,10 +104,21 @@ def test_a_table_names_labels_groups_and_splits(tmp_path: Path) -> None:
     )
 
 
+def test_a_table_may_have_paths_of_windows(tmp_path: Path) -> None:
+    for name in ("x/1.png", "x/y\\2.png"):
+        png(tmp_path / name)
+    (tmp_path / "labels.csv").write_text("path,label\nx\\1.png,a\nx/y\\2.png,b\n..\\out.png,a\n", encoding="utf-8")
+    samples, skipped = scanned(tmp_path)
+    assert samples == {"x/1.png": "a", r"x/y\\2.png": "b"}
+    assert skipped == {"../out.png": "leads out of the folder"}
+    assert open_source(f"folder:{tmp_path}").notes == ()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"", "line 1: a header is required"),
+        (b"path;label\na.png;covid\n", "line 1: a header with a column path is required, separated by commas"),
         (b"a.png,covid\n", "line 1: a header with a column path is required"),
         (b"path,label,path\n", "line 1: a column stands twice"),
         (b"path,label\na.png,x\nb.png\n", "line 3: 1 cells; the header has 2"),
