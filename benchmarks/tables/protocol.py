@@ -48,13 +48,23 @@ TRAININGS = ("federated", "central", "source")
 SOURCE: dict[str, Any] = {
     "batch-size": 128, "learning-rate": 0.1, "momentum": 0.9, "weight-decay": 5e-4, "autocast": True,
 }  # fmt: skip
-#: Keys of a section that are not settings.
-CELL_KEYS = (
-    "title", "paper", "weighting", "from", "table", "column", "columns", "suffix", "realtime", "each"
-)  # fmt: skip
-NETWORK_KEYS = ("train", "epochs", "threads", "file", "half", "each")
+#: Key → types of its values.
+Types = Mapping[str, tuple[type, ...]]
+#: Keys of a section that are not settings, with the types of their values.
+CELL_KEYS: Types = {
+    "title": (str,), "paper": (dict, list), "weighting": (str,), "from": (str, dict), "table": (str,), "column": (str,),
+    "columns": (list,), "suffix": (str,), "realtime": (dict,), "each": (dict,),
+}  # fmt: skip
+NETWORK_KEYS: Types = {
+    "train": (str,), "epochs": (int,), "threads": (int,), "file": (str,), "half": (bool,), "each": (dict,),
+}  # fmt: skip
+TABLE_KEYS: Types = {
+    "title": (str,), "baseline": (str,), "measure": (str,), "cells-of": (str,), "against": (list,),
+}  # fmt: skip
+START_KEYS: Types = {"network": (str,), "rates": (str,)}
+REALTIME_KEYS: Types = {"speeds": (list,), "reference": (str,), "queue": (int,), "repeats": (int,)}
+TYPES = {str: "a text", int: "an integer", bool: "true or false", list: "a list", dict: "a table"}
 AGAINST = ("fedavg", "fixed_mix")
-TABLE_KEYS = ("title", "baseline", "measure", "cells-of", "against")
 
 
 @dataclass(frozen=True)
@@ -204,7 +214,8 @@ def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -
     Raises
     ------
     SettingsError
-        An unknown protocol, section, key, value or table of a paper; file and section are named.
+        An unknown protocol, section, key or table of a paper, or a value of the wrong type or that is not allowed; the
+        section is named.
     """
     path = PROTOCOLS / f"{name}.toml"
     if not path.exists():
@@ -217,12 +228,14 @@ def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -
     if wrong := [key for key in sections if key not in SECTIONS]:
         raise SettingsError(f"{path}: section [{wrong[0]}]; allowed are {', '.join(SECTIONS)}")
     flat = {key: value for key, value in content.items() if key not in sections}
+    _check(name, {key: flat[key] for key in SECTIONS if key in flat}, dict.fromkeys(SECTIONS, (dict,)))
+    _check(f"{name}: [quick]", sections.get("quick", {}), {"cells": (list,)}, settings=True)
     small = dict(sections.get("quick", {})) if quick else {}
     wanted = small.pop("cells", None)
-    described = dict(_expanded(name, sections.get("cells", {MAIN: {}})))
+    described = dict(_expanded(name, "cell", sections.get("cells", {MAIN: {}}), CELL_KEYS))
     networks = {
         own: _network(name, own, flat, about, small, changes)
-        for own, about in _expanded(name, sections.get("networks", {}))
+        for own, about in _expanded(name, "network", sections.get("networks", {}), NETWORK_KEYS)
     }
     if wanted and (unknown := set(wanted) - set(described)):
         raise SettingsError(f"{name}: [quick] names unknown cells {', '.join(sorted(unknown))}")
@@ -269,13 +282,30 @@ def changed(config: Mapping[str, Any], changes: Sequence[str]) -> Settings:
     return from_config(found)
 
 
-def _expanded(protocol: str, sections: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _check(where: str, section: Any, types: Types, settings: bool = False) -> None:
+    """Refuse what is no table, or has a key of another type or, unless the others are settings, another key."""
+    if not isinstance(section, dict):
+        raise SettingsError(f"{where} = {section!r}; allowed is {TYPES[dict]}")
+    for key, value in section.items():
+        if key not in types and not settings:
+            raise SettingsError(f"{where}: key {key!r}; allowed are {', '.join(types)}")
+        if key in types and type(value) not in types[key]:
+            allowed = " or ".join(TYPES[one] for one in types[key])
+            raise SettingsError(f"{where}: {key} = {value!r}; allowed is {allowed}")
+
+
+def _expanded(
+    protocol: str, kind: str, sections: Mapping[str, Mapping[str, Any]], keys: Types
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield name → section, one for each combination of the values in `each`.
 
     Combinations in which two variables have the same value are left out (a domain is not held out from itself).
     """
     for name, section in sections.items():
+        where = f"{protocol}, {kind} {name}"
+        _check(where, section, keys, settings=True)
         each: Mapping[str, Sequence[Any]] = section.get("each", {})
+        _check(f"{where}: each", each, dict.fromkeys(each, (list,)))
         for values in itertools.product(*each.values()):
             if len(set(values)) < len(values):
                 continue
@@ -329,15 +359,16 @@ def _network(
     settings = _settings(where, parts, NETWORK_KEYS, more).replace(init="", collaborations="")
     if train == "federated":
         settings = settings.replace(methods="fedavg")
-    epochs = int(about.get("epochs", 20))
-    if epochs < 1:
-        raise SettingsError(f"{where}: epochs = {epochs}; allowed is 1 or more")
+    epochs, threads = about.get("epochs", 20), about.get("threads", 1)
+    for key, value in (("epochs", epochs), ("threads", threads)):
+        if value < 1:
+            raise SettingsError(f"{where}: {key} = {value}; allowed is 1 or more")
     file = str(about.get("file", f"{protocol}/{name}-{{seed}}.safetensors"))
-    half = bool(about.get("half", False))
+    half = about.get("half", False)
     if half and not source:
         raise SettingsError(f"{where}: half = true; allowed with train = 'source' only")
     epochs = 1 if small and not source else epochs
-    return Network(name, train, epochs, file, settings, int(about.get("threads", 1)), half)
+    return Network(name, train, epochs, file, settings, threads, half)
 
 
 def _cell(
@@ -356,21 +387,22 @@ def _cell(
     if weighting not in WEIGHTINGS:
         raise SettingsError(f"{where}: weighting = {weighting!r}; allowed are {', '.join(WEIGHTINGS)}")
     start = about.get("from", "")
-    start = Start(start) if isinstance(start, str) else Start(**start)
+    start = {"network": start} if isinstance(start, str) else start
+    _check(f"{where}: from", start, START_KEYS)
+    start = Start(**start)
     if start.network:
         settings = settings.replace(rounds=0)
     if start.rates:
         settings = settings.replace(rates_rounds=0)
     own = about.get("paper", {})
-    references = [{**paper, **one} for one in (own if isinstance(own, list) else [own])]
+    own = own if isinstance(own, list) else [own]
+    for one in own:
+        _check(f"{where}: paper", one, {}, settings=True)
+    references = [{**paper, **one} for one in own]
     if wrong := [
         reference["name"] for reference in references if "table" in reference and reference.get("name") not in papers()
     ]:
         raise SettingsError(f"{where}: paper {wrong[0]!r}; there are: {', '.join(papers())}")
-    realtime = about.get("realtime")
-    if realtime is not None:
-        speeds = tuple(float(speed) for speed in realtime.get("speeds", Realtime.speeds))
-        realtime = Realtime(**{**realtime, "speeds": speeds, **({"repeats": 3} if small else {})})
     return Cell(
         name,
         str(about.get("title", protocol if name == MAIN else name)),
@@ -382,8 +414,17 @@ def _cell(
         column=str(about.get("column", "")),
         columns=tuple(about.get("columns", ())),
         suffix=str(about.get("suffix", "")),
-        realtime=realtime,
+        realtime=_realtime(f"{where}: realtime", about["realtime"], bool(small)) if "realtime" in about else None,
     )
+
+
+def _realtime(where: str, about: Mapping[str, Any], quick: bool) -> Realtime:
+    """Return how a cell is evaluated in real time."""
+    _check(where, about, REALTIME_KEYS)
+    speeds = about.get("speeds", Realtime.speeds)
+    if not speeds or not all(type(one) in (int, float) and one > 0 for one in speeds):
+        raise SettingsError(f"{where}: speeds = {speeds!r}; allowed are numbers above 0")
+    return Realtime(**{**about, "speeds": tuple(map(float, speeds)), **({"repeats": 3} if quick else {})})
 
 
 def _tables(
@@ -396,8 +437,7 @@ def _tables(
     found = []
     for name, about in sections.items():
         where = f"{protocol}: [tables.{name}]"
-        if wrong := [key for key in about if key not in TABLE_KEYS]:
-            raise SettingsError(f"{where}: key {wrong[0]!r}; allowed are {', '.join(TABLE_KEYS)}")
+        _check(where, about, TABLE_KEYS)
         if about.get("cells-of", name) not in {*table_names, *grouped}:
             raise SettingsError(f"{where}: no cell belongs to it")
     for name, own in grouped.items():
