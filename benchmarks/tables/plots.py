@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from fedtta.benchmarks.tables.comparison import Comparison
 from fedtta.benchmarks.tables.results import Content
 
-WIDTH = 9.0  # inches
+WIDTH, MARGIN = 9.0, 0.1  # inches
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#332288", "#882255", "#117733")
 
 
@@ -21,7 +21,8 @@ def to_svg(figure: Figure) -> str:
 
     text = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "fedtta", "svg.fonttype": "none"}):
-        figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        box = figure.get_tightbbox().padded(MARGIN)  # bbox_inches="tight" draws the figure once more to know it
+        figure.savefig(text, format="svg", metadata={"Date": None}, bbox_inches=box)
     return text.getvalue()
 
 
@@ -29,17 +30,18 @@ def accuracy_bars(table: Comparison) -> str:
     """Draw the mean of each row by column, whiskers ± one sd over seeds, and a dash at the paper's number."""
     figure = Figure((WIDTH, 3.2))
     axes = figure.subplots()
-    width, named = 0.8 / len(table.values), set()
+    width, dashes = 0.8 / len(table.values), []
     for index, (label, row) in enumerate(table.values.items()):
-        for position, column in enumerate(table.columns):
-            x = position + (index - (len(table.values) - 1) / 2) * width
-            if values := list(row.get(column, {}).values()):
-                text = None if label in named else label
-                colour = COLOURS[index % len(COLOURS)]
-                axes.bar(x, np.mean(values), width, yerr=np.std(values) or None, color=colour, label=text)
-                named.add(label)
-            if theirs := table.paper.get(label, {}).get(column):
-                axes.plot([x - width / 2, x + width / 2], [theirs.mean] * 2, color="black", linewidth=1.5)
+        places = {name: i + (index - (len(table.values) - 1) / 2) * width for i, name in enumerate(table.columns)}
+        seeds = {places[name]: list(row[name].values()) for name in table.columns if row.get(name)}
+        if seeds:
+            means, sds = ([own(values) for values in seeds.values()] for own in (np.mean, np.std))
+            whiskers = sds if any(sds) else None
+            axes.bar(list(seeds), means, width, yerr=whiskers, color=COLOURS[index % len(COLOURS)], label=label)
+        printed = table.paper.get(label, {})
+        dashes += [(printed[name].mean, x - width / 2, x + width / 2) for name, x in places.items() if name in printed]
+    if dashes:
+        axes.hlines(*zip(*dashes, strict=True), color="black", linewidth=1.5)
     axes.set_xticks(range(len(table.columns)), table.columns)
     axes.set_ylabel("%")
     axes.set_title(f"{table.title} (dash: the paper)", loc="left", fontsize=10)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 
 from fedtta.benchmarks.__main__ import main
 from fedtta.benchmarks.provenance import RESULTS, write_json
@@ -120,3 +122,24 @@ def test_plots_show_the_data() -> None:
     assert plots.weight_histograms([content(1, weights=False)]) == ""
     assert plots.learned_rates({"c": content(1)}) == plots.mixing([content(1)]) == ""
     assert "cross_entropy" in plots.curves(list(contents.values()))
+
+
+def test_a_plot_is_drawn_once_and_cropped_to_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    def figure() -> Figure:
+        made = Figure((4, 2))
+        axes = made.subplots()
+        axes.imshow([[0, 1], [1, 0]])  # its box is known only after its aspect has been applied
+        axes.plot([0, 1], [0, 1], label="a legend beside the axes")
+        axes.set_title("title", loc="left")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        return made
+
+    drawings, draw = [], Figure.draw
+    monkeypatch.setattr(Figure, "draw", lambda self, renderer: (drawings.append(self), draw(self, renderer)))
+    svg = plots.to_svg(figure())
+    assert len(drawings) == 1
+    text = io.StringIO()
+    figure().savefig(text, format="svg", bbox_inches="tight")
+    sizes = [re.search(r'width="([\d.]+)pt" height="([\d.]+)pt"', one) for one in (svg, text.getvalue())]
+    ours, tight = ([float(number) for number in one.groups()] for one in sizes if one)
+    assert ours == pytest.approx(tight, abs=3)  # points
