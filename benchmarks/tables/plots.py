@@ -30,12 +30,13 @@ def accuracy_bars(table: Comparison) -> str:
     """Draw the mean of each row by column, whiskers ± one sd over seeds, and a dash at the paper's number."""
     figure = Figure((WIDTH, 3.2))
     axes = figure.subplots()
-    width, dashes = 0.8 / len(table.values), []
+    width = 0.8 / len(table.values)
+    dashes: list[tuple[float, float, float]] = []  # height, from, to
     for index, (label, row) in enumerate(table.values.items()):
         places = {name: i + (index - (len(table.values) - 1) / 2) * width for i, name in enumerate(table.columns)}
         seeds = {places[name]: list(row[name].values()) for name in table.columns if row.get(name)}
         if seeds:
-            means, sds = ([own(values) for values in seeds.values()] for own in (np.mean, np.std))
+            means, sds = [np.mean(values) for values in seeds.values()], [np.std(values) for values in seeds.values()]
             whiskers = sds if any(sds) else None
             axes.bar(list(seeds), means, width, yerr=whiskers, color=COLOURS[index % len(COLOURS)], label=label)
         printed = table.paper.get(label, {})

@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ TABLE_KEYS: Types = {
 }  # fmt: skip
 START_KEYS: Types = {"network": (str,), "rates": (str,)}
 REALTIME_KEYS: Types = {"speeds": (list,), "reference": (str,), "queue": (int,), "repeats": (int,)}
-TYPES = {str: "a text", int: "an integer", bool: "true or false", list: "a list", dict: "a table"}
+TYPES: dict[type, str] = {str: "a text", int: "an integer", bool: "true or false", list: "a list", dict: "a table"}
 AGAINST = ("fedavg", "fixed_mix")
 
 
@@ -332,7 +332,9 @@ def _filled(value: Any, variables: Mapping[str, Any]) -> Any:
     return value
 
 
-def _settings(where: str, parts: Sequence[Mapping[str, Any]], other: Sequence[str], changes: Sequence[str]) -> Settings:
+def _settings(
+    where: str, parts: Sequence[Mapping[str, Any]], other: Collection[str], changes: Sequence[str]
+) -> Settings:
     """Return the settings that several sections add up to; the later win, `other` keys are left out."""
     merged = {key: value for part in parts for key, value in part.items() if key not in other}
     try:
@@ -424,7 +426,8 @@ def _realtime(where: str, about: Mapping[str, Any], quick: bool) -> Realtime:
     speeds = about.get("speeds", Realtime.speeds)
     if not speeds or not all(type(one) in (int, float) and one > 0 for one in speeds):
         raise SettingsError(f"{where}: speeds = {speeds!r}; allowed are numbers above 0")
-    return Realtime(**{**about, "speeds": tuple(map(float, speeds)), **({"repeats": 3} if quick else {})})
+    more: dict[str, Any] = {"speeds": tuple(map(float, speeds)), **({"repeats": 3} if quick else {})}
+    return Realtime(**{**about, **more})
 
 
 def _tables(
