@@ -142,7 +142,7 @@ class AgentConfig:
 
     # State
     save_every_samples: int = setting(256, "samples after which the adapter's state is saved", low=1)
-    save_every_seconds: float = setting(30.0, "seconds after which unsaved state is saved", above=0)
+    save_every_seconds: float = setting(30.0, "seconds after which unsaved state is saved", above=0, high=1e9)
     snapshots_kept: int = setting(3, "snapshots of the adapter's state", low=1)
     runs_kept: int = setting(4, "runs whose private state is kept; older ones cannot be resumed", low=1)
 

@@ -65,6 +65,7 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ("guard = 1", "guard = 1: allowed is a value of type bool"),
         ("guard-window = 2", "guard-window = 2: allowed is 8 or more"),
         ("deadline = 0", "deadline = 0.0: allowed is more than 0"),
+        ("save-every-seconds = 1e10", "save-every-seconds = 10000000000.0: allowed is"),
         ("deadline = nan", "deadline = nan"),
         ("max-skipped = -0.5", "max-skipped = -0.5: allowed are -1 and 0 to 1"),
         ('role = "teacher"', "role = 'teacher': allowed are , both, source, target"),
