@@ -102,9 +102,9 @@ def spaced(index: NDArray[np.int64], most: int = MOST) -> NDArray[np.int64]:
 
 def comparable(one: ServedModel, other: ServedModel | None) -> bool:
     """Return whether two models take the same images, prepared alike, and know the same classes."""
-    return other is not None and all(
-        getattr(one, what) == getattr(other, what) for what in ("shape", "preprocessing", "classes")
-    )
+    if other is None:
+        return False
+    return (one.shape, one.preprocessing, one.classes) == (other.shape, other.preprocessing, other.classes)
 
 
 def check(

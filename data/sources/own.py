@@ -130,7 +130,7 @@ def own_data(
     reader = Reader(open_source(source_text), preprocessing, max_pixels)
     scanned, entries = scan(reader, index)
     if scanned.total == 0:
-        raise ValueError(": ".join((f"data = {source_text!r} hold no image", *notes_of(reader.source))))
+        raise ValueError("; ".join((f"data = {source_text!r} hold no image", *notes_of(reader.source))))
     _check_skipped(source_text, scanned, max_skipped)
     labels = _labels(source_text, scanned.samples, classes, class_map or {})
     role = role or ("both" if scanned.labelled else "target")

@@ -316,7 +316,7 @@ def test_an_empty_source_and_one_of_nothing_usable(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hold no image"):
         data_of(f"folder:{tmp_path}")
     (tmp_path / "IM0001").touch()
-    with pytest.raises(ValueError, match="hold no image: not images by their names: 1 files"):
+    with pytest.raises(ValueError, match="hold no image; not images by their names: 1 files"):
         data_of(f"folder:{tmp_path}")
     (tmp_path / "a.png").touch()
     with pytest.raises(ValueError, match=r"1 of 1 samples cannot be used \(1 empty file\)"):
