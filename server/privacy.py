@@ -139,7 +139,10 @@ class Ledger:
             self.releases.setdefault(partition, Counter())[what] += 1
 
     def spent(self) -> dict[str, Any] | None:
-        """Return ε of the client that has released most; None without differential privacy."""
+        """Return ε of the client that has released most, and what any client has released without noise.
+
+        None without differential privacy.
+        """
         found = self.privacy.mechanisms
         if not found:
             return None
@@ -152,7 +155,7 @@ class Ledger:
             "epsilon": most[0],
             "delta": self.privacy.delta,
             "releases": {what: counts[what] for what in found},
-            "without_noise": sorted(what for what in counts if what not in found),
+            "without_noise": sorted({what for one in self.releases.values() for what in one} - set(found)),
         }
 
 

@@ -108,7 +108,9 @@ class TerminalProgress:
         self._step(f"{name}  {note}")
 
     def _on_rates_round(self, event: Event) -> None:
-        note = f"loss {event['loss']:.3f}  accuracy {100 * event['accuracy']:.1f} %"
+        note = "loss hidden"
+        if event["loss"] is not None:
+            note = f"loss {event['loss']:.3f}  accuracy {100 * event['accuracy']:.1f} %"
         name = f"rates {event['training']} ({event['variant']}) round {event['round']}"
         self.progress.update(self.whole, description=name, note=note)
         self._step(f"{name}  {note}")

@@ -14,6 +14,7 @@ from fedtta.messages.flower import read_arrays, strategy_reply
 from fedtta.messages.replies import RefinedRates
 from fedtta.messages.requests import RefineRates, Variant
 from fedtta.models import load_arrays, save_arrays
+from fedtta.privacy.gaussian import Privacy
 from fedtta.server.aggregation import robust_aggregator
 from fedtta.server.checkpoints import Checkpoints, Position
 from fedtta.server.limits import RatesLimits
@@ -136,19 +137,25 @@ def _round(
         wall_seconds=time.perf_counter() - start,
         bytes_down=outcome.bytes_down,
         bytes_up=outcome.bytes_up,
-        **_summary(outcome),
+        **_summary(outcome, "rates" in Privacy.parse(federation.settings.differential_privacy).mechanisms),
     )
     means = to_rates(read_arrays(mean))
     return {name: means[name] for name in rates}
 
 
-def _summary(outcome: Outcome) -> dict[str, Any]:
-    """Return mean loss and accuracy over the cohort's samples, and the bytes of Flower's contexts."""
+def _summary(outcome: Outcome, hidden: bool) -> dict[str, Any]:
+    """Return mean loss and accuracy over the cohort's samples, and the bytes of Flower's contexts.
+
+    Clients that add noise to their rates send zeros as loss and counts: `hidden`, they are None.
+    """
     replies: list[RefinedRates] = [one.reply for one in outcome.replies]
+    context = {"context_bytes": sum(reply.context_bytes for reply in replies)}
+    if hidden:
+        return {"loss": None, "accuracy": None, **context}
     samples = np.array([reply.num_examples for reply in replies], np.float64)
     losses = np.array([reply.loss for reply in replies], np.float64)
     return {
         "loss": float((losses * samples).sum() / samples.sum()),
         "accuracy": float(sum(reply.correct for reply in replies) / samples.sum()),
-        "context_bytes": sum(reply.context_bytes for reply in replies),
+        **context,
     }

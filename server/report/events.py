@@ -216,8 +216,8 @@ class RatesRound:
     """One round of learning adaptation rates on source clients (ATP): ``rates_round``.
 
     `loss` and `accuracy` are means over the samples of the round's clients, after adaptation with the rates received
-    and before the clients refine them. Bytes are sums over clients; `context_bytes` is the clients' context, which
-    Flower ships with every message.
+    and before the clients refine them; None with noise on the rates, which hides them. Bytes are sums over clients;
+    `context_bytes` is the clients' context, which Flower ships with every message.
     """
 
     key: ClassVar[tuple[str, ...]] = ("training", "variant", "round")
@@ -226,8 +226,8 @@ class RatesRound:
     round: Count
     sampled: list[Count]
     replied: list[Count]
-    loss: float
-    accuracy: Fraction
+    loss: float | None
+    accuracy: Fraction | None
     wall_seconds: Seconds
     bytes_down: Count
     bytes_up: Count

@@ -540,6 +540,16 @@ def test_epsilon_counts_rounds_that_are_repeated_and_those_before_a_resume(tmp_p
     assert Ledger(Settings()).spent() is None
 
 
+def test_what_any_client_released_without_noise_is_named() -> None:
+    ledger = Ledger(Settings(differential_privacy="rates=4/1"))
+    for what, asked in (("rates", [0]), ("model", [1, 2])):
+        ledger({"event": "attempt", "releases": what, "asked": asked})
+    spent = ledger.spent()
+    assert spent is not None
+    assert spent["releases"] == {"rates": 1}  # of client 0
+    assert spent["without_noise"] == ["model"]  # of clients 1 and 2
+
+
 def test_epsilon_counts_attempts_of_a_killed_server_once_whatever_became_of_its_files(tmp_path: Path) -> None:
     write, place = JsonLines(tmp_path / "metrics.jsonl"), Place(4, differential_privacy="model=4/1")
     place.federation.events.listeners.append(write)

@@ -84,17 +84,19 @@ def test_lines_of_rates_rounds_and_test_time_rounds() -> None:
     text = io.StringIO()
     with TerminalProgress(Console(file=text, width=200)) as progress:
         events = Events(progress)
-        events("plan", steps=3)
+        events("plan", steps=4)
         events("rates_round", training="ce", variant="all", round=7, loss=0.5, accuracy=0.75)
+        events("rates_round", training="ce", variant="all", round=8, loss=None, accuracy=None)
         for round, correct in ((1, [1, 2]), (2, [4, 0])):
             for partition in (0, 1):
                 events("adapted", partition=partition, correct=correct, total=[5, 3])
             events("adapt_round", method="tent", collaboration="pfedbbn", round=round, wall_seconds=0.5)
     lines = text.getvalue().splitlines()
-    assert lines[0].startswith("[1/3] rates ce (all) round 7  loss 0.500  accuracy 75.0 %")
+    assert lines[0].startswith("[1/4] rates ce (all) round 7  loss 0.500  accuracy 75.0 %")
+    assert lines[1].startswith("[2/4] rates ce (all) round 8  loss hidden")
     # 2 clients of 8 images a round, 6 and then 8 right: each round counts by itself
-    assert lines[1].startswith("[2/3] tent @ pfedbbn round 1  37.5 % of 16 images  32 images/s")
-    assert lines[2].startswith("[3/3] tent @ pfedbbn round 2  50.0 % of 16 images  32 images/s")
+    assert lines[2].startswith("[3/4] tent @ pfedbbn round 1  37.5 % of 16 images  32 images/s")
+    assert lines[3].startswith("[4/4] tent @ pfedbbn round 2  50.0 % of 16 images  32 images/s")
 
 
 def test_texts_of_nodes_move_no_cursor() -> None:

@@ -24,6 +24,8 @@ from fedtta.models import load_arrays, load_model, save_arrays
 from fedtta.server.app import serve
 from fedtta.server.events import NodesMissing
 from fedtta.server.rates import initial_rates, save_rates
+from fedtta.server.report.page import write_report
+from fedtta.server.report.results import read_results
 from fedtta.settings import Settings, SettingsError, to_json
 from tests.flower import LocalGrid
 from tests.server.test_run import assert_same_results, events
@@ -290,6 +292,15 @@ def test_the_context_that_flower_ships_never_holds_the_network(tmp_path: Path, m
     head = 10 * 16 * 4  # [K, d] float32, no bias
     assert 4 * head < event["context_bytes"] < 4 * network / 4
     assert len(list(tmp_path.glob("fedtta-*/networks/*.safetensors"))) == 1
+
+
+def test_loss_and_accuracy_that_noise_hides_are_not_reported_as_zero(tmp_path: Path) -> None:
+    run(tmp_path / "r", ATP.replace(rates_rounds=1, differential_privacy="rates=1/1"))
+    (event,) = of(tmp_path / "r", "rates_round")
+    assert (event["loss"], event["accuracy"]) == (None, None)
+    (entry,) = read_results(tmp_path / "r" / "metrics.jsonl").rates_rounds
+    assert (entry.loss, entry.accuracy) == (None, None)
+    assert write_report(tmp_path / "r").is_file()
 
 
 def test_sources_train_and_targets_are_tested(tmp_path: Path) -> None:
