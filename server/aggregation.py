@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import Strategy
 from fedtta.messages.replies import Identity
 from fedtta.messages.requests import Adapt, RefineRates, Request, Summarize, Train
 from fedtta.server.checkpoints import STRATEGY, Records
-from fedtta.server.nodes import cohort_size
+from fedtta.server.nodes import cohorts
 from fedtta.server.privacy import least_replies
 from fedtta.server.trainings import TrainingStage
 from fedtta.settings import Settings, SettingsError
@@ -48,14 +48,8 @@ def robust_aggregator(settings: Settings) -> RobustAggregator | None:
     aggregator = AGGREGATIONS[settings.aggregation].robust_aggregator(settings)
     if aggregator is None:
         return None
-    sampled = {
-        f"fraction-train = {settings.fraction_train:g} of clients = {settings.clients} samples": cohort_size(
-            settings.clients, settings.fraction_train
-        ),
-        f"rates-clients = {settings.rates_clients} samples": settings.rates_clients or settings.clients,
-    }
     least = aggregator.min_clients
-    for what, number in sampled.items():
+    for what, number in cohorts(settings, settings.clients).items():
         if number < least:
             raise SettingsError(
                 f"aggregation = {settings.aggregation!r} needs {least} clients a round: {what} {number}"

@@ -226,7 +226,8 @@ def plan(settings: Settings, roles: Sequence[str] = ()) -> list[Training]:
     rows, _ = choose(settings, roles)
     names = dict.fromkeys(row.training for row in rows)
     trainings = [Training(name, tuple(row for row in rows if row.training == name)) for name in names]
-    check_privacy(settings, [training.recipe.settings(settings) for training in trainings])
+    sources = sum(role != "target" for role in roles) or settings.clients
+    check_privacy(settings, [training.recipe.settings(settings) for training in trainings], sources)
     if expected := roles or _expected_roles(settings):
         check_roles(trainings, expected)
     return trainings

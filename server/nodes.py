@@ -21,7 +21,7 @@ from fedtta.messages.transport import Addressed, Answer, Transport
 from fedtta.server.events import Events, NodesMissing
 from fedtta.server.identification import Identification
 from fedtta.server.members import FederationInfo, data_of, difference
-from fedtta.settings import name_order
+from fedtta.settings import Settings, name_order
 
 POLL = 0.2  # seconds between two looks at the connected nodes
 UNIDENTIFIED = -1  # the partition of a node that has not reported one
@@ -411,6 +411,15 @@ def grouped(kind: str, reasons: Mapping[Any, str]) -> list[str]:
 def cohort_size(clients: int, fraction: float) -> int:
     """Return how many clients a fraction of them is, at least one."""
     return max(1, int(clients * fraction))
+
+
+def cohorts(settings: Settings, sources: int) -> dict[str, int]:
+    """Return how many of the source clients a round asks, by what says so: rounds of training, and of rates."""
+    fraction, rates = settings.fraction_train, settings.rates_clients
+    return {
+        f"fraction-train = {fraction:g} of clients = {sources} samples": cohort_size(sources, fraction),
+        f"rates-clients = {rates} samples": min(rates or sources, sources),
+    }
 
 
 def sample(partitions: Sequence[int], fraction: float, seed: int, round: int) -> list[int]:

@@ -16,6 +16,7 @@ from fedtta.messages.replies import Reply, Summarized, Trained
 from fedtta.messages.requests import RefineRates, Request, Summarize, Train
 from fedtta.privacy.gaussian import Privacy, epsilon
 from fedtta.server.events import Event
+from fedtta.server.nodes import cohorts
 from fedtta.server.report.journal import read_lines
 from fedtta.server.validation import VARIANCES
 from fedtta.settings import Settings, SettingsError
@@ -29,13 +30,15 @@ RELEASES = {"round": "model", "statistics": "statistics", "rates_round": "rates"
 RELEASED_BY: dict[type[Request], str] = {Train: "model", Summarize: "statistics", RefineRates: "rates"}
 
 
-def check_privacy(settings: Settings, trainings: Sequence[Settings]) -> None:
+def check_privacy(settings: Settings, trainings: Sequence[Settings], sources: int) -> None:
     """Refuse what cannot be combined with secure aggregation or differential privacy.
 
     Parameters
     ----------
     trainings : sequence of Settings
         Those of the run's trainings.
+    sources : int
+        Clients that train.
 
     Raises
     ------
@@ -65,10 +68,11 @@ def check_privacy(settings: Settings, trainings: Sequence[Settings]) -> None:
         )
     if settings.update_norm_bound and "model" in privacy.mechanisms and not settings.secure_aggregation:
         raise SettingsError("update-norm-bound: not with noise on the model, which exceeds it; the clip bounds updates")
-    if settings.secure_aggregation and settings.clients < LEAST:
-        raise SettingsError(
-            f"{key}: clients = {settings.clients}; allowed is {LEAST} or more, else a sum tells each reply"
-        )
+    if settings.secure_aggregation:
+        asked = {f"clients = {settings.clients}, of which train": sources, **cohorts(settings, sources)}
+        for what, number in asked.items():
+            if number < LEAST:
+                raise SettingsError(f"{key}: {what} {number}; allowed is {LEAST} or more, else a sum tells each reply")
 
 
 def threshold(settings: Settings, members: int) -> int:

@@ -252,7 +252,8 @@ class Round:
                 patience = f"after {settings.node_timeout:g} s"
                 lost.append(f"{patience} {connected} of the {len(asked)} clients are connected")
                 raise self._missed(usable, needed, lost)
-            self.federation.events("note", text=f"{self._problem(usable, needed)}; the round is repeated")
+            reasons = "; ".join((self._problem(usable, needed), *lost))
+            self.federation.events("note", text=f"{reasons}; the round is repeated")
             requests, usable = make(), []  # those of the first attempt need no room during the second
             usable, lost = self._exchange(requests)
         if len(usable) < needed:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -125,25 +126,47 @@ class Sum:
             self.shared[one].shares[self.members[one].index(number)] if one in self.shared else "" for one in dealers
         ]
 
+    def shares_of(self, dealer: int) -> tuple[dict[int, bytes], list[int]]:
+        """Return a client's shares by holder, and who revealed another share than the one dealt."""
+        dealt, shares, wrong = self.shared[dealer], dict[int, bytes](), list[int]()
+        digests = dealt.seed_digests if dealer in self.masked else dealt.key_digests
+        for holder, digest in zip(self.members[dealer], digests, strict=True):
+            if holder in self.revealed:
+                share = bytes.fromhex(self.revealed[holder].shares[self.members[holder].index(dealer)])
+                if fingerprint(share) == digest:
+                    shares[holder] = share
+                else:
+                    wrong.append(holder)
+        return shares, wrong
+
     def secret(self, dealer: int) -> bytes:
         """Return a client's seed if it replied, else its masking key; ValueError if it cannot be put together.
 
         A share counts only if it is the one that was dealt, so that none who lies about shares can spoil the sum.
         """
         dealt, lost = self.shared[dealer], dealer not in self.masked
-        digests = dealt.key_digests if lost else dealt.seed_digests
-        shares: dict[int, bytes] = {}
-        for position, holder in enumerate(self.members[dealer]):
-            if holder in self.revealed and len(shares) < self.threshold:
-                share = bytes.fromhex(self.revealed[holder].shares[self.members[holder].index(dealer)])
-                if fingerprint(share) == digests[position]:
-                    shares[holder] = share
-        if len(shares) < self.threshold:
-            raise ValueError(f"{len(shares)} of its shares were revealed, {self.threshold} are needed")
-        secret = combine(shares)
+        found, _ = self.shares_of(dealer)
+        if len(found) < self.threshold:
+            raise ValueError(f"{len(found)} of its shares were revealed, {self.threshold} are needed")
+        secret = combine(dict(list(found.items())[: self.threshold]))
         if (masking.public_key(secret).hex() != dealt.key) if lost else (fingerprint(secret) != dealt.seed_digest):
             raise ValueError("its shares are not those of its secret")
         return secret
+
+    def suspects(self, failed: Collection[int]) -> set[int]:
+        """Return who has kept these clients' secrets from being put together; nobody, if too many clients were lost.
+
+        A client whose shares are those it dealt and give no secret back has dealt wrongly. Of a dealer and a holder
+        whose share is another one, either may have lied: it is whoever is in most such pairs, both if that is equal.
+        """
+        found = {dealer for dealer in failed if len(self.shares_of(dealer)[0]) >= self.threshold}
+        pairs = [{dealer, holder} for dealer in self.shared for holder in self.shares_of(dealer)[1]]
+        open = [{dealer, holder} for dealer in failed for holder in self.shares_of(dealer)[1]]
+        while open := [pair for pair in open if not found & pair]:
+            count = Counter(one for pair in pairs if not found & pair for one in pair)
+            most = max(count[one] for pair in open for one in pair)
+            found |= {one for pair in open for one in pair if count[one] == most}
+        return found
 
     def total(self, found: Mapping[int, bytes], size: int) -> masking.Words:
         """Return the sum of the replies without masks, given the clients' secrets; integers, so exact in any order."""
@@ -170,7 +193,8 @@ class SecureAggregation:
 
     def __init__(self, settings: Settings, nodes: Nodes, events: Events) -> None:
         self.settings, self.nodes, self.events = settings, nodes, events
-        self._suspects: set[int] = set()  # clients whose secrets did not fit: left out from then on
+        self._suspects: set[int] = set()  # left out from then on
+        self._told: set[str] = set()
 
     def least(self, asked: int) -> int:
         """Return how many replies a sum over `asked` clients needs."""
@@ -201,7 +225,7 @@ class SecureAggregation:
         if len(summing.masked) < least:
             return [], [*lost, f"{len(summing.masked)} clients have replied, {least} are needed"]
         lost += self._reveal(summing, asked, send)
-        mean = self._mean(summing, check, lost, len(by_number))
+        mean = self._mean(summing, check, lost)
         self.events(
             "secure_aggregation",
             kind=requests[0].request.kind,
@@ -227,14 +251,24 @@ class SecureAggregation:
         for number, one in sorted(by_number.items()):
             key = self._key(number)
             if not key or key in keys or not masking.is_key(bytes.fromhex(key)):
-                lost.append(f"client {self.nodes.name(number - 1)}: it has no key of its own for secure aggregation")
+                lost.append(self._left_out(number, "it has no key of its own for secure aggregation"))
             elif (samples := self._most([number])) > self.settings.max_examples:
-                name, most = self.nodes.name(number - 1), self.settings.max_examples
-                lost.append(f"client {name}: {samples} samples, allowed are at most {most} (max-examples)")
-            elif number not in self._suspects:
+                most = self.settings.max_examples
+                lost.append(self._left_out(number, f"{samples} samples, allowed are at most {most} (max-examples)"))
+            elif number in self._suspects:
+                lost.append(self._left_out(number, "shares of it, or that it revealed, spoilt a sum"))
+            else:
                 keys.add(key)
                 able[number] = one
         return able, lost
+
+    def _left_out(self, number: int, reason: str) -> str:
+        """Return a line about a client that is left out; a note of the run says it once."""
+        line = f"client {self.nodes.name(number - 1)}: {reason}"
+        if line not in self._told:
+            self.events("note", text=f"secure aggregation leaves out {line}")
+        self._told.add(line)
+        return line
 
     def _key(self, number: int) -> str:
         identity = self.nodes.identities.get(number - 1)
@@ -258,7 +292,9 @@ class SecureAggregation:
         addressed = [Addressed(one.node, request(number, one.request)) for number, one in asked.items()]
         replied, lost = send(addressed, SharedCheck(summing.size))
         for one in replied:
-            if one.reply.key not in {other.key for other in summing.shared.values()}:
+            if one.reply.key in {other.key for other in summing.shared.values()}:
+                lost.append(self._left_out(1 + one.partition, "it repeats another client's masking key"))
+            else:
                 summing.shared[1 + one.partition] = one.reply
         return lost
 
@@ -299,16 +335,16 @@ class SecureAggregation:
         summing.revealed = {1 + one.partition: one.reply for one in replied}
         return lost
 
-    def _mean(self, summing: Sum, check: Check, lost: list[str], clients: int) -> Reply | None:
+    def _mean(self, summing: Sum, check: Check, lost: list[str]) -> Reply | None:
         """Return the mean reply; None if the sum cannot be unmasked or is none of replies, with a line in `lost`."""
         found: dict[int, bytes] = {}
         for number in summing.shared:
             try:
                 found[number] = summing.secret(number)
             except ValueError as error:
-                self._suspects |= {number} if len(summing.revealed) >= self.least(clients) else set()
                 lost.append(f"client {self.nodes.name(number - 1)}: {error}")
-        if len(found) < len(summing.shared):
+        if failed := set(summing.shared) - set(found):
+            self._suspects |= summing.suspects(failed)
             return None
         sent, shapes = next(iter(summing.masked.values())), shapes_in(check)
         size = length(type(sent), shapes)

@@ -28,13 +28,14 @@ from fedtta.messages.replies import REPLIES, Identity, Reply, SharedKeys, Summar
 from fedtta.messages.requests import Identify, Masking, Request, ShareKeys, Summarize, Train, TrainingTask, Unmask
 from fedtta.privacy import masking
 from fedtta.privacy.gaussian import epsilon
+from fedtta.privacy.sharing import fingerprint
 from fedtta.server.aggregation import make_strategy
 from fedtta.server.events import Event, Events, JsonLines, QuorumMissed
 from fedtta.server.methods import plan
 from fedtta.server.nodes import Nodes
 from fedtta.server.privacy import Ledger, check_privacy, feasible_statistics
 from fedtta.server.rounds import Federation, train_round
-from fedtta.server.secure import SecureAggregation, neighbourhoods
+from fedtta.server.secure import SecureAggregation, Sum, neighbourhoods
 from fedtta.server.trainings import TrainingStage
 from fedtta.settings import Settings, SettingsError, to_json
 from tests.transports import Clock, FakeTransport
@@ -210,10 +211,67 @@ def test_a_client_that_deals_shares_of_nothing_is_left_out_when_the_round_is_rep
 
     place = Place(5, {2: changed(SharedKeys, lie)}, secure_threshold=0.6)
     np.testing.assert_allclose(place.round()["w"], mean(0, 1, 3, 4), rtol=1e-6)
-    assert any("client 2: 0 of its shares were revealed" in e["text"] for e in place.of("note")) or place.of("round")
+    repeated, left_out = (e["text"] for e in place.of("note"))
+    assert "client 2: 0 of its shares were revealed, 3 are needed; the round is repeated" in repeated
+    assert left_out == "secure aggregation leaves out client 2: shares of it, or that it revealed, spoilt a sum"
     assert [e["unmasked"] for e in place.of("secure_aggregation")] == [False, True]
     np.testing.assert_allclose(place.round(2)["w"], mean(0, 1, 3, 4), rtol=1e-6)
     assert [e["unmasked"] for e in place.of("secure_aggregation")] == [False, True, True]
+
+
+@pytest.mark.parametrize("neighbours", [0, 4])
+def test_clients_lost_while_they_reveal_make_no_other_a_suspect(neighbours: int) -> None:
+    place = Place(5, {0: lost(Unmask)}, secure_threshold=0.9, secure_neighbours=neighbours)
+    with pytest.raises(QuorumMissed):
+        place.round()
+    place.members[0].fault = None
+    np.testing.assert_allclose(place.round(2)["w"], mean(0, 1, 2, 3, 4), rtol=1e-6)
+
+
+def test_one_client_that_reveals_wrong_shares_is_left_out_and_no_other() -> None:
+    """Three of four shares are needed, and another client is lost once while it reveals."""
+    lie = changed(Unmasked, lambda reply: replace(reply, shares=[bytes(66).hex() for _ in reply.shares]))
+    gone: list[Request] = []
+
+    def once(request: Request, reply: Reply) -> Reply:
+        if isinstance(request, Unmask) and not gone:
+            gone.append(request)
+            raise ConnectionError("gone")
+        return reply
+
+    place = Place(4, {0: lie, 3: once}, secure_threshold=0.75)
+    np.testing.assert_allclose(place.round()["w"], mean(1, 2, 3), rtol=1e-6)
+    assert [e["text"] for e in place.of("note") if "leaves out" in e["text"]] == [
+        "secure aggregation leaves out client 0: shares of it, or that it revealed, spoilt a sum"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "failed", "expected"),
+    [
+        ([(1, 3), (2, 3), (3, 3)], [1, 2, 3], {3}),  # (dealer, holder): 3 revealed wrong shares
+        ([(3, 1), (3, 2)], [3], {3}),  # 3 dealt wrong ones
+        ([(1, 2)], [1], {1, 2}),  # cannot be told
+        ([(1, 2), (3, 2)], [1], {2}),  # 2 is in both
+        ([(1, 2), (4, 3)], [1], {1, 2}),  # that of 4 and 3 did not spoil it
+        ([], [1], set()),  # clients were lost
+    ],
+)
+def test_suspects_are_those_in_most_pairs_of_a_dealer_and_a_wrong_share(
+    wrong: list[tuple[int, int]], failed: list[int], expected: set[int]
+) -> None:
+    numbers = [1, 2, 3, 4]
+    summing = Sum(dict.fromkeys(numbers, numbers), 4)
+    digests = [fingerprint(bytes([holder])) for holder in numbers]
+    for one in numbers:
+        summing.shared[one] = SharedKeys(
+            key="", shares=[""] * 4, key_digests=digests, seed_digests=digests, seed_digest=""
+        )
+        shares = [b"wrong" if (dealer, one) in wrong else bytes([one]) for dealer in numbers]
+        summing.revealed[one] = Unmasked(shares=[share.hex() for share in shares])
+    if not wrong:
+        del summing.revealed[2]
+    assert summing.suspects(failed) == expected
 
 
 @pytest.mark.parametrize(
@@ -578,7 +636,9 @@ def test_epsilon_counts_attempts_of_a_killed_server_once_whatever_became_of_its_
         ({"secure_aggregation": True, "methods": "gma"}, "needs each client's reply"),
         ({"differential_privacy": "model=1/1", "methods": "qffl"}, "each client's loss"),
         ({"secure_aggregation": True, "collaborations": "fedavg", "methods": "tent"}, "a mixture of its own"),
-        ({"secure_aggregation": True, "clients": 2}, "3 or more"),
+        ({"secure_aggregation": True, "clients": 2}, "clients = 2, of which train 2; allowed is 3 or more"),
+        ({"secure_aggregation": True, "clients": 9, "fraction_train": 0.3}, "fraction-train = 0.3 .* samples 2; all"),
+        ({"secure_aggregation": True, "methods": "atp", "rates_clients": 2}, "rates-clients = 2 samples 2; allowed"),
         ({"differential_privacy": "model=1/1", "update_norm_bound": 1.0}, "noise on the model"),
         ({"differential_privacy": "model=1"}, "allowed are"),
         ({"secure_aggregation": True, "update_format": "int8"}, "each number takes 64 bits"),
@@ -590,10 +650,17 @@ def test_what_cannot_be_combined_is_refused_with_the_reason(changes: dict[str, A
         plan(Settings(**{"methods": "fedavg", **model, **changes}))
 
 
+def test_clients_that_only_test_are_none_of_a_secure_sum() -> None:
+    settings = Settings(secure_aggregation=True, clients=4, methods="fedavg,tent", model="resnet20-bn")
+    with pytest.raises(SettingsError, match="clients = 4, of which train 2; allowed is 3 or more"):
+        plan(settings, ["source", "both", "target", "target"])
+    plan(settings, ["source", "both", "source", "target"])
+
+
 def test_means_with_and_without_momentum_and_parts_of_networks_can_be_combined() -> None:
     settings = Settings(secure_aggregation=True, methods="fedavg,fedprox,fedavgm,fedper,fedthe,btfl,em")
     plan(settings)
-    check_privacy(Settings(), [Settings(aggregation="krum")])  # off: nothing is refused
+    check_privacy(Settings(), [Settings(aggregation="krum")], 1)  # off: nothing is refused
 
 
 @given(st.integers(3, 30), st.integers(0, 30))

@@ -234,7 +234,8 @@ def test_a_round_below_the_quorum_is_repeated_with_the_same_requests() -> None:
     assert place.round()["w"].tobytes() == undisturbed["w"].tobytes()
     assert place.incidents() == [("failed", 1, "RuntimeError: disk full")]
     (note,) = place.of("note")
-    assert note["text"] == "train cross_entropy, round 1: 2 usable replies, 3 needed; the round is repeated"
+    reason = "failed client 1: RuntimeError: disk full"
+    assert note["text"] == f"train cross_entropy, round 1: 2 usable replies, 3 needed; {reason}; the round is repeated"
     assert len(place.of("round")) == 1
     assert place.clock.now == 0, "enough nodes are connected: no waiting"
     for node in (100, 101, 102):
