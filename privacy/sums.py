@@ -101,8 +101,8 @@ def to_vector(reply: Reply, arrays: Mapping[str, Float], weight: int) -> Float:
     return np.concatenate([*parts, np.array([weight, samples, loss * samples, *counts], np.float64)])
 
 
-def to_mean(sent: Reply, total: Float, shapes: Shapes, clients: int) -> Reply:
-    """Return the mean reply of several clients.
+def to_mean(sent: Reply, total: Float, shapes: Shapes) -> Reply:
+    """Return the mean reply of several clients; samples and counts are their sums, so that no accuracy is rounded.
 
     Parameters
     ----------
@@ -112,8 +112,6 @@ def to_mean(sent: Reply, total: Float, shapes: Shapes, clients: int) -> Reply:
         The sum of their vectors.
     shapes : mapping
         Of the arrays, in their order.
-    clients : int
-        How many they are.
 
     Raises
     ------
@@ -131,10 +129,10 @@ def to_mean(sent: Reply, total: Float, shapes: Shapes, clients: int) -> Reply:
         means[name] = (total[position : position + size] / weight).reshape(shape).astype(dtype)
         position += size
     arrays = {name: means[name] for name in shapes}
-    fields: dict[str, Any] = {how.arrays: arrays, "num_examples": max(1, round(samples / clients)), "masked": None}
+    fields: dict[str, Any] = {how.arrays: arrays, "num_examples": max(1, round(samples)), "masked": None}
     if how.loss:
         fields[how.loss] = loss / samples
     for name, count in zip(how.counts, counts, strict=True):
-        # rounded: a mean of counts; None says that the algorithm has no such count
-        fields[name] = None if getattr(sent, name) is None else round(count / clients)
+        # None says that the algorithm has no such count
+        fields[name] = None if getattr(sent, name) is None else round(count)
     return replace(sent, **fields)

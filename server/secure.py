@@ -351,7 +351,7 @@ class SecureAggregation:
         bits = masking.fraction_bits(len(summing.shared), self._most(summing.members))
         total = masking.decode(summing.total(found, size), bits)
         try:
-            mean = feasible(to_mean(sent, total, shapes, len(summing.masked)))
+            mean = feasible(to_mean(sent, total, shapes))
         except ValueError as error:
             lost.append(f"secure aggregation: {error}")
             return None

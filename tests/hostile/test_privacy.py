@@ -56,6 +56,7 @@ class Member:
         self, number: int, settings: Settings, value: float, examples: int, fault: Fault | None = None
     ) -> None:
         self.value, self.examples, self.fault = value, examples, fault
+        self.counts = {"validation_total": 4, "validation_correct": 1, "personal_validation_correct": 2}
         self.identity = replace(IDENTITY, name=str(number))
         self.device: Any = SimpleNamespace(
             settings=settings, memory=MemoryState(), model=SimpleNamespace(num_classes=2)
@@ -72,13 +73,7 @@ class Member:
             return share_keys(self.device, request)
         if isinstance(request, Unmask):
             return unmask(self.device, request)
-        counts: dict[str, Any] = {
-            "num_examples": self.examples,
-            "validation_total": 4,
-            "validation_correct": 1,
-            "personal_validation_correct": 2,
-            "seconds": 0.1,
-        }
+        counts: dict[str, Any] = {"num_examples": self.examples, **self.counts, "seconds": 0.1}
         if isinstance(request, Summarize):
             values = {"dle": np.full(3, self.value), "entropy_local": np.full(1, self.value)}
             return Summarized(statistics=values, **counts)
@@ -155,6 +150,17 @@ def test_the_mean_is_that_without_secure_aggregation_and_of_a_client_only_masked
         assert one.masked is not None
         assert (one.masked["sum"] > 2**40).mean() > 0.9  # as of random numbers, not of small ones
     assert done["bytes_up"] == sum(one.masked["sum"].nbytes for one in trained)
+
+
+def test_accuracies_of_a_sum_are_those_of_all_samples() -> None:
+    """As means over clients, rounded, they were 2 of 2 here."""
+    place = Place(4)
+    for i, right in enumerate((0, 2, 2, 3)):
+        own = {"validation_total": 2 + i % 2, "validation_correct": right, "personal_validation_correct": 1}
+        place.members[i].counts = own
+    place.round()
+    (done,) = place.of("round")
+    assert (done["validation_accuracy"], done["personal_validation_accuracy"]) == (7 / 10, 4 / 10)
 
 
 @examples(max_examples=12, deadline=None)

@@ -101,17 +101,17 @@ def test_the_mean_reply_of_a_sum_by_hand() -> None:
         for value, n in ((1.0, 1), (5.0, 3))
     )
     assert length(Trained, SHAPES) == len(total)
-    mean = to_mean(trained(9, 1), total, SHAPES, 2)
+    mean = to_mean(trained(9, 1), total, SHAPES)
     assert isinstance(mean, Trained)
     assert {name: (value.shape, str(value.dtype)) for name, value in mean.arrays.items()} == SHAPES
     np.testing.assert_allclose([*mean.arrays["b"].ravel(), mean.arrays["a"]], [4, 4, -4])
-    assert (mean.num_examples, mean.train_loss, mean.seconds) == (2, 4.0, 0.5)
-    assert (mean.validation_total, mean.validation_correct, mean.personal_validation_correct) == (4, 2, 3)
+    assert (mean.num_examples, mean.train_loss, mean.seconds) == (4, 4.0, 0.5)
+    assert (mean.validation_total, mean.validation_correct, mean.personal_validation_correct) == (8, 4, 6)
 
 
 def test_a_count_that_no_client_has_stays_without_value() -> None:
     one = Summarized(statistics={}, num_examples=3, **{**COUNTS, "personal_validation_correct": None})
-    mean = to_mean(one, to_vector(one, {"a": np.array(1.0)}, 1), {"a": ((), "float64")}, 1)
+    mean = to_mean(one, to_vector(one, {"a": np.array(1.0)}, 1), {"a": ((), "float64")})
     assert mean.personal_validation_correct is None  # type: ignore[attr-defined]
 
 
@@ -120,4 +120,4 @@ def test_a_sum_that_is_none_of_replies_is_refused() -> None:
     total = to_vector(one, {"a": np.array(1.0)}, 1)
     total[-1] = -5
     with pytest.raises(ValueError, match="none of replies"):
-        to_mean(one, total, {"a": ((), "float64")}, 1)
+        to_mean(one, total, {"a": ((), "float64")})
