@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from fedtta.benchmarks.clients import client_of
 from fedtta.benchmarks.reconstruction import SIZE, chosen_weights, decoyed_weights, gap, initial_weights, trap
 from fedtta.benchmarks.spy import Spy, accuracy, mean_of, watched
-from fedtta.client.agent.policy import Policy
+from fedtta.client.policy import Policy
 from fedtta.client.privacy import middle
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.replies import Summarized, Trained

@@ -24,7 +24,8 @@ def simulated_nodes(settings: Settings) -> list[Node]:
     Raises
     ------
     SettingsError
-        No file is found, one cannot be read, has no name or no data, or two have the same name.
+        No file is found, one cannot be read, has no name or no data, a key that no agent has, or a value that is not
+        allowed, or two have the same name.
     """
     if settings.devices:
         nodes = _from_files(str(Path(settings.devices).expanduser().absolute()))  # a cache of files, not of words
@@ -66,8 +67,11 @@ def _from_files(pattern: str) -> Sequence[Node]:
 
 
 def _from_file(path: Path) -> Node:
-    """Return the node of a `device.toml`; keys of the agent alone play no part."""
+    """Return the node of a `device.toml`; keys of the agent alone are checked, and play no part."""
+    from fedtta.client.config import AgentConfig
+
     content = from_toml(path, TABLES)
+    AgentConfig.from_mapping({"state-dir": ".", **content}, path.parent)
     if missing := [key for key in ("name", "data") if not content.get(key)]:
         raise SettingsError(f"{', '.join(missing)}: must be set")
     return Node(

@@ -70,14 +70,14 @@ def settings() -> str:
 
 def agent() -> str:
     """Return the reference of all keys of an agent's configuration."""
-    from fedtta.client.agent.config import AgentConfig
+    from fedtta.client.config import AgentConfig
 
     return _reference(AgentConfig, {})
 
 
 def policy() -> str:
     """Return the reference of all rules of an owner's policy."""
-    from fedtta.client.agent.policy import Policy
+    from fedtta.client.policy import Policy
 
     return _reference(Policy, {})
 

@@ -385,7 +385,7 @@ def serve(
     """Serve a model with no federation; its config is STATE-DIR/device.toml."""
     import tomli_w
 
-    from fedtta.client.agent.config import AgentConfig
+    from fedtta.client.config import AgentConfig
     from fedtta.settings import from_toml
     from fedtta.settings.files import write_atomically
 

@@ -130,7 +130,7 @@ def _agents_of(files: str, settings: Settings, common: dict[str, Any]) -> dict[s
 
     Paths become absolute, because the deployment writes the files of its agents elsewhere.
     """
-    from fedtta.client.agent.config import AgentConfig
+    from fedtta.client.config import AgentConfig
     from fedtta.client.own import settings_alone
     from fedtta.client.sites import device_files, simulated_nodes
 
@@ -150,7 +150,7 @@ def _agents_of(files: str, settings: Settings, common: dict[str, Any]) -> dict[s
 
 def _check_agents(agents: dict[str, dict[str, Any]]) -> None:
     """Check the agents' keys as agents do."""
-    from fedtta.client.agent.config import AgentConfig
+    from fedtta.client.config import AgentConfig
 
     for name, keys in agents.items():
         AgentConfig.from_mapping({"name": name, "state-dir": "/", **keys})

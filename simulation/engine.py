@@ -17,7 +17,7 @@ from fedtta.client.app import app as default_client_app
 from fedtta.client.node import Node
 from fedtta.client.own import scan, settings_alone
 from fedtta.client.resources import federation_of, network_spec
-from fedtta.client.sites import device_files, simulated_nodes
+from fedtta.client.sites import simulated_nodes
 from fedtta.data import resolve
 from fedtta.data.sources import OwnData
 from fedtta.messages.flower import allow_messages
@@ -28,7 +28,7 @@ from fedtta.server.app import run_folder, serve
 from fedtta.server.events import Listener
 from fedtta.server.methods import plan
 from fedtta.server.trackers import tracker_names
-from fedtta.settings import Settings, SettingsError, from_config, from_toml
+from fedtta.settings import Settings, SettingsError, from_config
 from fedtta.simulation.gpus import chosen_gpus
 from fedtta.simulation.vectorized import VectorizedTransport, at_once
 
@@ -142,22 +142,15 @@ def cluster_address(settings: Settings) -> str:
 
 
 def with_devices(settings: Settings) -> Settings:
-    """Return settings whose `clients` is the number of device files, if there are any; each file is checked.
+    """Return settings whose `clients` is the number of device files, if there are any.
 
     Raises
     ------
     SettingsError
-        As `fedtta.client.sites.simulated_nodes`, or a file has a key that no agent has, or a value that is not allowed.
+        As `fedtta.client.sites.simulated_nodes`.
     """
     if not settings.devices:
         return settings
-    from fedtta.client.agent.config import AgentConfig
-
-    for path in device_files(settings.devices):
-        try:
-            AgentConfig.from_mapping({"state-dir": ".", **from_toml(path, ("policy",))}, path.parent)
-        except SettingsError as error:
-            raise SettingsError(f"{path}: {error}") from error
     pattern = str(Path(settings.devices).expanduser().absolute())  # workers may run in another folder
     return settings.replace(devices=pattern, clients=len(simulated_nodes(settings)))
 

@@ -31,7 +31,7 @@ from fedtta.benchmarks.__main__ import parser as benchmarks_parser
 from fedtta.benchmarks.gpu.parts import PARTS as GPU_PARTS
 from fedtta.benchmarks.speed.command import PARTS
 from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
-from fedtta.client.agent.config import AgentConfig
+from fedtta.client.config import AgentConfig
 from fedtta.client.names import check_name
 from fedtta.data.sources import __main__ as sources
 from fedtta.data.sources.__main__ import parser as sources_parser

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from fedtta.client.agent.config import AgentConfig
+from fedtta.client.config import AgentConfig
 from fedtta.settings import SettingsError, logs
 from fedtta.settings.memory import return_large_blocks
 

@@ -23,8 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fedtta.client.agent.policy import PolicyError, phase_of
 from fedtta.client.names import TABLES
+from fedtta.client.policy import PolicyError, phase_of
 from fedtta.messages.protobuf import to_bytes
 from fedtta.messages.record import Record
 from fedtta.messages.requests import Observe

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtta.client.agent.config import Acceptance
 from fedtta.client.agent.live import Live, as_floats
 from fedtta.client.agent.status import CALIBRATED, CALIBRATION
+from fedtta.client.config import Acceptance
 from fedtta.client.served import ServedModel
 from fedtta.models.arrays import array_finite
 from fedtta.tta.arrays import to_host, untracked

@@ -22,12 +22,12 @@ import torch
 
 from fedtta.client.agent.backend import UNSERVED, Offer
 from fedtta.client.agent.candidate import Samples
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.light import RAISED, leave
 from fedtta.client.agent.live import as_floats
 from fedtta.client.agent.local import Local
 from fedtta.client.agent.own_data import samples_of, scan
-from fedtta.client.agent.policy import Policy
+from fedtta.client.config import AgentConfig
+from fedtta.client.policy import Policy
 from fedtta.client.served import NETWORK
 from fedtta.client.serving import Served
 from fedtta.messages import agent_pb2 as pb

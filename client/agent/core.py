@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from fedtta.client.agent.audit import Audit
 from fedtta.client.agent.backend import UNSERVED, Backend, Offer
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.lifecycle import Changed, Lifecycle
 from fedtta.client.agent.live import Live, as_floats, checked
@@ -28,6 +27,7 @@ from fedtta.client.agent.scans import Scan, Scans
 from fedtta.client.agent.status import Saved, Status
 from fedtta.client.agent.store import Store
 from fedtta.client.agent.work import Work
+from fedtta.client.config import AgentConfig
 from fedtta.client.state import forget_runs
 from fedtta.messages.replies import Evaluated, Identity, Reply, Telemetry
 from fedtta.messages.requests import AdapterRow, Base, Evaluate, Observe, Request

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.service import Calls
+from fedtta.client.config import AgentConfig
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 from fedtta.messages.requests import REQUESTS, Observe

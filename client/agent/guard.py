@@ -36,7 +36,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtta.client.agent.config import Limits
+from fedtta.client.config import Limits
 from fedtta.client.served import Baseline, entropy
 
 COLLAPSES = ("non-finite", "collapse", "disagreement")

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.client.agent.candidate import Check, Samples, Shadow, check, comparable
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.live import Live, as_floats
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model, State
 from fedtta.client.agent.observation import Recent
 from fedtta.client.agent.store import Store
+from fedtta.client.config import AgentConfig
 from fedtta.client.served import ServedModel
 from fedtta.messages.requests import AdapterRow
 

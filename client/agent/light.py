@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 import fedtta
 from fedtta.client.agent.backend import UNSERVED, Offer
 from fedtta.client.agent.candidate import Samples
-from fedtta.client.agent.config import AgentConfig
-from fedtta.client.agent.policy import PolicyError
 from fedtta.client.agent.scans import Scan
+from fedtta.client.config import AgentConfig
+from fedtta.client.policy import PolicyError
 from fedtta.client.served import NETWORK, Rest, ServedModel
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import protobuf

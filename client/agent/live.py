@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedtta.client.adapters import chooses
-from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import Guard, LastGood, Verdict, flat_images
 from fedtta.client.agent.observation import Recent
+from fedtta.client.config import Limits
 from fedtta.client.served import ServedModel
 from fedtta.messages.arrays import Arrays
 from fedtta.tta.arrays import softmax_of, to_host, untracked

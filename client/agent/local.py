@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fedtta.client.agent.backend import UNSERVED, Offer
 from fedtta.client.agent.candidate import Samples
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.own_data import samples_of, scan
 from fedtta.client.agent.scans import Scan
+from fedtta.client.config import AgentConfig
 from fedtta.client.device import Device
 from fedtta.client.node import Node, make_device, perform, settings_of
 from fedtta.client.resources import resolve_device, set_up_torch

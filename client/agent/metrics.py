@@ -23,8 +23,8 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.tls import tls_context
+from fedtta.client.config import AgentConfig
 from fedtta.messages.exposition import metrics
 from fedtta.messages.replies import Telemetry
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.guard import Guard
 from fedtta.client.agent.status import CALIBRATED, CALIBRATION, Status
+from fedtta.client.config import AgentConfig
 from fedtta.client.names import SOFTWARE
 from fedtta.messages.record import NAME_LENGTH, printable
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
@@ -104,7 +104,7 @@ class Recent:
         check : mapping
             Figures of the check (`fedtta.client.agent.candidate.Check`).
         rounded : callable
-            See `fedtta.client.agent.policy.Policy.rounded`: the shares are those of counts of the check's samples.
+            See `fedtta.client.policy.Policy.rounded`: the shares are those of counts of the check's samples.
         """
         known = [check[key] for name in CALIBRATION if (key := f"{CALIBRATED}{name}") in check]
         window = self._judged.get("judged", np.empty(0))

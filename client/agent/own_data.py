@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fedtta.client.agent.candidate import Samples
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.scans import Scan
+from fedtta.client.config import AgentConfig
 from fedtta.client.own import role_of, scanning
 from fedtta.client.served import ServedModel
 from fedtta.data.sources import OwnData, open_source, own_data

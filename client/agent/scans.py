@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.log import EventLog
+from fedtta.client.config import AgentConfig
 from fedtta.client.served import ServedModel
 from fedtta.messages.replies import Identity
 

@@ -20,13 +20,13 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from fedtta.client.agent.config import UNIX, AgentConfig
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.federated import Relay
 from fedtta.client.agent.metrics import MetricsServer
 from fedtta.client.agent.predictions import PredictQueue
 from fedtta.client.agent.service import Calls, Predictor
 from fedtta.client.agent.tls import credentials
+from fedtta.client.config import UNIX, AgentConfig
 from fedtta.client.relay import MAX_BYTES, socket_path
 from fedtta.messages import agent_pb2_grpc
 from fedtta.messages.protobuf import PROTOCOL

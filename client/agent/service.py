@@ -25,9 +25,9 @@ from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.lifecycle import Changed
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model
-from fedtta.client.agent.policy import PolicyError
 from fedtta.client.agent.predictions import Busy, NoModel, Prediction, PredictQueue
 from fedtta.client.agent.status import Saved
+from fedtta.client.policy import PolicyError
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 

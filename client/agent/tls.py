@@ -8,7 +8,7 @@ from pathlib import Path
 
 import grpc
 
-from fedtta.client.agent.config import AgentConfig
+from fedtta.client.config import AgentConfig
 
 
 def tls_context(config: AgentConfig) -> ssl.SSLContext:

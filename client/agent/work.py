@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedtta.client.agent.audit import DAY, DONE, HOUR, Audit, sent
-from fedtta.client.agent.policy import MIB, RESERVED, SETTINGS_BYTES, Policy, PolicyError, phase_of
+from fedtta.client.policy import MIB, RESERVED, SETTINGS_BYTES, Policy, PolicyError, phase_of
 from fedtta.messages.arrays import array_bytes
 from fedtta.messages.replies import Adapted, Evaluated, RefinedRates, Reply, Telemetry, Validated
 from fedtta.messages.requests import Observe, Request

@@ -9,8 +9,8 @@ import torch
 
 from fedtta.client import device, node, resources
 from fedtta.client.agent import local
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.algorithms.training import autocast
+from fedtta.client.config import AgentConfig
 from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.client.resources import DETERMINISTIC, Switches, has_bfloat16, resolve_device, set_up_torch
 from fedtta.messages.requests import AdapterRow

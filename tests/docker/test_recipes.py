@@ -22,7 +22,7 @@ from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
 from fedtta.client.agent import __main__ as agent
-from fedtta.client.agent.config import AgentConfig
+from fedtta.client.config import AgentConfig
 from fedtta.settings import SettingsError
 from fedtta.simulation import deployment, submit, superlink
 from fedtta.simulation.keys import Keys, make_keys

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedtta.client.agent.config import Limits
 from fedtta.client.agent.live import Live
+from fedtta.client.config import Limits
 from fedtta.models import accelerator
 from fedtta.models.accelerator import ahead, clock
 from tests.client import tiny

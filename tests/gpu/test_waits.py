@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedtta.client.agent.config import Limits
 from fedtta.client.agent.live import Live
 from fedtta.client.algorithms import ALGORITHMS
+from fedtta.client.config import Limits
 from fedtta.models import accelerator
 from fedtta.tta import ADAPTERS
 from fedtta.tta.btfl import READINGS

@@ -12,8 +12,8 @@ import pytest
 
 from fedtta.benchmarks.reconstruction import SIZE
 from fedtta.client.agent.core import Agent
-from fedtta.client.agent.policy import Policy
 from fedtta.client.agent.server import serve
+from fedtta.client.policy import Policy
 from fedtta.messages import agent_pb2_grpc
 from fedtta.messages.requests import (
     Identify,

@@ -12,10 +12,10 @@ import numpy as np
 
 from fedtta.benchmarks.reconstruction import SIZE, chosen_weights
 from fedtta.client.agent import audit
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.core import Agent
-from fedtta.client.agent.policy import Policy
+from fedtta.client.config import AgentConfig
 from fedtta.client.node import make_device
+from fedtta.client.policy import Policy
 from fedtta.client.resources import federation_of
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.requests import (

@@ -11,7 +11,7 @@ import pytest
 
 from fedtta.benchmarks.reconstruction import chosen_weights, correlations, gap, reconstructed, trap
 from fedtta.client.agent.core import Agent
-from fedtta.client.agent.policy import Policy, PolicyError, statistics_of
+from fedtta.client.policy import Policy, PolicyError, statistics_of
 from fedtta.client.resources import federation_of
 from fedtta.messages.requests import (
     Adapt,

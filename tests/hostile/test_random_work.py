@@ -18,8 +18,8 @@ from fedtta.benchmarks.reconstruction import chosen_weights, decoyed_weights, ga
 from fedtta.client.agent import audit
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.federated import Relay
-from fedtta.client.agent.policy import Policy, PolicyError
 from fedtta.client.agent.service import Calls
+from fedtta.client.policy import Policy, PolicyError
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import protobuf
 from fedtta.messages.arrays import Arrays

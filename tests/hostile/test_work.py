@@ -18,8 +18,8 @@ import pytest
 
 from fedtta.client.agent import audit
 from fedtta.client.agent.core import Agent
-from fedtta.client.agent.policy import Policy, PolicyError
 from fedtta.client.agent.work import coarse
+from fedtta.client.policy import Policy, PolicyError
 from fedtta.messages import protobuf
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.replies import Evaluated, EvaluationResult, Telemetry

@@ -22,7 +22,7 @@ from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from fedtta.client.agent.config import AgentConfig
+from fedtta.client.config import AgentConfig
 from fedtta.client.relay import RelayTransport
 from fedtta.messages import agent_pb2, agent_pb2_grpc
 from fedtta.messages.flower import allow_messages

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedtta.client.agent.config import AgentConfig
+from fedtta.client.config import AgentConfig
 from fedtta.client.node import Node, perform
 from fedtta.client.own import _of_run
 from fedtta.client.sites import device_files, simulated_nodes
@@ -144,9 +144,10 @@ def test_a_file_that_leaves_limits_to_the_run_is_a_device(tmp_path: Path) -> Non
 def test_a_file_that_is_no_device_is_named(tmp_path: Path, content: str, told: str) -> None:
     device_file(tmp_path, "same", "x")
     (tmp_path / "wrong.toml").write_text(content)
-    with pytest.raises(SettingsError, match=told) as caught:
-        with_devices(OWN.replace(devices=str(tmp_path / "*.toml")))
-    assert "wrong.toml" in str(caught.value)
+    for read in (with_devices, simulated_nodes):  # the latter alone under `flwr run`
+        with pytest.raises(SettingsError, match=told) as caught:
+            read(OWN.replace(devices=str(tmp_path / "*.toml")))
+        assert "wrong.toml" in str(caught.value)
 
 
 def test_devices_that_do_not_exist_or_whose_data_do_not_fit_are_refused_before_the_run(tmp_path: Path) -> None:

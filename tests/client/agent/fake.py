@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.lifecycle import Changed
 from fedtta.client.agent.manifest import Model
 from fedtta.client.agent.observation import Observation
@@ -24,6 +23,7 @@ from fedtta.client.agent.predictions import NoModel, Prediction
 from fedtta.client.agent.scans import Scan
 from fedtta.client.agent.server import Running, serve
 from fedtta.client.agent.status import Saved, Status
+from fedtta.client.config import AgentConfig
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 from fedtta.messages.replies import Reply, Telemetry, Trained

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fedtta.client.agent.candidate import LEAST, MOST, Check, Samples, Shadow, check, spaced
-from fedtta.client.agent.config import Acceptance
 from fedtta.client.agent.live import Live
+from fedtta.client.config import Acceptance
 from fedtta.client.serving import Served
 from fedtta.models import TwoHead
 from tests.client.agent.world import labels, sample_images, served

@@ -18,10 +18,10 @@ import pytest
 
 from fedtta.client.agent import core, local
 from fedtta.client.agent.core import Agent
-from fedtta.client.agent.policy import PolicyError
 from fedtta.client.agent.predictions import NoModel
 from fedtta.client.agent.store import StateInUse
 from fedtta.client.node import Node
+from fedtta.client.policy import PolicyError
 from fedtta.client.state import DirectoryState
 from fedtta.messages.replies import Evaluated, Reply
 from fedtta.messages.requests import Evaluate, Identify, Request, TrainingTask

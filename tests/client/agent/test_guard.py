@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import COLLAPSES, KINDS, Guard, LastGood, Verdict, flat_images
 from fedtta.client.agent.live import Live, as_floats, checked
+from fedtta.client.config import Limits
 from fedtta.client.served import Baseline, entropy
 from tests.client.agent.world import served, unseen
 

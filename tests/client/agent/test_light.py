@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 
 from fedtta.client.agent.audit import lines
-from fedtta.client.agent.config import Limits
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.light import Exported, Light
 from fedtta.client.agent.live import Live
-from fedtta.client.agent.policy import Policy, PolicyError
 from fedtta.client.agent.store import Store
+from fedtta.client.config import Limits
+from fedtta.client.policy import Policy, PolicyError
 from fedtta.client.served import NETWORK, Baseline, ServedModel
 from fedtta.client.serving import Served
 from fedtta.messages.replies import Evaluated, Identity
@@ -209,7 +209,7 @@ def test_int8_needs_the_runtime_and_data(tmp_path: Path, keys: dict[str, Any]) -
 CODE = """
 import sys
 import numpy as np
-from fedtta.client.agent.config import AgentConfig
+from fedtta.client.config import AgentConfig
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.server import serve
 from fedtta.tta.registry import LIGHT, info

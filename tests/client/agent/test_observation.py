@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedtta.client.agent import observation
-from fedtta.client.agent.config import Limits
 from fedtta.client.agent.guard import Guard
 from fedtta.client.agent.observation import CONFIDENCE_WINDOW, Observation, Recent, folder_bytes, resident_bytes
-from fedtta.client.agent.policy import Policy
 from fedtta.client.agent.status import Status
+from fedtta.client.config import Limits
+from fedtta.client.policy import Policy
 from fedtta.client.served import Baseline
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
 from tests.client.agent.fake import config

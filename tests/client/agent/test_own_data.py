@@ -18,8 +18,8 @@ import torch
 from PIL import Image
 
 from fedtta.client.agent import own_data, scans
-from fedtta.client.agent.config import AgentConfig
 from fedtta.client.agent.core import Agent
+from fedtta.client.config import AgentConfig
 from fedtta.client.node import Node, make_device, perform
 from fedtta.client.own import _of_run, index_path
 from fedtta.client.state import MemoryState

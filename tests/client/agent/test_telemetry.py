@@ -17,9 +17,9 @@ import torch
 from fedtta.client.agent import audit, local
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.core import Agent
-from fedtta.client.agent.policy import Policy, PolicyError
 from fedtta.client.agent.predictions import PredictQueue
 from fedtta.client.agent.server import serve
+from fedtta.client.policy import Policy, PolicyError
 from fedtta.client.relay import relay
 from fedtta.messages.replies import WEIGHT_WINDOW, Identity, Reply, Telemetry
 from fedtta.messages.requests import Identify, Observe

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtta.client.agent.config import AgentConfig
-from fedtta.client.agent.policy import Policy
+from fedtta.client.config import AgentConfig
 from fedtta.client.node import Node, make_device, perform
+from fedtta.client.policy import Policy
 from fedtta.client.resources import federation_of
 from fedtta.client.serving import Served
 from fedtta.client.state import MemoryState

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedtta.client.agent.config import AgentConfig
+from fedtta.client.config import AgentConfig
 from fedtta.settings import SettingsError
 
 LEAST = 'name = "site-a"\nstate-dir = "state"\n'

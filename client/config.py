@@ -1,4 +1,4 @@
-"""Configuration of an agent, set by the owner of the device: a TOML file of keys, and the table `[policy]`."""
+"""Configuration of a device and its agent, set by the owner: `device.toml`, keys and the table `[policy]`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from fedtta.client.agent.policy import Policy
 from fedtta.client.names import LEFT, TABLES, absolute_source, check_name
+from fedtta.client.policy import Policy
 from fedtta.models.exported import PRECISIONS
 from fedtta.settings import Scalar, SettingsError, assignments, from_toml, parse_class_map
 from fedtta.settings.logs import FORMATS, LEVELS

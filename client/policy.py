@@ -351,7 +351,7 @@ class Policy:
                     raise PolicyError("adapters", f"{row.adapter}[{name}={value}]", f"at most {LARGEST_OPTION}")
 
     def _check_memory(self, settings: Settings, rows: Sequence[AdapterRow], own_data: bool) -> None:
-        from fedtta.client.agent.footprint import memory  # needs torch, which reading a config does not
+        from fedtta.client.footprint import memory  # needs torch, which reading a config does not
 
         estimate = memory(settings, rows, own_data) / MIB
         if estimate > self.most_memory_mb:
