@@ -185,18 +185,20 @@ def _part(folder: Path, part: str, count: int) -> np.ndarray:
 def _from_torchvision(request: Request, name: str, parts: tuple[str, ...]) -> Raw:
     """Read the files that torchvision extracts, downloading them if allowed; no pickled code is run."""
     facts = _FACTS[name]
-    if request.root is not None and request.download and not (request.root / facts.archive).is_dir():
-        from torchvision import datasets  # lazily: it takes seconds to import
+    needed = (*(file for part in parts for file in getattr(facts, part)), facts.meta)
+    if request.root is not None and request.download:
+        folder = request.root / facts.archive
+        if not all((folder / file).is_file() for file in needed):  # also after an interrupted download
+            from torchvision import datasets  # lazily: it takes seconds to import
 
-        (datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100)(str(request.root), download=True)
+            (datasets.CIFAR10 if name == "cifar10" else datasets.CIFAR100)(str(request.root), download=True)
     folder = _mark(request, name, "torchvision")
-    files = [folder / file for part in parts for file in getattr(facts, part)]
-    if missing := [path.name for path in (*files, folder / facts.meta) if not path.is_file()]:
+    if missing := [file for file in needed if not (folder / file).is_file()]:
         raise ValueError(f"{folder}: files are missing: {', '.join(missing)}")
     names = class_names(
         {"classes": np.asarray(_stored(folder / facts.meta, facts.names))}, facts.classes, folder / facts.meta
     )
-    batches = [_batch(path, facts) for path in files]
+    batches = [_batch(folder / file, facts) for file in needed[:-1]]
     return Raw(np.concatenate([one for one, _ in batches]), np.concatenate([one for _, one in batches]), names)
 
 

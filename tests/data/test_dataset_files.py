@@ -138,6 +138,10 @@ def test_torchvision_downloads_what_is_missing(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr("torchvision.datasets.CIFAR100", download)
     assert len(load("cifar100", root=tmp_path, download=True)) == 300
+    (tmp_path / "cifar-100-python" / "test").unlink()  # as an interrupted download leaves it
+    with pytest.raises(ValueError, match="files are missing: test"):
+        load("cifar100", root=tmp_path)
+    assert len(load("cifar100", root=tmp_path, part="test", download=True)) == 100
 
 
 def test_several_forms_or_none_of_them(tmp_path: Path) -> None:
