@@ -38,8 +38,9 @@ from fedtta.server.observation import Observation, patient
 from fedtta.server.privacy import Ledger, spent_note
 from fedtta.server.rates import initial_rates, learn_rates, save_rates
 from fedtta.server.resume import misfits
-from fedtta.server.rounds import Federation, train
+from fedtta.server.rounds import Federation
 from fedtta.server.secure import SecureAggregation
+from fedtta.server.training import train
 from fedtta.settings import Settings, SettingsError, assignments, is_number
 from fedtta.strategies import Broadcast
 

@@ -24,7 +24,7 @@ from fedtta.server.methods import plan
 from fedtta.server.report import read_results
 from fedtta.server.report.accuracy import MARK, client_section
 from fedtta.server.report.scores import METRICS, client_outliers, outlying, table
-from fedtta.server.rounds import train_round
+from fedtta.server.training import train_round
 from fedtta.server.trainings import TrainingStage
 from fedtta.settings import Settings
 from fedtta.strategies.arrays import weighted_mean

@@ -34,8 +34,9 @@ from fedtta.server.events import Event, Events, JsonLines, QuorumMissed
 from fedtta.server.methods import plan
 from fedtta.server.nodes import Nodes
 from fedtta.server.privacy import Ledger, check_privacy, feasible_statistics
-from fedtta.server.rounds import Federation, train_round
+from fedtta.server.rounds import Federation
 from fedtta.server.secure import SecureAggregation, Sum, neighbourhoods
+from fedtta.server.training import train_round
 from fedtta.server.trainings import TrainingStage
 from fedtta.settings import Settings, SettingsError, to_json
 from tests.transports import Clock, FakeTransport

@@ -24,7 +24,8 @@ from fedtta.server.adaptation import needed_records, strategy_message
 from fedtta.server.aggregation import make_strategy
 from fedtta.server.events import RunError
 from fedtta.server.limits import Limits, RatesLimits, SharedLimits, StatisticsLimits
-from fedtta.server.rounds import Round, train_round
+from fedtta.server.rounds import Round
+from fedtta.server.training import train_round
 from fedtta.server.trainings import TrainingStage
 from fedtta.server.validation import AdaptCheck
 from fedtta.strategies import AGGREGATIONS, COLLABORATIONS

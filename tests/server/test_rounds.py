@@ -21,7 +21,8 @@ from fedtta.server.aggregation import make_strategy
 from fedtta.server.events import Event, Events, NoReplies, QuorumMissed
 from fedtta.server.methods import Training
 from fedtta.server.nodes import Nodes
-from fedtta.server.rounds import Federation, Round, train, train_round
+from fedtta.server.rounds import Federation, Round
+from fedtta.server.training import train, train_round
 from fedtta.server.trainings import TrainingStage
 from fedtta.server.validation import AdaptCheck, RatesCheck
 from fedtta.settings import Settings, from_json
