@@ -3,7 +3,7 @@
     data = own_data("folder:/data/site-a", classes=("covid", "normal"), preprocessing=Preprocessing(image_size=224))
     x = data.images.batch(data.split.train[:32])      # read from disk now, [32, 3, 224, 224] in [0, 1]
 
-`python -m fedtta.data.sources folder:/data/site-a` shows samples, classes, groups, splits, and what is skipped and why.
+`fedtta data folder:/data/site-a` shows samples, classes, groups, splits, and what is skipped and why.
 """
 
 from .base import Source, UnusableData, open_source

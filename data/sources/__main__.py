@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtta.models.preprocessing import Preprocessing
-from fedtta.settings import parse_class_map
+from fedtta.settings import Settings, parse_class_map
 
 from .base import SPLITS, UnusableData, open_source
 from .own import OwnData, own_data
@@ -39,6 +39,7 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
     console = console or Console()
     shown = None if arguments.all else SHOWN
     try:
+        limits = Settings(max_megapixels=arguments.max_megapixels, max_skipped=arguments.max_skipped)
         class_map = parse_class_map(arguments.class_map)
         classes = tuple(name.strip() for name in arguments.classes.split(",") if name.strip())
         if not classes:
@@ -50,7 +51,7 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
             class_map=class_map,
             preprocessing=Preprocessing(window=arguments.window or None),
             max_skipped=1.0,  # shown before it is refused
-            max_megapixels=arguments.max_megapixels,
+            max_megapixels=limits.max_megapixels,
             role=arguments.role,
         )
     except (ValueError, OSError) as error:
@@ -62,8 +63,8 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
     show_skipped(data.skipped, console, shown)
     for note in data.notes:
         console.print(Text(f"- {note}"))
-    if data.unusable > arguments.max_skipped * data.samples:
-        console.print(f"error: a run with max-skipped = {arguments.max_skipped:g} refuses these data")
+    if data.unusable > limits.max_skipped * data.samples:
+        console.print(f"error: a run with max-skipped = {limits.max_skipped:g} refuses these data")
         return 2
     return 0
 

@@ -184,7 +184,7 @@ class FolderSource:
             reasons = "; ".join(sorted(set(closed.values())))
             raise UnusableData(
                 f"{self.root}: {len(closed)} folders in it cannot be listed ({reasons}). "
-                f"`python -m fedtta.data.sources folder:{self.root}` names them",
+                f"`fedtta data folder:{self.root}` names them",
                 closed,
             )
         images = {path: entry for path, entry in files.items() if path.lower().endswith(ENDINGS)}

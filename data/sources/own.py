@@ -183,10 +183,10 @@ def _check_skipped(source_text: str, scanned: Scanned, max_skipped: float) -> No
     """Raise an error unless enough samples can be used."""
     count, total = len(scanned.skipped), scanned.total
     if count > max_skipped * total or not scanned.samples:
+        limit = f"; max-skipped = {max_skipped:g} allows {int(max_skipped * total)}" if scanned.samples else ""
         raise UnusableData(
-            f"data = {source_text!r}: {count} of {total} samples cannot be used ({reasons(scanned.skipped)}); "
-            f"max-skipped = {max_skipped:g} allows {int(max_skipped * total)}. "
-            f"`python -m fedtta.data.sources {source_text}` names them",
+            f"data = {source_text!r}: {count} of {total} samples cannot be used ({reasons(scanned.skipped)}){limit}. "
+            f"`fedtta data {source_text}` names them",
             scanned.skipped,
         )
 

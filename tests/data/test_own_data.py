@@ -437,7 +437,19 @@ def test_the_command_names_what_it_cannot_use_at_all(tmp_path: Path) -> None:
     status, output = shown(f"folder:{tmp_path}")
     assert status == 2
     assert "only.png" in output
-    assert "1 of 1 samples cannot be used" in " ".join(output.split())
+    words = " ".join(output.split())
+    assert f"1 of 1 samples cannot be used (1 empty file). `fedtta data folder:{tmp_path}` names them" in words
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [("max-megapixels", "nan", "more than 0"), ("max-megapixels", "-1", "more than 0"), ("max-skipped", "2", "at most 1")],
+)
+def test_the_command_refuses_limits_that_no_run_can_have(tmp_path: Path, option: str, value: str, allowed: str) -> None:
+    status, output = shown(folder(tmp_path, {"a/1.png": 1}), f"--{option}", value)
+    assert status == 2
+    assert f"error: {option} = {float(value)}: allowed" in output
+    assert allowed in output
 
 
 def shown(*words: str) -> tuple[int, str]:
