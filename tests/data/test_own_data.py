@@ -443,7 +443,11 @@ def test_the_command_names_what_it_cannot_use_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
-    [("max-megapixels", "nan", "more than 0"), ("max-megapixels", "-1", "more than 0"), ("max-skipped", "2", "at most 1")],
+    [
+        ("max-megapixels", "nan", "a finite number"),
+        ("max-megapixels", "-1", "more than 0"),
+        ("max-skipped", "2", "at most 1"),
+    ],
 )
 def test_the_command_refuses_limits_that_no_run_can_have(tmp_path: Path, option: str, value: str, allowed: str) -> None:
     status, output = shown(folder(tmp_path, {"a/1.png": 1}), f"--{option}", value)
