@@ -385,12 +385,14 @@ def serve(
     """Serve a model with no federation; its config is STATE-DIR/device.toml."""
     import tomli_w
 
-    from fedtta.client.config import AgentConfig
+    from fedtta.client.config import UNIX, AgentConfig
     from fedtta.settings import from_toml
     from fedtta.settings.files import write_atomically
 
     if not model.is_file():
         raise click.UsageError(f"{model}: no such file")
+    if listen.startswith(UNIX):  # a relative path in device.toml would be one in the folder of the state
+        listen = f"{UNIX}{Path(listen.removeprefix(UNIX)).expanduser().absolute()}"
     file = state / "device.toml"
     content = {"name": name, "model": str(model.resolve()), "state-dir": str(state.resolve()), "adapter": adapter}
     content |= {"listen": listen} if listen else {}

@@ -15,6 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from fedtta import cli
+from fedtta.client.config import AgentConfig
 from fedtta.settings import GROUPS, Settings, keys_in
 from tests.client.agent import fake
 
@@ -155,6 +156,15 @@ def test_serve_writes_the_agents_config(tmp_path: Path, called: list[tuple[str, 
     assert called == [("fedtta.client.agent.__main__", ["--config", str(state / "device.toml")])]
     content = tomllib.loads((state / "device.toml").read_text())
     assert content == {"name": "a", "model": str(model), "state-dir": str(state), "adapter": "tent"}
+
+
+def test_a_relative_socket_of_serve_is_where_the_other_commands_look(
+    tmp_path: Path, called: list[tuple[str, list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").touch()
+    assert invoke("serve", "m", "--state-dir", "state", "--listen", "unix:run/a.sock").exit_code == 0
+    assert AgentConfig.from_toml(tmp_path / "state/device.toml").listen_address == f"unix:{tmp_path}/run/a.sock"
 
 
 @pytest.mark.parametrize(
