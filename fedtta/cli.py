@@ -385,6 +385,7 @@ def serve(
     """Serve a model with no federation; its config is STATE-DIR/device.toml."""
     import tomli_w
 
+    from fedtta.client.agent.store import Lock, StateInUse
     from fedtta.client.config import UNIX, AgentConfig
     from fedtta.settings import from_toml
     from fedtta.settings.files import write_atomically
@@ -403,8 +404,14 @@ def serve(
                 f"{file} has keys that serve does not write ({', '.join(sorted(more))}): "
                 f"run `fedtta agent --config {file}`, or choose another --state-dir"
             )
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_atomically(file, tomli_w.dumps(content).encode())
+        try:
+            lock = Lock(state)
+        except StateInUse as error:  # before the config of the running agent is replaced
+            raise click.ClickException(str(error)) from error
+        try:
+            write_atomically(file, tomli_w.dumps(content).encode())
+        finally:
+            lock.release()
     call("fedtta.client.agent.__main__", ["--config", str(file)])
 
 

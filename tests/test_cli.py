@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from fedtta import cli
+from fedtta.client.agent.store import Lock
 from fedtta.client.config import AgentConfig
 from fedtta.settings import GROUPS, Settings, keys_in
 from tests.client.agent import fake
@@ -165,6 +167,21 @@ def test_a_relative_socket_of_serve_is_where_the_other_commands_look(
     (tmp_path / "m").touch()
     assert invoke("serve", "m", "--state-dir", "state", "--listen", "unix:run/a.sock").exit_code == 0
     assert AgentConfig.from_toml(tmp_path / "state/device.toml").listen_address == f"unix:{tmp_path}/run/a.sock"
+
+
+def test_serve_leaves_the_config_of_a_running_agent_alone(
+    tmp_path: Path, called: list[tuple[str, list[str]]]
+) -> None:
+    (tmp_path / "m").touch()
+    (tmp_path / "device.toml").write_text('name = "a"\n')
+    lock = Lock(tmp_path)
+    done = invoke("serve", str(tmp_path / "m"), "--state-dir", str(tmp_path), "--name", "b")
+    assert (done.exit_code, called) == (1, [])
+    assert f"error: {tmp_path} is in use by the agent with process id {os.getpid()}" in done.stderr
+    assert (tmp_path / "device.toml").read_text() == 'name = "a"\n'
+    lock.release()
+    assert invoke("serve", str(tmp_path / "m"), "--state-dir", str(tmp_path), "--name", "b").exit_code == 0
+    assert tomllib.loads((tmp_path / "device.toml").read_text())["name"] == "b"
 
 
 @pytest.mark.parametrize(
