@@ -82,7 +82,7 @@ def refused() -> Iterator[None]:
 
     try:
         yield
-    except (SettingsError, FileNotFoundError, PermissionError) as error:
+    except (SettingsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
 

@@ -169,9 +169,7 @@ def test_a_relative_socket_of_serve_is_where_the_other_commands_look(
     assert AgentConfig.from_toml(tmp_path / "state/device.toml").listen_address == f"unix:{tmp_path}/run/a.sock"
 
 
-def test_serve_leaves_the_config_of_a_running_agent_alone(
-    tmp_path: Path, called: list[tuple[str, list[str]]]
-) -> None:
+def test_serve_leaves_the_config_of_a_running_agent_alone(tmp_path: Path, called: list[tuple[str, list[str]]]) -> None:
     (tmp_path / "m").touch()
     (tmp_path / "device.toml").write_text('name = "a"\n')
     lock = Lock(tmp_path)
@@ -234,6 +232,8 @@ def test_an_agent_answers_its_owner() -> None:
         ("runs", "runs"),
         ("settings wether", "no group and no key is called 'wether'"),
         ("serve nowhere.safetensors --state-dir s", "nowhere.safetensors"),
+        ("serve file --state-dir file", "File exists: 'file'"),
+        ("serve file --state-dir file/state", "'file"),
         ("models", "--agent"),
         ("devices list --root-certificates nowhere.crt", "nowhere.crt"),
         ("devices enrol nowhere.pub --insecure", "nowhere.pub"),
@@ -246,6 +246,7 @@ def test_wrong_usage_is_one_line_and_status_2(
     words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     done = invoke(*words.split(), width=200)
     assert done.exit_code == 2
     assert done.stdout == ""
