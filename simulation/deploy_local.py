@@ -168,6 +168,8 @@ def deploy(plan: Plan) -> Table:
     ------
     FlowerError, KeysError
         A process could not be started or stopped, the run did not complete, or an agent does not answer.
+    OSError
+        The folder cannot be written.
     """
     from fedtta.simulation import deployment
 
@@ -261,7 +263,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     try:
         table = deploy(plan)
-    except (FlowerError, KeysError) as error:
+    except (FlowerError, KeysError, OSError) as error:
         print(f"deployment failed: {error}", file=sys.stderr)
         return 1
     console = Console()

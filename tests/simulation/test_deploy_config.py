@@ -305,6 +305,17 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert reason in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of this process remain
+    (tmp_path / "file").touch()
+    assert deploy_local.main(["--folder", str(tmp_path / "file"), "--insecure"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("deployment failed: ")
+    assert str(tmp_path / "file") in told
+
+
 def test_an_agents_file_is_what_agents_read(tmp_path: Path) -> None:
     with deployment.sockets_folder() as sockets:
         assert sockets.stat().st_mode & 0o777 == 0o700
