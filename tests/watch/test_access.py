@@ -164,8 +164,9 @@ def test_a_login_leads_nowhere_else(there: str, folder: Path) -> None:
 
 def test_logins_of_other_sites_and_long_ones_are_refused(folder: Path) -> None:
     with browser(folder, Access(TOKEN)) as local:
-        there = {"origin": "http://evil.example"}
-        assert local.post(LOGIN, data={"token": TOKEN}, headers=there).status_code == 403
+        for origin in ("http://evil.example", "http://[", "http://[x]", "null", "", "//", "\xff"):
+            there = {"origin": origin.encode("latin-1")}
+            assert local.post(LOGIN, data={"token": TOKEN}, headers=there).status_code == 403
         assert local.post(LOGIN, data={"token": "x" * 10_000}).status_code == 413
         assert local.post(LOGIN, data={"token": TOKEN}, headers={"origin": LOCAL}).status_code == 303
         assert local.post(LOGIN, content=b"\xff\xfe%ff").status_code == 401
