@@ -197,8 +197,8 @@ def device_metrics(devices: Iterable[FleetDevice]) -> list[Metric]:
 
 
 def run_metrics(runs: dict[str, Run]) -> list[Metric]:
-    """Return the metrics of runs by name."""
-    each = [((printable(name, NAME_LENGTH),), run) for name, run in runs.items()]
+    """Return the metrics of runs by name; a name is that of a folder, printable and as long as a disk allows."""
+    each = [((name,), run) for name, run in runs.items()]
     trainings = [((*names, label), one) for names, run in each for label, one in run.trainings.items()]
     return [
         *(one.of(each, ("run",)) for one in RUN),

@@ -151,6 +151,15 @@ def test_two_devices_of_one_name_are_one(tmp_path: Path) -> None:
     assert [sample.value for sample in samples] == [2]
 
 
+def test_runs_with_long_names_have_their_own_labels(tmp_path: Path) -> None:
+    names = [f"{'r' * 250}{end}" for end in "ab"]
+    for name in names:
+        write_events(tmp_path / name, [json.dumps(event) for event in run_events(1)])
+    with app(tmp_path) as client:
+        one = scraped(client.get("/metrics").text)  # which refuses a series that is there twice
+    assert sorted(dict(labels)["run"] for name, labels in one if name == "fedtta_run_ended") == names
+
+
 def test_hostile_texts_stay_in_their_labels(tmp_path: Path) -> None:
     """Names of trainings are of a file that may be damaged, models and kinds of events are a device's."""
     evil = 'x"} 1\nfedtta_rounds_total{run="evil\\", training="\udcff\x1b[2J'
