@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from fedtta.client.served import REST
 from fedtta.models import load_arrays
@@ -47,8 +48,9 @@ class Entry:
     def __post_init__(self) -> None:
         """Refuse values that no manifest of ours holds."""
         wrong = [f.name for f in fields(self) if type(getattr(self, f.name)).__name__ != f.type]
-        if wrong or not self.name.isdigit():
-            raise ValueError(f"a snapshot's {wrong or ['name']} cannot be read")
+        if wrong or not _is_counter(self.name):
+            wrong = wrong or ["name"]
+            raise ValueError(f"a snapshot: {wrong[0]} = {getattr(self, wrong[0])!r}")
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,15 @@ class Model:
 
     def __post_init__(self) -> None:
         """Refuse values that no manifest of ours holds."""
-        texts = (self.name, self.digest, self.origin, self.reason)
-        if not all(isinstance(text, str) for text in texts) or not self.name.isdigit() or self.state not in STATES:
-            raise ValueError(f"model {self.name!r} cannot be read")
+        fits = {
+            "name": _is_counter(self.name),
+            **{name: isinstance(getattr(self, name), str) for name in ("digest", "origin", "reason")},
+            "state": self.state in STATES,
+            **{name: _is_number(getattr(self, name)) for name in ("time", "served_at")},
+            "check": isinstance(self.check, Mapping) and all(map(_is_number, self.check.values())),
+        }
+        if wrong := [name for name, right in fits.items() if not right]:
+            raise ValueError(f"a model: {wrong[0]} = {getattr(self, wrong[0])!r}")
         object.__setattr__(self, "check", dict(self.check))
 
     @property
@@ -183,14 +191,33 @@ class Manifest:
             raise NewerSchema(f"{path}: schema {schema} is newer than this program's {SCHEMA}")
         if schema not in (ONE_MODEL, SCHEMA):
             raise ValueError(f"schema {schema!r}")
-        snapshots = tuple(Entry(**entry) for entry in content["snapshots"])
+        snapshots = tuple(Entry(**entry) for entry in _objects(content, "snapshots"))
         if schema == SCHEMA:
-            found = tuple(Model(**model) for model in content["models"])
-            return cls(found, snapshots, str(content["file"]))
+            if not isinstance(content["file"], str):
+                raise ValueError(f"file = {content['file']!r}: allowed is a text")
+            return cls(tuple(Model(**model) for model in _objects(content, "models")), snapshots, content["file"])
         name, digest = str(content["model"]), str(content["digest"])
         if not name:
             return cls()
         return cls((Model(name, digest, origin_of(models / name)),), snapshots)
+
+
+def _is_counter(name: object) -> bool:
+    """Return whether a value is the name of a model or a snapshot."""
+    return isinstance(name, str) and name.isascii() and name.isdigit()
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _objects(content: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the list of objects under a key; ValueError if that is something else."""
+    found = content[key]
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise ValueError(f"{key}: allowed is a list of objects")
+    return found
 
 
 def origin_of(folder: Path) -> str:

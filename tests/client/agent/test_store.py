@@ -136,6 +136,43 @@ def test_an_unreadable_manifest_is_rebuilt_from_the_files(tmp_path: Path, conten
     store.close()
 
 
+@pytest.mark.parametrize(
+    ("of", "field", "value", "told"),
+    [
+        ("models", "name", 1, "a model: name = 1"),
+        ("models", "name", "\u00b2", "a model: name = '\u00b2'"),  # a digit, but no number
+        ("models", "digest", None, "a model: digest = None"),
+        ("models", "origin", ["run"], "a model: origin = ['run']"),
+        ("models", "state", ["served"], "a model: state = ['served']"),
+        ("models", "time", "now", "a model: time = 'now'"),
+        ("models", "served_at", None, "a model: served_at = None"),
+        ("models", "served_at", float("nan"), "a model: served_at = nan"),
+        ("models", "served_at", 10**310, f"a model: served_at = {10**310}"),
+        ("models", "reason", 0, "a model: reason = 0"),
+        ("models", "check", {"lost": "0.1"}, "a model: check = {'lost': '0.1'}"),
+        ("models", "check", [["lost", 0.1]], "a model: check = [['lost', 0.1]]"),
+        ("models", "check", {"lost": True}, "a model: check = {'lost': True}"),
+        ("snapshots", "samples", "40", "a snapshot: samples = '40'"),
+        ("snapshots", "name", "\u00b2", "a snapshot: name = '\u00b2'"),
+        ("", "models", {"1": {}}, "models: allowed is a list of objects"),
+        ("", "snapshots", ["000004"], "snapshots: allowed is a list of objects"),
+        ("", "file", None, "file = None: allowed is a text"),
+    ],
+)
+def test_a_manifest_of_wrong_types_is_rebuilt_and_its_field_named(
+    tmp_path: Path, of: str, field: str, value: object, told: str
+) -> None:
+    filled(tmp_path)
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    (content[of][-1] if of else content)[field] = value
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    store, notes = opened(tmp_path)
+    assert notes == [f"{tmp_path}/manifest.json cannot be read ({told}); rebuilt from the intact files"]
+    assert newest(store) == ("000004", 40, 4.0)
+    store.add(model(2), "served")
+    store.close()
+
+
 def test_a_manifest_of_a_newer_program_is_refused_and_left_alone(tmp_path: Path) -> None:
     filled(tmp_path)
     content = json.loads((tmp_path / "manifest.json").read_text())
