@@ -220,8 +220,8 @@ class Agent:
                 arrays, samples = live.state(), live.samples
                 live.changed, live.tried = False, samples
             try:
-                if self._store.served is None or self._store.served.digest != live.digest:  # another adapter
-                    self._store.refit(live.served)
+                if self._store.served is None or self._store.served.digest != live.digest:
+                    self._store.refit(live.served)  # another adapter, or an older model
                 entry = self._store.save(arrays, samples, live.digest)
             except BaseException:
                 live.changed = True

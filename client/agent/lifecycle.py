@@ -22,7 +22,7 @@ from fedtta.client.agent.live import Live, as_floats
 from fedtta.client.agent.log import EventLog
 from fedtta.client.agent.manifest import Model, State
 from fedtta.client.agent.observation import Recent
-from fedtta.client.agent.store import Store
+from fedtta.client.agent.store import UNREADABLE, Store
 from fedtta.client.config import AgentConfig
 from fedtta.client.served import ServedModel
 from fedtta.messages.requests import AdapterRow
@@ -111,7 +111,7 @@ class Lifecycle:
                 return False
             if model != served:
                 self._note(f"model {served.version} cannot be read: {model.version} is served")
-                self.store.promote(model.name, "its files cannot be read")
+                self.store.promote(model.name, UNREADABLE)
             break
         return True
 

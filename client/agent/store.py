@@ -29,6 +29,7 @@ from fedtta.settings.files import make_folder, write_atomically
 __all__ = ["SCHEMA", "Lock", "NewerSchema", "StateInUse", "Store"]
 
 LEAST = 2  # models, and snapshots of each, that are kept
+UNREADABLE = "its files cannot be read"  # why a model is no longer served
 FORMAT, VERSION = "fedtta-adapter-state", "1"
 #: Raised by files that cannot be read.
 DAMAGED = (ValueError, OSError, KeyError, TypeError)
@@ -176,16 +177,22 @@ class Store:
         return next(one for one in self.models if one.name == model.name)
 
     def refit(self, served: ServedModel) -> None:
-        """Store another version of the served model, such as for another adapter, and remove that with its snapshots.
+        """Store another version of a model, such as for another adapter, as the served one, and remove the former.
 
-        Nothing changes on OSError.
+        That is the served model, or an older one that is in service since the served one cannot be read, which a full
+        disk has kept from being written (`promote`). Nothing changes on OSError.
         """
-        old = self.served
-        if old is None:
+        if self.served is None:
             self.add(served, "served")
             return
-        model = replace(old, name=self._next_name(), digest=served.digest())
-        self._put(served, model.name, self._manifest.without(old.name).with_model(model))
+        digest = served.digest()
+        old = max(
+            (model for model in self.models if model.state in ("served", "kept")),
+            key=lambda model: (model.digest == digest, model.origin == served.origin, model.state == "served"),
+        )
+        model = replace(old, name=self._next_name(), digest=digest)
+        manifest = self._manifest.without(old.name).with_model(model)
+        self._put(served, model.name, manifest if old == self.served else _served(manifest, model.name, UNREADABLE))
 
     def refuse(self, digest: str, origin: str, reason: str, check: Mapping[str, float] | None = None) -> Model:
         """Record a refused model, and remove its files if it was a candidate; nothing changes on OSError."""

@@ -355,6 +355,34 @@ def test_where_the_served_model_is_damaged_the_one_before_is_served(
     assert two.predict(sample_images(0, 5)).version == first
 
 
+def test_where_a_full_disk_keeps_that_from_being_written_it_is_written_later(
+    folder: Path, agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = agents()
+    first, (model, _) = one.status().version, one.models()[0]
+    new = replace(one._live.served, origin="run2/cross_entropy/5")
+    second = one._models.offer(new, Samples.none(new.shape)).removeprefix("promoted ")
+    one.close()
+    (folder / "state" / "models" / "2" / "network.safetensors").write_bytes(b"half")
+
+    def full(path: Path, content: bytes) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fedtta.client.agent.store.write_atomically", full)
+        two = agents()
+    assert two.status().version == first
+    predicted(two, 0, 20)
+    two.snapshot()
+    assert [(one.version, one.state, one.reason, one.time, one.check) for one, _ in two.models()] == [
+        (second, "kept", "its files cannot be read", two.models()[0][0].time, two.models()[0][0].check),
+        (first, "served", "", model.time, model.check),
+    ]
+    two.close()
+    three = agents()
+    assert (three.status().version, three.status().samples, three.status().notes) == (first, 20, [])
+
+
 def test_a_full_disk_refuses_a_model_and_the_served_one_goes_on(
     start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

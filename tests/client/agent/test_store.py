@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -361,6 +362,22 @@ def test_models_are_kept_up_to_a_number_with_their_snapshots(tmp_path: Path) -> 
         ("kept", ""), ("kept", ""), ("refused", "rolled back"), ("served", ""),
     ]  # fmt: skip
     assert store.snapshots(model(4).digest()) == []
+    store.close()
+
+
+@pytest.mark.parametrize("other", [{}, {"chosen": {"beta": 0.3}}])  # the model as it is; with another adapter
+def test_a_model_that_is_not_the_served_one_keeps_its_record_when_it_is_stored_again(
+    tmp_path: Path, other: dict[str, dict[str, float]]
+) -> None:
+    store, _ = opened(tmp_path)
+    for seed, origin in ((1, "r/t/1"), (2, "r/t/2")):
+        store.add(replace(model(seed), origin=origin), "served", {"accuracy": seed / 10})
+    store.refit(replace(model(1), origin="r/t/1", **other))
+    assert [(one.name, one.origin, one.state, one.check, one.reason) for one in store.models] == [
+        ("2", "r/t/2", "kept", {"accuracy": 0.2}, "its files cannot be read"),
+        ("3", "r/t/1", "served", {"accuracy": 0.1}, ""),
+    ]
+    assert store.load_model() is not None
     store.close()
 
 
