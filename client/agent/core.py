@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -89,7 +89,7 @@ class Agent:
         self.audit = Audit(config.state_folder, config.log_mb << 20)
         self._work = Work(config.policy, self.backend.check, config.private_folder, self.audit)
         self._models = Lifecycle(config, self._row, self._store, self._note, self.log, self._save)
-        self.log.version = lambda: self._live.version if self._live else ""
+        self.log.version = lambda: self.version
         try:
             self._models.start()
             if config.model:
@@ -110,6 +110,16 @@ class Agent:
         """Return "sample" if requests may be joined into one batch, otherwise "batch"."""
         live = self._live
         return "batch" if live is None else live.adapter.per
+
+    @property
+    def version(self) -> str:
+        """Return the version of the model in service; empty if there is none."""
+        return self._live.version if self._live else ""
+
+    @property
+    def serving(self) -> AbstractContextManager[object]:
+        """Return a context in which the model in service is not replaced; a thread may enter it within itself."""
+        return self._models.predicting
 
     def check(self, pixels: NDArray[Any] | Encoded) -> NDArray[Any]:
         """Return images [B, C, H, W] that the network can take, uint8 or float32 in [0, 1].

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -111,6 +112,14 @@ class Predicts(Protocol):
     def per(self) -> Literal["sample", "batch"]:
         """Return "sample" if requests may be joined into one batch, otherwise "batch"."""
 
+    @property
+    def version(self) -> str:
+        """Return the version of the model in service; empty if there is none."""
+
+    @property
+    def serving(self) -> AbstractContextManager[object]:
+        """Return a context in which the model in service is not replaced."""
+
     def check(self, pixels: NDArray[Any] | Encoded) -> NDArray[Any]:
         """Return images that the network can take."""
 
@@ -199,27 +208,38 @@ class PredictQueue:
 
     def _predict(self, batch: list[_Request]) -> None:
         """Predict a batch; a bad request fails alone."""
-        good: list[_Request] = []
-        checked: list[NDArray[Any]] = []
+        version, checked = self._agent.version, self._checked(batch)
+        with self._agent.serving:
+            if self._agent.version != version:  # files are prepared for the model that predicts them
+                checked = self._checked([request for request, _ in checked])
+            self._answer(checked)
+
+    def _checked(self, batch: list[_Request]) -> list[tuple[_Request, NDArray[Any]]]:
+        """Return the good requests of a batch with their images."""
+        checked = []
         for request in batch:
             try:
-                checked.append(self._agent.check(request.pixels))
-                good.append(request)
+                checked.append((request, self._agent.check(request.pixels)))
             except Exception as error:
                 request.future.set_exception(error)
-        if not good:
+        return checked
+
+    def _answer(self, checked: list[tuple[_Request, NDArray[Any]]]) -> None:
+        """Predict the requests of a batch; one that causes an error fails alone."""
+        if not checked:
             return
         try:
-            prediction = self._agent.predict(_one_batch(checked))
+            prediction = self._agent.predict(_one_batch([pixels for _, pixels in checked]))
         except Exception as error:
-            if len(good) == 1:
-                good[0].future.set_exception(error)
-            else:  # the request that causes the error fails alone
-                half = len(good) // 2
-                self._predict(good[:half])
-                self._predict(good[half:])
+            if len(checked) == 1:
+                checked[0][0].future.set_exception(error)
+            else:
+                half = len(checked) // 2
+                self._answer(checked[:half])
+                self._answer(checked[half:])
             return
-        for request, part in zip(good, prediction.split([len(pixels) for pixels in checked]), strict=True):
+        parts = prediction.split([len(pixels) for _, pixels in checked])
+        for (request, _), part in zip(checked, parts, strict=True):
             request.future.set_result(part)
 
 

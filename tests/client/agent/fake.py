@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class FakeAgent:
     """Answers a sample with its first pixel: probabilities (p, 1 - p, 0), e = p. `seen` has the pixels in order."""
 
     per = "batch"  # one request a batch, so that a test knows how many have begun
+    version, serving = "v", nullcontext()  # there is one model only
 
     def __init__(self, config: AgentConfig) -> None:
         self.config, self.log, self.audit = config, FakeLog(), FakeAudit()

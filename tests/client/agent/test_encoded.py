@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.encoded import Encoded
+from fedtta.client.agent.live import as_floats
+from fedtta.client.agent.predictions import PredictQueue
 from fedtta.client.agent.server import serve
 from fedtta.client.serving import Served
 from fedtta.messages import agent_pb2 as pb
@@ -92,6 +96,26 @@ def test_a_model_that_says_nothing_has_the_default_preprocessing(tmp_path: Path)
     np.testing.assert_array_equal(made.check(Encoded((encoded("PNG"),)))[0], rule.apply(image()))
     assert made.status().classes == tuple("0123456789")
     made.close()
+
+
+def test_files_are_prepared_for_the_model_that_predicts_them(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model of the same shape comes between the check of a request and its prediction."""
+    model, rule = agent._live.served, Preprocessing(16)  # type: ignore[union-attr]
+    other = replace(model, spec={**model.spec, "preprocessing": rule.to_dict()}, origin="r/t/2")
+    check = agent.check
+
+    def interrupted(pixels: Any) -> Any:
+        found = check(pixels)
+        agent._models.offer(other, Samples.none(other.shape), "its file")
+        return found
+
+    monkeypatch.setattr(agent, "check", interrupted)
+    queue = PredictQueue(agent, 8, 8)
+    answer = queue.submit(Encoded((encoded("PNG"),))).result(60)
+    queue.close()
+    assert answer.version == f"r/t/2/{other.digest()[:8]}"
+    expected = other.unadapted(as_floats(rule.apply(image())[None]))
+    np.testing.assert_allclose(answer.probabilities, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.client.agent.world import sample_images, served
 class Fake:
     """Answers with the first pixel of each image; waits until it may, and remembers the batches."""
 
+    version, serving = "v", nullcontext()
     per: str = "sample"
     may: threading.Event = field(default_factory=threading.Event)
     begun: threading.Event = field(default_factory=threading.Event)
@@ -169,6 +171,8 @@ def test_many_threads_lose_and_mix_up_nothing(fake: Fake) -> None:
 
 class Slow:
     """A real model that waits before its first batch, so that the others are joined."""
+
+    version, serving = "v", nullcontext()
 
     def __init__(self, adapter: str) -> None:
         self.live = Live(served(adapter), None, lambda text: None)
