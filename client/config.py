@@ -339,17 +339,26 @@ class AgentConfig:
     def from_mapping(cls, content: Mapping[str, Any], folder: Path = Path()) -> AgentConfig:
         """Build a config from flat hyphenated keys and the table `policy`; relative paths are relative to `folder`."""
         values = by_field(cls, content)
-        if isinstance(rules := values.get("policy", {}), Mapping):
-            values["policy"] = Policy.from_mapping(rules)
-        for name in PATHS:
-            if isinstance(values.get(name), str) and values[name]:
-                values[name] = str(folder / Path(values[name]).expanduser())
-        if isinstance(values.get("data"), str):
-            values["data"] = absolute_source(values["data"], folder)
-        for name in ("listen", "relay"):
-            if isinstance(values.get(name), str) and values[name].startswith(UNIX):
-                values[name] = f"{UNIX}{folder / Path(values[name].removeprefix(UNIX)).expanduser()}"
+        if "policy" in values:
+            if not isinstance(values["policy"], Mapping):
+                raise SettingsError(f"policy = {values['policy']!r}: allowed is a table [policy]")
+            values["policy"] = Policy.from_mapping(values["policy"])
+        for name in (*PATHS, "data", "listen", "relay"):
+            if isinstance(text := values.get(name), str) and text:
+                try:
+                    values[name] = _absolute(name, text, folder)
+                except RuntimeError as error:  # "~" of no user
+                    raise SettingsError(f"{key_of(name)} = {text!r}: {error}") from error
         return cls(**values)
+
+
+def _absolute(name: str, text: str, folder: Path) -> str:
+    """Return the value of a key with its path, if it holds one, relative to `folder`."""
+    if name == "data":
+        return absolute_source(text, folder)
+    if name in PATHS:
+        return str(folder / Path(text).expanduser())
+    return f"{UNIX}{folder / Path(text.removeprefix(UNIX)).expanduser()}" if text.startswith(UNIX) else text
 
 
 def _word(value: Scalar) -> str:

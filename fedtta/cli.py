@@ -386,19 +386,18 @@ def serve(
     import tomli_w
 
     from fedtta.client.agent.store import Lock, StateInUse
-    from fedtta.client.config import UNIX, AgentConfig
+    from fedtta.client.config import AgentConfig
     from fedtta.settings import from_toml
     from fedtta.settings.files import write_atomically
 
     if not model.is_file():
         raise click.UsageError(f"{model}: no such file")
-    if listen.startswith(UNIX):  # a relative path in device.toml would be one in the folder of the state
-        listen = f"{UNIX}{Path(listen.removeprefix(UNIX)).expanduser().absolute()}"
     file = state / "device.toml"
     content = {"name": name, "model": str(model.resolve()), "state-dir": str(state.resolve()), "adapter": adapter}
     content |= {"listen": listen} if listen else {}
     with refused():
-        AgentConfig.from_mapping(content, state)
+        config = AgentConfig.from_mapping(content, Path.cwd())
+        content |= {"listen": config.listen} if listen else {}  # relative, it would be in the folder of the state
         if file.exists() and (more := from_toml(file, ("policy",)).keys() - {*content, "listen"}):
             raise click.UsageError(
                 f"{file} has keys that serve does not write ({', '.join(sorted(more))}): "

@@ -89,6 +89,10 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ('metrics = "127.0.0.1:9464"\ncertificate = "a"', "mutual TLS needs key, client-ca, too"),
         ('relay = "localhost:7001"', "relay = 'localhost:7001': allowed is unix:<path>"),
         ('listen = "unix:one"\nrelay = "unix:one"', "each needs its own socket"),
+        ("policy = 3", "policy = 3: allowed is a table [policy]"),
+        ('model = "~no-such-user/m"', "model = '~no-such-user/m': "),
+        ('data = "folder:~no-such-user/d"', "data = 'folder:~no-such-user/d': "),
+        ('listen = "unix:~no-such-user/s"', "listen = 'unix:~no-such-user/s': "),
     ],
 )
 def test_a_wrong_key_is_named_with_the_file(tmp_path: Path, text: str, said: str) -> None:
