@@ -42,7 +42,7 @@ class Difference:
     low: float
     high: float
     seeds: int
-    clients: int
+    clients: str  # of a seed: "20", or "18 to 20" where seeds have different numbers
 
     @property
     def sign(self) -> int:
@@ -58,24 +58,30 @@ def difference(
 ) -> Difference | None:
     """Return own - base over the seeds that both have; None if they share none.
 
+    Every seed counts the same, as in the tables: the mean is over seeds of the means over clients.
+
     Parameters
     ----------
     own, base : mapping
-        seed → accuracy of each client [N]; the same clients in both, equally many for each seed.
+        seed → accuracy of each client [N]; the same clients in both. N may differ between seeds.
     draws : int
         Bootstrap samples; they come from a fixed seed.
     """
     shared = [seed for seed in sorted(own) if seed in base]
     if not shared:
         return None
-    gaps = np.stack([own[seed] - base[seed] for seed in shared])  # (S, N)
-    seeds, clients = gaps.shape
+    gaps = [own[seed] - base[seed] for seed in shared]
+    seeds, sizes = len(gaps), np.array([len(one) for one in gaps])  # S, (S,)
+    most = int(sizes.max())
+    padded = np.stack([np.pad(one, (0, most - len(one))) for one in gaps])  # (S, N)
     generator = np.random.default_rng(0)
     seed = generator.integers(seeds, size=(draws, seeds, 1))
-    client = generator.integers(clients, size=(draws, seeds, clients))
-    samples = gaps[seed, client].mean((1, 2))  # (draws,)
+    client = generator.integers(sizes[seed], size=(draws, seeds, most))
+    drawn = np.arange(most) < sizes[seed]  # as many draws as the seed has clients
+    samples = padded[seed, client].mean(2, where=drawn).mean(1)  # (draws,)
     low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Difference(float(gaps.mean()), float(low), float(high), seeds, clients)
+    clients = " to ".join(map(str, dict.fromkeys((int(sizes.min()), most))))
+    return Difference(float(np.mean([one.mean() for one in gaps])), float(low), float(high), seeds, clients)
 
 
 def client_values(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> ClientValues:

@@ -54,14 +54,14 @@ def table_of(*cells: Cell, **more: Any) -> Table:
 def test_two_clients_give_three_bootstrap_means() -> None:
     # The mean of two draws from {0, 8} is 0, 4 or 8 with 1/4, 1/2, 1/4: the quantiles at 2.5 and 97.5 % are 0 and 8.
     found = difference(vectors(s1=[10, 20]), vectors(s1=[10, 12]))
-    assert found == Difference(4.0, 0.0, 8.0, seeds=1, clients=2)
+    assert found == Difference(4.0, 0.0, 8.0, seeds=1, clients="2")
     assert (found.sign, str(found)) == (0, "+4.00 [+0.00, +8.00]")
 
 
 def test_the_same_gap_everywhere_has_no_width() -> None:
     base = vectors(s1=[10, 20, 30], s3=[1, 2, 3])
     found = difference({seed: one - 2 for seed, one in base.items()}, base)
-    assert found == Difference(-2.0, -2.0, -2.0, seeds=2, clients=3)
+    assert found == Difference(-2.0, -2.0, -2.0, seeds=2, clients="3")
     assert found.sign == -1
 
 
@@ -69,7 +69,21 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
     # Without variation between clients only the choice of seeds varies: means 0, 5 and 10 with 1/4, 1/2, 1/4.
     zero = vectors(s1=[0, 0, 0], s2=[0, 0, 0])
     found = difference(vectors(s1=[0, 0, 0], s2=[10, 10, 10]), zero)
-    assert found == Difference(5.0, 0.0, 10.0, seeds=2, clients=3)
+    assert found == Difference(5.0, 0.0, 10.0, seeds=2, clients="3")
+
+
+def test_seeds_may_have_different_numbers_of_clients() -> None:
+    # Seed 1 has two clients with a gap of 0, seed 2 one with 10: every seed counts the same, so the mean is 5. Two
+    # drawn seeds have the means 0, 5 and 10 with 1/4, 1/2, 1/4.
+    found = difference(vectors(s1=[5, 7], s2=[20]), vectors(s1=[5, 7], s2=[10]))
+    assert found == Difference(5.0, 0.0, 10.0, seeds=2, clients="1 to 2")
+
+
+def test_as_many_clients_are_drawn_as_a_seed_has() -> None:
+    # Two draws from {0, 8} of seed 1 have the mean 0, 4 or 8 with 1/4, 1/2, 1/4; those of seed 2 are 0. Of the mean of
+    # two drawn seeds, 8 has 1/4 · 1/16 = 1.6 % and 6 has 1/4 · 2 · 1/8 = 6.3 %: the quantile at 97.5 % is 6.
+    found = difference(vectors(s1=[0, 8], s2=[0, 0, 0]), vectors(s1=[0, 0], s2=[0, 0, 0]), draws=20_000)
+    assert found == Difference(2.0, 0.0, 6.0, seeds=2, clients="2 to 3")
 
 
 def test_only_shared_seeds_count() -> None:
