@@ -271,10 +271,11 @@ def parts_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -
     """
     lines = []
     for cell in protocol.cells:
+        partial = partial_rows(Table("", "", (cell,)), kept)
         rows: dict[str, dict[int, NDArray[np.float64]]] = {}
         for seed, content in sorted(kept.get(cell.name, {}).items()):
             for label, row in content["rows"].items():
-                for values in clients_of(cell, row).values():
+                for values in clients_of(cell, row).values() if cell.labelled(label) not in partial else ():
                     rows.setdefault(label, {})[seed] = values
         found = [difference(rows.get(more, {}), rows.get(less, {})) for more, less in PARTS.values()]
         if measured := [one for one in found if one]:
@@ -286,7 +287,8 @@ def parts_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -
 def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:
     """Return a table of `auto` beside no adaptation and the best fixed row of each shift; empty without any `auto`.
 
-    Only rows that have all of FedAvg's seeds are compared. A client that is tested in several seeds counts for each.
+    Only rows that have all of FedAvg's seeds with clients' accuracies are compared, over these. A client that is tested
+    in several seeds counts for each.
 
     Parameters
     ----------
@@ -296,12 +298,12 @@ def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]])
     lines = []
     for table, found, clients in _accuracies(protocol, kept):
         for column in found.columns:
-            means = comparable_means(found, column)
+            chosen, none = (clients.get(label, {}).get(column, {}) for label in (AUTO, FEDAVG))
+            means = comparable_means(found, column, none)
             fixed = {label: mean for label, mean in means.items() if label != AUTO}
-            if AUTO not in means or FEDAVG not in fixed or column == AVERAGE:
+            if column == AVERAGE or not none or not none.keys() <= chosen.keys() or not {AUTO, FEDAVG} <= means.keys():
                 continue
             best = max(fixed, key=lambda label: fixed[label])
-            chosen, none = clients[AUTO][column], clients[FEDAVG][column]
             gains = np.concatenate([chosen[seed] - none[seed] for seed in sorted(none)])
             numbers = [fixed[FEDAVG], fixed[best], means[AUTO], fixed[best] - means[AUTO], gains.min()]
             shown = [f"{number:.1f}" for number in numbers]
@@ -316,8 +318,8 @@ def choices_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]])
 def worst_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:
     """Return a table of average, worst client and worst shift of all rows beside `auto`; empty without any `auto`.
 
-    The average is over shifts, clients and seeds; the worst client is the lowest of the averages over shifts. Rows are
-    by average, and have all of FedAvg's seeds.
+    The average is over shifts, clients and seeds; the worst client is the lowest of the averages over shifts, or of
+    all clients where each counts for one column. Rows are by average, and have all of FedAvg's seeds.
 
     Parameters
     ----------
@@ -328,21 +330,35 @@ def worst_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -
     for table, found, clients in _accuracies(protocol, kept):
         columns = [column for column in found.columns if column != AVERAGE]
         seeds = sorted(clients.get(FEDAVG, {}).get(columns[0], {})) if AUTO in clients else []
+        apart = any(cell.columns for cell in table.cells)
         rows = []
         for label, row in clients.items() if seeds else ():
             if all(seed in row.get(column, {}) for column in columns for seed in seeds):
-                values = np.array([np.concatenate([row[column][seed] for seed in seeds]) for column in columns])
-                rows.append((float(values.mean()), label, values))
-        for average, label, values in sorted(rows, key=lambda one: -one[0]):
-            shift = int(values.mean(1).argmin())
-            numbers = [
-                f"{average:.1f}",
-                f"{values.mean(0).min():.1f}",
-                f"{values.mean(1)[shift]:.1f} ({columns[shift]})",
-            ]
+                means = {name: float(np.concatenate([row[name][seed] for seed in seeds]).mean()) for name in columns}
+                average = float(np.mean(list(means.values())))
+                rows.append((average, label, _worst_client(row, columns, seeds, apart), means))
+        for average, label, worst, means in sorted(rows, key=lambda one: -one[0]):
+            shift = min(means, key=lambda name: means[name])
+            numbers = [f"{average:.1f}", worst, f"{means[shift]:.1f} ({shift})"]
             lines.append([table.title, f"`{label}`", *numbers, str(len(seeds))])
     head = ["table", "row", "average, %", "worst client, %", "worst shift, %", "seeds"]
     return _markdown(head, ["---", "---", *["--:"] * 4], lines)
+
+
+def _worst_client(
+    row: Mapping[str, Mapping[int, NDArray[np.float64]]], columns: Sequence[str], seeds: Sequence[int], apart: bool
+) -> str:
+    """Return the lowest accuracy of a client over its columns; a dash where these have different numbers of clients.
+
+    Parameters
+    ----------
+    apart : bool
+        Each client counts for one column.
+    """
+    if apart or len(columns) == 1:
+        return f"{min(row[column][seed].min() for column in columns for seed in seeds):.1f}"
+    averages = row.get(AVERAGE, {})
+    return f"{min(averages[seed].min() for seed in seeds):.1f}" if averages.keys() >= set(seeds) else "–"
 
 
 def _accuracies(

@@ -271,6 +271,62 @@ def test_auto_beside_the_best_fixed_row_of_each_shift() -> None:
     assert worst_table(protocol, {"c": {1: {"rows": rows}}}) == ""
 
 
+OLD = {"training": "t", "shifts": {"a": {"accuracy_percent": 1.0}}}  # without clients' accuracies
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        {1: {"fedavg": row(a="50 60"), "auto": OLD}},
+        {1: {"fedavg": OLD, "auto": row(a="50 60")}},
+        {1: {"fedavg": row(a="50 60"), "auto": row(a="50 60")}, 2: {"fedavg": row(a="50 60"), "auto": OLD}},
+    ],
+)
+def test_without_clients_accuracies_there_is_nothing_to_choose_by(seeds: dict[int, Any]) -> None:
+    protocol = Protocol("p", "", {}, (), (table_of(Cell("c", "C", Settings())),))
+    assert choices_table(protocol, {"c": {seed: {"rows": rows} for seed, rows in seeds.items()}}) == ""
+
+
+def test_choices_are_means_over_the_seeds_with_clients_accuracies() -> None:
+    protocol = Protocol("p", "", {}, (), (table_of(Cell("c", "C", Settings())),))
+    rows = {"fedavg": row(a="50 60"), "auto": row(a="52 61")}
+    kept = {"c": {1: {"rows": rows}, 2: {"rows": {"fedavg": OLD, "auto": row(a="1 2")}}}}
+    assert choices_table(protocol, kept).splitlines()[2:] == [
+        "| Made up | a | 55.0 | 55.0 (`fedavg`) | 56.5 | -1.5 | 1.0 | 0 of 2 | 1 |",
+    ]
+
+
+def test_the_worst_of_clients_that_each_count_for_one_column() -> None:
+    cell = Cell("c", "C", Settings(), columns=("x", "x", "y"))
+    rows = {"fedavg": row(x="50 60", y="40"), "auto": row(x="71 61", y="49")}
+    assert worst_table(Protocol("p", "", {}, (), (table_of(cell),)), {"c": {1: {"rows": rows}}}).splitlines()[2:] == [
+        "| Made up | `auto` | 57.5 | 49.0 | 49.0 (y) | 1 |",  # (66 + 49) / 2
+        "| Made up | `fedavg` | 47.5 | 40.0 | 40.0 (y) | 1 |",
+    ]
+
+
+def test_columns_of_other_clients_have_no_worst_client() -> None:
+    cells = Cell("c", "C", Settings(), column="x"), Cell("d", "D", Settings(), column="y")
+    few, more = ({"fedavg": row(a=none), "auto": row(a=auto)} for none, auto in (("50 60", "60 60"), ("40", "50")))
+    kept = {"c": {1: {"rows": few}}, "d": {1: {"rows": more}}}
+    assert worst_table(Protocol("p", "", {}, (), (table_of(*cells),)), kept).splitlines()[2:] == [
+        "| Made up | `auto` | 55.0 | – | 50.0 (y) | 1 |",
+        "| Made up | `fedavg` | 47.5 | – | 40.0 (y) | 1 |",
+    ]
+
+
+def test_parts_on_fewer_samples_are_not_compared() -> None:
+    rows = {"bbn": row(a="50 60 70"), "bbn @ fedavg": row(a="60 70"), "bbn @ pfedbbn[share=all]": row(a="61 73")}
+    for label, samples in zip(rows, (300, 200, 200), strict=True):
+        rows[label]["shifts"]["a"]["samples"] = samples
+    protocol = Protocol("p", "", {}, (Cell("c", "C", Settings()),), ())
+    assert parts_table(protocol, {"c": {1: {"rows": rows}}}) == ""
+    rows["bbn"] = row(a="50 60")
+    assert parts_table(protocol, {"c": {1: {"rows": rows}}}).splitlines()[2:] == [
+        "| `c` | +10.00 [+10.00, +10.00] | +2.00 [+1.00, +3.00] |  | 1 |",
+    ]
+
+
 def test_auto_is_no_baseline() -> None:
     table = table_of(Cell("c", "C", Settings()))
     kept = {"c": {1: {"rows": {"fedavg": row(a="50 60"), "auto": row(a="70 70"), "tent": row(a="60 60")}}}}
