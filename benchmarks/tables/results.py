@@ -201,14 +201,22 @@ def _weights(entries: Sequence[Evaluation]) -> Content:
 def collaboration_rows(adapted: Iterable[Adapted], mixed: Sequence[AdaptRound], training: str) -> dict[str, Content]:
     """Return label → numbers of every method under every collaboration, over all test-time rounds.
 
-    `global` is the accuracy over all samples; beside it are the mean over the classes that occur, each client's, and
-    that of either half of the rounds.
+    `global` is the accuracy over all samples; beside it are the mean over the classes that occur, each client's that
+    has test samples, and that of either half of the rounds.
+
+    Raises
+    ------
+    RunError
+        A method has no accuracy under a collaboration.
     """
     groups: dict[tuple[str, str], list[Adapted]] = {}
     for one in adapted:
         groups.setdefault((one.method, one.collaboration), []).append(one)
     found = {}
-    for (method, collaboration), entries in groups.items():
+    for (method, collaboration), replies in groups.items():
+        entries = [one for one in replies if any(one.total)]
+        if not entries:
+            raise RunError(f"{row_label(method, collaboration)}: the run has no accuracy of it")
         clients = 1 + max(one.partition for one in entries)
         last = max(one.round for one in entries)
         correct = np.zeros((clients, len(entries[0].total)), np.int64)  # (N, K)
@@ -216,13 +224,15 @@ def collaboration_rows(adapted: Iterable[Adapted], mixed: Sequence[AdaptRound], 
         for one in entries:
             correct[one.partition] += one.correct
             total[one.partition] += one.total
-        occurs = total.sum(0) > 0
+        occurs, tested = total.sum(0) > 0, total.sum(1) > 0
         accuracy = 100 * correct.sum() / total.sum()
         shift: Content = {
             "accuracy_percent": round(float(accuracy), 2),
             "by_samples_percent": round(float(accuracy), 2),
             "mean_over_classes_percent": round(float(np.mean(100 * correct.sum(0)[occurs] / total.sum(0)[occurs])), 2),
-            "per_client_percent": " ".join(f"{value:.4g}" for value in 100 * correct.sum(1) / total.sum(1)),
+            "per_client_percent": " ".join(
+                f"{value:.4g}" for value in 100 * correct.sum(1)[tested] / total.sum(1)[tested]
+            ),
             "samples": int(total.sum()),
             "rounds": len({one.round for one in entries}),
             "second_half_percent": _percent([one for one in entries if 2 * one.round > last]),

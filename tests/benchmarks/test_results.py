@@ -173,6 +173,16 @@ def test_collaborations_by_hand() -> None:
     assert mixing_weights(alone) == {}
 
 
+def test_clients_without_test_samples_have_no_accuracy_in_collaborations() -> None:
+    # Client 1 takes no part, and client 3 has no samples: 1 of 2 and 3 of 3 are 4 of 5.
+    entries = [adapted(0, [1, 0], [2, 0]), adapted(2, [3, 0], [3, 0]), adapted(3, [0, 0], [0, 0], round=2)]
+    shift = collaboration_rows(entries, [], "t")["bbn"]["shifts"]["global"]
+    assert (shift["per_client_percent"], shift["by_samples_percent"]) == ("50 100", 80.0)
+    assert (shift["second_half_percent"], shift["samples"]) == (80.0, 5)
+    with pytest.raises(RunError, match="bbn: the run has no accuracy of it"):
+        collaboration_rows(entries[2:], [], "t")
+
+
 def test_halves_of_the_rounds_by_hand() -> None:
     one = [
         adapted(0, [1, 0], [2, 2], round=1),
