@@ -63,7 +63,9 @@ TABLE_KEYS: Types = {
 }  # fmt: skip
 START_KEYS: Types = {"network": (str,), "rates": (str,)}
 REALTIME_KEYS: Types = {"speeds": (list,), "reference": (str,), "queue": (int,), "repeats": (int,)}
-TYPES: dict[type, str] = {str: "a text", int: "an integer", bool: "true or false", list: "a list", dict: "a table"}
+TYPES: dict[type, str] = {
+    str: "a text", int: "an integer", float: "a decimal number", bool: "true or false", list: "a list", dict: "a table",
+}  # fmt: skip
 AGAINST = ("fedavg", "fixed_mix")
 
 
@@ -228,8 +230,8 @@ def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -
     if wrong := [key for key in sections if key not in SECTIONS]:
         raise SettingsError(f"{path}: section [{wrong[0]}]; allowed are {', '.join(SECTIONS)}")
     flat = {key: value for key, value in content.items() if key not in sections}
-    _check(name, {key: flat[key] for key in SECTIONS if key in flat}, dict.fromkeys(SECTIONS, (dict,)))
-    _check(f"{name}: [quick]", sections.get("quick", {}), {"cells": (list,)}, settings=True)
+    check_types(name, {key: flat[key] for key in SECTIONS if key in flat}, dict.fromkeys(SECTIONS, (dict,)))
+    check_types(f"{name}: [quick]", sections.get("quick", {}), {"cells": (list,)}, settings=True)
     small = dict(sections.get("quick", {})) if quick else {}
     wanted = small.pop("cells", None)
     described = dict(_expanded(name, "cell", sections.get("cells", {MAIN: {}}), CELL_KEYS))
@@ -282,8 +284,14 @@ def changed(config: Mapping[str, Any], changes: Sequence[str]) -> Settings:
     return from_config(found)
 
 
-def _check(where: str, section: Any, types: Types, settings: bool = False) -> None:
-    """Refuse what is no table, or has a key of another type or, unless the others are settings, another key."""
+def check_types(where: str, section: Any, types: Types, settings: bool = False) -> None:
+    """Refuse what is no table, or has a key of another type or, unless the others are settings, another key.
+
+    Raises
+    ------
+    SettingsError
+        It names the place, the key and what is allowed.
+    """
     if not isinstance(section, dict):
         raise SettingsError(f"{where} = {section!r}; allowed is {TYPES[dict]}")
     for key, value in section.items():
@@ -303,9 +311,9 @@ def _expanded(
     """
     for name, section in sections.items():
         where = f"{protocol}, {kind} {name}"
-        _check(where, section, keys, settings=True)
+        check_types(where, section, keys, settings=True)
         each: Mapping[str, Sequence[Any]] = section.get("each", {})
-        _check(f"{where}: each", each, dict.fromkeys(each, (list,)))
+        check_types(f"{where}: each", each, dict.fromkeys(each, (list,)))
         for values in itertools.product(*each.values()):
             if len(set(values)) < len(values):
                 continue
@@ -390,7 +398,7 @@ def _cell(
         raise SettingsError(f"{where}: weighting = {weighting!r}; allowed are {', '.join(WEIGHTINGS)}")
     start = about.get("from", "")
     start = {"network": start} if isinstance(start, str) else start
-    _check(f"{where}: from", start, START_KEYS)
+    check_types(f"{where}: from", start, START_KEYS)
     start = Start(**start)
     if start.network:
         settings = settings.replace(rounds=0)
@@ -399,7 +407,7 @@ def _cell(
     own = about.get("paper", {})
     own = own if isinstance(own, list) else [own]
     for one in own:
-        _check(f"{where}: paper", one, {}, settings=True)
+        check_types(f"{where}: paper", one, {}, settings=True)
     references = [{**paper, **one} for one in own]
     if wrong := [
         reference["name"] for reference in references if "table" in reference and reference.get("name") not in papers()
@@ -422,7 +430,7 @@ def _cell(
 
 def _realtime(where: str, about: Mapping[str, Any], quick: bool) -> Realtime:
     """Return how a cell is evaluated in real time."""
-    _check(where, about, REALTIME_KEYS)
+    check_types(where, about, REALTIME_KEYS)
     speeds = about.get("speeds", Realtime.speeds)
     if not speeds or not all(type(one) in (int, float) and one > 0 for one in speeds):
         raise SettingsError(f"{where}: speeds = {speeds!r}; allowed are numbers above 0")
@@ -440,7 +448,7 @@ def _tables(
     found = []
     for name, about in sections.items():
         where = f"{protocol}: [tables.{name}]"
-        _check(where, about, TABLE_KEYS)
+        check_types(where, about, TABLE_KEYS)
         if about.get("cells-of", name) not in {*table_names, *grouped}:
             raise SettingsError(f"{where}: no cell belongs to it")
     for name, own in grouped.items():

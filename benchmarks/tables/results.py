@@ -15,7 +15,7 @@ import numpy as np
 
 from fedtta.benchmarks.papers import WITH
 from fedtta.benchmarks.provenance import differing, provenance_of_run
-from fedtta.benchmarks.tables.protocol import Cell
+from fedtta.benchmarks.tables.protocol import Cell, Types, check_types
 from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.server.adaptation import cells as collaborating
 from fedtta.server.adaptation import parse_collaborations
@@ -29,6 +29,16 @@ from fedtta.strategies.registry import NO_COLLABORATION
 
 #: Settings in which the runs of one file may differ: where a run is computed, files of one machine, and the rows.
 UNRECORDED = {*FREE, *keys_in("paths"), "methods", "collaborations"}
+#: Types of the fields of a kept file, of its rows, and of a row's numbers on a test distribution.
+FIELDS: Types = {
+    "protocol": (str,), "cell": (str,), "seed": (int,), "settings": (dict,), "start": (dict,), "rows": (dict,),
+    "trainings": (dict,), "curves": (dict,), "realtime": (dict,), "runs": (list,), "notes": (list,),
+}  # fmt: skip
+ROW_FIELDS: Types = {"training": (str,), "shifts": (dict,)}
+PERCENT = ("accuracy", "by_samples", "mean_over_classes", "first_half", "second_half", "answered", "missed_wrong")
+NUMBERS: Types = {
+    **{f"{name}_percent": (int, float) for name in PERCENT}, "per_client_percent": (str,), "samples": (int,)
+}  # fmt: skip
 CONSTANT = "most frequent class of each client"  # a row that knows a stream's labels and nothing of its images
 
 Content = dict[str, Any]
@@ -40,11 +50,17 @@ def cell_path(out: Path, protocol: str, cell: str, seed: int) -> Path:
 
 
 def read_cell(path: Path) -> Content:
-    """Return what a file holds; SettingsError names a file that cannot be read."""
+    """Return what a file holds; SettingsError names a file that cannot be read, or in which a type is wrong."""
     try:
-        return dict(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
+    check_types(str(path), content, FIELDS, settings=True)
+    for label, row in content.get("rows", {}).items():
+        check_types(f"{path}: rows: {label}", row, ROW_FIELDS, settings=True)
+        for column, one in row.get("shifts", {}).items():
+            check_types(f"{path}: rows: {label}: {column}", one, NUMBERS, settings=True)
+    return dict(content)
 
 
 def read_results_of(out: Path, protocol: str | None = None) -> dict[str, dict[str, dict[int, Content]]]:

@@ -27,6 +27,7 @@ from fedtta.benchmarks.tables.results import (
     lasting,
     missing,
     mixing_weights,
+    read_cell,
     read_results_of,
     row_content,
     wanted_rows,
@@ -234,6 +235,32 @@ def test_what_was_made_otherwise_is_refused(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(SettingsError, match=r"c-1\.json cannot be read"):
         check_kept(path, settings)
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        (3, " = 3; allowed is a table"),
+        ([["rows", 1]], r" = \[\['rows', 1\]\]; allowed is a table"),
+        ({"rows": []}, r": rows = \[\]; allowed is a table"),
+        ({"seed": "1", "rows": {}}, ": seed = '1'; allowed is an integer"),
+        ({"runs": {}}, ": runs = {}; allowed is a list"),
+        ({"rows": {"fedavg": 1}}, ": rows: fedavg = 1; allowed is a table"),
+        ({"rows": {"fedavg": {"shifts": 1}}}, ": rows: fedavg: shifts = 1; allowed is a table"),
+        ({"rows": {"fedavg": {"shifts": {"a": 9.5}}}}, ": rows: fedavg: a = 9.5; allowed is a table"),
+        (
+            {"rows": {"fedavg": {"shifts": {"a": {"accuracy_percent": "9"}}}}},
+            ": rows: fedavg: a: accuracy_percent = '9'; allowed is an integer or a decimal number",
+        ),
+    ],
+)
+def test_a_kept_file_with_other_types_is_named(kept: object, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "p" / "c-1.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(kept))
+    for read in (lambda: read_cell(path), lambda: read_results_of(tmp_path)):
+        with pytest.raises(SettingsError, match=r"c-1\.json" + told):
+            read()
 
 
 def test_a_run_is_added_with_its_provenance() -> None:
