@@ -156,7 +156,8 @@ def add_run(
     if start:
         content["start"] = dict(start)
     content["trainings"].setdefault(training, {}).update(training_content(results))
-    content["runs"].append({"training": training, "methods": list(rows), **run_content(results)})
+    again = any(run["training"] == training for run in content["runs"])
+    content["runs"].append({"training": training, "methods": list(rows), **run_content(results, again)})
     content["notes"] = list(dict.fromkeys([*content["notes"], *lasting(results.notes)]))
 
 
@@ -314,12 +315,19 @@ def training_content(results: Results) -> Content:
     return content
 
 
-def run_content(results: Results) -> Content:
-    """Return a run's provenance, the result of its leak check, and how many replies the limits of means held back."""
+def run_content(results: Results, again: bool = False) -> Content:
+    """Return a run's provenance, the result of its leak check, and how many replies the limits of means held back.
+
+    Parameters
+    ----------
+    again : bool
+        Another run of the file has the same training: its events, which each run's journal has, are counted there.
+    """
+    limited = [one for one in results.incidents if one.event == "limited"]
     return {
         **provenance_of_run(results),
         "training_seconds": round(sum(one.wall_seconds for one in results.rounds), 1),
         "test_samples_checked": sum(one.checked for one in results.leak_checks),
         "test_samples_trained_on": sum(one.leaked for one in results.leak_checks),
-        "replies_limited": sum(one.event == "limited" for one in results.incidents),
+        "replies_limited": sum(not (again and one.phase.startswith("train ")) for one in limited),
     }

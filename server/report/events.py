@@ -129,7 +129,10 @@ class Round:
 
 @dataclass(frozen=True)
 class Incident:
-    """A reply that did not count as it was sent: ``refused``, ``failed``, ``late``, or ``limited`` in its effect."""
+    """A reply that did not count as it was sent: ``refused``, ``failed``, ``late``, or ``limited`` in its effect.
+
+    `phase` begins with what was asked for: "train cross_entropy".
+    """
 
     key: ClassVar[tuple[str, ...]] = ()
     event: str
@@ -138,6 +141,7 @@ class Incident:
     reason: str
     partition: Count | None = None
     node_id: int | str | None = None
+    phase: str = ""
 
 
 @dataclass(frozen=True)

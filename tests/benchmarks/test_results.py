@@ -286,6 +286,20 @@ def test_replies_that_had_less_effect_are_counted() -> None:
     assert content["runs"][0]["replies_limited"] == 2
 
 
+def test_replies_of_a_training_that_several_runs_share_are_counted_once() -> None:
+    settings = Settings(methods="fedavg", rounds=1)
+    cell, content = Cell("c", "C", settings), empty("p", Cell("c", "C", settings), settings)
+    phases = {"fedavg": ("train t", "train t", "evaluate t"), "btfl": ("train t", "train t", "rates t", "statistics t")}
+    for name, own in phases.items():
+        limited = [Incident("limited", "t", 1, "far away", phase=phase) for phase in own]
+        found = replace(results(1, settings), incidents=limited)
+        add_run(content, found, cell, settings.replace(methods=name), "t", {})
+    assert [run["replies_limited"] for run in content["runs"]] == [3, 2]
+    other = replace(results(1, settings, "u"), incidents=[Incident("limited", "u", 1, "far", phase="train u")])
+    add_run(content, other, cell, settings, "u", {})
+    assert content["runs"][-1]["replies_limited"] == 1
+
+
 def test_notes_on_how_a_run_went_are_not_kept() -> None:
     natural = "no natural data set is at hand; it is left out"
     notes = ["resumed after round 2; later events are in x", f"{natural}; {SLOW_BFLOAT16}", SLOW_BFLOAT16, "made up"]
