@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from fedtta.server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_f
 from fedtta.server.events import Event
 from fedtta.server.members import FederationInfo
 from fedtta.server.methods import Training, plan
-from fedtta.server.report.journal import COPY, METRICS_FILE, line_of
-from fedtta.server.resume import FREE, earlier_events
+from fedtta.server.privacy import RELEASES
+from fedtta.server.report.journal import COPY, METRICS_FILE, line_of, read_lines, restored
+from fedtta.server.resume import FREE, _free, earlier_events
 from fedtta.server.run import count_steps, initial_model, model_spec, notes
 from fedtta.settings import Settings, SettingsError, keys_in, to_toml
 from fedtta.settings.files import write_atomically
@@ -27,7 +28,8 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
     """Make a run folder that continues after the training of another run, and return the settings that resume it.
 
     From the statistics round on, the results equal those of a separate run of `settings`. The clients need the private
-    state of `source`: `state-dir` names it, or a copy.
+    state of `source`: `state-dir` names it, or a copy. With differential privacy the ε of the new run counts all that
+    was released in `source` by now.
 
     Parameters
     ----------
@@ -52,7 +54,8 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
         raise SettingsError(f"methods = {settings.methods!r}: allowed are rows of one training, without collaborations")
     found = _trained(source, trainings[0], settings)
     _require_same_training(found.settings, settings, trainings[0], source)
-    events = _events(earlier_events(source, found.offset), settings, trainings, FederationInfo(**found.world))
+    earlier = earlier_events(source, found.offset)
+    events = _events(earlier, settings, trainings, FederationInfo(**found.world))
     content, digest = b"", ""
     for event in events:
         line, digest = line_of(event, digest)
@@ -62,6 +65,8 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
     start = dataclasses.replace(found, settings=settings.flat(), world=world, offset=len(content), finished=())
     write_checkpoint(target / FOLDER / "000001.safetensors", start)
     (target / COPY).unlink(missing_ok=True)  # of a fork that is overwritten
+    if settings.differential_privacy:
+        _keep_releases(source, target, earlier)
     write_atomically(target / METRICS_FILE, content)  # last: a folder without it is no run
     return settings.replace(resume=str(target))
 
@@ -106,3 +111,22 @@ def _events(earlier: list[Event], settings: Settings, trainings: list[Training],
         elif event["event"] != "note":
             events.append(event)
     return events
+
+
+def _keep_releases(source: Path, target: Path, earlier: Sequence[Event]) -> None:
+    """Keep what clients released in a run beside its `earlier` events where the `Ledger` of a fork counts it.
+
+    That is what came later, and what was cut off or damaged: as in `source`, a file for each of its files.
+    """
+    files = sorted(source.glob("metrics*.jsonl"), key=lambda path: (path.match("*.damaged.jsonl"), path))
+    seen, digest = list(earlier), ""
+    for content in (restored(source)[0], *(path.read_bytes() for path in files)):
+        events = (line.event for line in read_lines(content, None) if not line.fault)
+        found = [one for one in events if one["event"] in ("attempt", *RELEASES) and one not in seen]
+        seen += found
+        lines = b""
+        for event in found:  # digests go on from file to file, as those of one journal
+            line, digest = line_of(event, digest)
+            lines += line
+        if lines:
+            write_atomically(_free(target, "cut"), lines)

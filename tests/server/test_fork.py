@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from fedtta.models import build
 from fedtta.server.app import serve
 from fedtta.server.fork import fork
+from fedtta.server.privacy import Ledger
 from fedtta.settings import Settings
 from tests.models import nets
 from tests.server.test_resume import BATCHNORM, SMALL, assert_same, devices, events, quicken, run
@@ -102,6 +104,48 @@ def test_the_new_folder_tells_what_was_trained_and_what_was_tested(tmp_path: Pat
     assert any(text.startswith("memo: measured on the first 3 samples") for text in texts)
     assert any(text.startswith("resumed after round 2 of training") or "round 2" in text for text in texts)
     assert {event["method"] for event in events(folder, "evaluation")} == {"fedavg", "memo"}
+
+
+def released(folder: Path, settings: Settings) -> dict[str, int]:
+    """Return what the client that has released most released, by all files of a run folder."""
+    spent = Ledger(settings, folder).spent()
+    assert spent is not None
+    return dict(spent["releases"])
+
+
+def test_epsilon_of_a_fork_counts_what_the_source_released_after_it(tmp_path: Path) -> None:
+    noise = {"differential_privacy": "model=1/1;statistics=1/1", "methods": "btfl", "rounds": 3, "checkpoints_kept": 9}
+    source, settings = trained(tmp_path, **noise)
+    assert released(source, settings) == {"model": 3, "statistics": 1}
+    folder = evaluate_again(source, tmp_path / "later", settings.replace(rounds=1))
+    (spent,) = events(folder, "privacy")
+    assert spent["releases"] == {"model": 3, "statistics": 2}  # its own statistics are released once more
+
+
+def test_epsilon_of_a_fork_counts_what_was_cut_off_or_damaged(tmp_path: Path) -> None:
+    noise = {"differential_privacy": "model=1/1", "rounds": 3, "checkpoints_kept": 9}
+    source, settings = trained(tmp_path, **noise)
+    journal, short = source / "metrics.jsonl", settings.replace(rounds=1)
+    whole = journal.read_bytes()
+    (third,) = (line for line in whole.splitlines(keepends=True) if b'"attempt"' in line and b'"round": 3' in line)
+    (source / "metrics-1.damaged.jsonl").write_bytes(b"\xff\n" + whole)  # all of it is known
+    earlier = {**json.loads(third), "at": 1.0}  # a server that was killed in the third round
+    del earlier["digest"]
+    (source / "metrics-1.cut.jsonl").write_text(json.dumps(earlier) + "\n")
+    assert released(source, settings) == {"model": 4}
+    for _ in range(2):  # a fork that is overwritten counts nothing twice
+        fork(source, tmp_path / "later", short)
+        assert released(tmp_path / "later", settings) == {"model": 4}
+    (source / "metrics-1.damaged.jsonl").unlink()
+    journal.write_bytes(whole.replace(third, b"?" + third[1:]))  # the copy beside the checkpoints has it
+    fork(source, tmp_path / "other", short)
+    assert released(tmp_path / "other", settings) == {"model": 4}
+
+
+def test_without_noise_a_fork_has_no_releases(tmp_path: Path) -> None:
+    source, settings = trained(tmp_path)
+    fork(source, tmp_path / "later", settings)
+    assert not list((tmp_path / "later").glob("*.cut.jsonl"))
 
 
 @pytest.mark.parametrize(
