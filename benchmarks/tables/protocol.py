@@ -409,10 +409,14 @@ def _cell(
     for one in own:
         check_types(f"{where}: paper", one, {}, settings=True)
     references = [{**paper, **one} for one in own]
-    if wrong := [
-        reference["name"] for reference in references if "table" in reference and reference.get("name") not in papers()
-    ]:
+    named = [reference.get("name", "") for reference in references if "table" in reference]
+    if wrong := [paper for paper in named if paper not in papers()]:
         raise SettingsError(f"{where}: paper {wrong[0]!r}; there are: {', '.join(papers())}")
+    columns = tuple(about.get("columns", ()))
+    if columns and len(columns) != settings.clients:
+        raise SettingsError(
+            f"{where}: clients = {settings.clients}; allowed is {len(columns)}, one for each of columns"
+        )
     return Cell(
         name,
         str(about.get("title", protocol if name == MAIN else name)),
@@ -422,7 +426,7 @@ def _cell(
         start,
         table=str(about.get("table", "")),
         column=str(about.get("column", "")),
-        columns=tuple(about.get("columns", ())),
+        columns=columns,
         suffix=str(about.get("suffix", "")),
         realtime=_realtime(f"{where}: realtime", about["realtime"], bool(small)) if "realtime" in about else None,
     )
@@ -434,6 +438,9 @@ def _realtime(where: str, about: Mapping[str, Any], quick: bool) -> Realtime:
     speeds = about.get("speeds", Realtime.speeds)
     if not speeds or not all(type(one) in (int, float) and one > 0 for one in speeds):
         raise SettingsError(f"{where}: speeds = {speeds!r}; allowed are numbers above 0")
+    for key in ("queue", "repeats"):
+        if about.get(key, 1) < 1:
+            raise SettingsError(f"{where}: {key} = {about[key]}; allowed is 1 or more")
     more: dict[str, Any] = {"speeds": tuple(map(float, speeds)), **({"repeats": 3} if quick else {})}
     return Realtime(**{**about, **more})
 

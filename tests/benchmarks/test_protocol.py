@@ -135,6 +135,7 @@ def test_networks_and_realtime() -> None:
         ("brfl", ["round=3"], "did you mean rounds?"),
         ("brfl", ["rounds=many"], "allowed is a value of type int"),
         ("brfl", ["rounds=-1"], "allowed is 0 or more"),
+        ("fedicon", ["clients=4"], "cell digit5-covariate: clients = 4; allowed is 3, one for each of columns"),
     ],
 )
 def test_wrong_names_and_changes_are_named(name: str, changes: list[str], words: str) -> None:
@@ -153,6 +154,7 @@ def test_wrong_names_and_changes_are_named(name: str, changes: list[str], words:
         ('[cells."{x}"]\neach = { x = ["A"] }\n', "name 'A'"),
         ('[cells.a]\nweighting = "none"\n', "weighting = 'none'; allowed are clients, samples"),
         ('[paper]\nname = "them"\n[cells.a]\npaper = { table = "1" }\n', "made, cell a: paper 'them'; there are"),
+        ('[cells.a]\npaper = { table = "1" }\n', "made, cell a: paper ''; there are"),
         ('[cells.a]\nfrom = "b"\n', "made, cell a: from = 'b'; networks: "),
         ('[networks.n]\n[cells.a]\nfrom = { network = "n", rates = "b" }\n', "from = 'b' is no cell"),
         ('[networks.n]\ntrain = "alone"\n', "made, network n: train = 'alone'; allowed are federated, central, source"),
@@ -167,6 +169,7 @@ def test_wrong_names_and_changes_are_named(name: str, changes: list[str], words:
         ('[cells.a]\nfrom = { net = "n" }\n', "made, cell a: from: key 'net'; allowed are network, rates"),
         ("[cells.a]\npaper = [3]\n", "made, cell a: paper = 3; allowed is a table"),
         ("[cells.a]\nrealtime = { speed = [1] }\n", "realtime: key 'speed'; allowed are speeds, reference"),
+        ("[cells.a]\nrealtime = { repeats = 0 }\n", "made, cell a: realtime: repeats = 0; allowed is 1 or more"),
         ("[cells.a]\nrealtime = { speeds = [0] }\n", "realtime: speeds = [0]; allowed are numbers above 0"),
         ('[networks.n]\ntrain = "source"\nhalf = "no"\n', "made, network n: half = 'no'; allowed is true or false"),
         ("[networks.n]\nepochs = 1.5\n", "made, network n: epochs = 1.5; allowed is an integer"),
