@@ -97,10 +97,12 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     Raises
     ------
     SettingsError
-        Kept results cannot be read.
+        There is no seed, or kept results cannot be read.
     RunError
         A run failed.
     """
+    if arguments.seeds < 1:
+        raise SettingsError(f"--seeds {arguments.seeds}: allowed is 1 or more")
     logging.getLogger("flwr").setLevel(logging.ERROR)
     allow_messages()
     path = arguments.out / FILE

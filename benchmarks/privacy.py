@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from fedtta.tta.statistics import discretise
 
 FILE = "privacy.json"
 Float = NDArray[np.float64]
+Number = TypeVar("Number", int, float)
 #: The settings whose numbers are kept.
 SETTINGS = Settings(
     clients=10,
@@ -96,8 +97,10 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     """
     about_images = arguments.part == "images"
     settings = from_arguments(arguments, (images.SETTINGS if about_images else SETTINGS).flat())
-    noises = [float(one) for one in arguments.noise.split(",") if one]
-    seeds = [int(one) for one in arguments.seeds.split(",")]
+    noises = _numbers("noise", arguments.noise, float)
+    seeds = _numbers("seeds", arguments.seeds, int)
+    if not seeds:
+        raise SettingsError("--seeds: allowed are one or more, separated by commas")
     title = f"{settings.dataset}, {settings.clients} clients"
     if about_images:
         rows, title = images.measure(settings, noises or images.NOISES, seeds), f"Single images: {title}"
@@ -108,6 +111,14 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     console.print(rendered(rows))
     path = arguments.out or RESULTS / (images.FILE if about_images else FILE)
     console.print(f"Written: {write_json(path, content)}", highlight=False)
+
+
+def _numbers(key: str, text: str, kind: type[Number]) -> list[Number]:
+    """Return the numbers of an argument, which are separated by commas."""
+    try:
+        return [kind(one) for one in text.split(",") if one]
+    except ValueError as error:
+        raise SettingsError(f"--{key} {text!r}: allowed are numbers, separated by commas") from error
 
 
 def _mixes(

@@ -129,8 +129,12 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     Raises
     ------
     SettingsError
-        The data cannot be read, or the kept network was trained with other settings.
+        An argument is out of range, the data cannot be read, or the kept network was trained with other settings.
     """
+    if arguments.orders < 1:
+        raise SettingsError(f"--orders {arguments.orders}: allowed is 1 or more")
+    if not 0 < arguments.false_alarms <= 0.5:  # as `DriftTest`, which comes after the training
+        raise SettingsError(f"--false-alarms {arguments.false_alarms:g}: allowed is above 0, up to 0.5")
     network = read_protocol("brfl-central", ["fraction=1.0"]).networks["central"]
     with tempfile.TemporaryDirectory() as folder:
         path = network_path(network, SEED, arguments.networks or Path(folder))
@@ -256,7 +260,7 @@ def read_drift(path: Path = RESULTS / FILE) -> dict[str, Any]:
     """Return what is kept; SettingsError if it cannot be read."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, OSError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise SettingsError(f"{path} cannot be read ({error})") from error
 
 

@@ -112,6 +112,7 @@ def test_the_measured_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kept_results_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / drift.FILE).write_text("{")
-    with pytest.raises(SettingsError, match=r"drift\.json cannot be read"):
-        drift.read_drift(tmp_path / drift.FILE)
+    for text in ("{", "3"):
+        (tmp_path / drift.FILE).write_text(text)
+        with pytest.raises(SettingsError, match=r"drift\.json cannot be read"):
+            drift.read_drift(tmp_path / drift.FILE)

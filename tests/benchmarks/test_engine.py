@@ -222,6 +222,24 @@ def test_list_names_protocols_and_cells(capsys: pytest.CaptureFixture[str]) -> N
     assert "label-on-feature" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("poisoning --seeds 0", "--seeds 0: allowed is 1 or more"),
+        ("privacy --seeds a", "--seeds 'a': allowed are numbers, separated by commas"),
+        ("privacy --seeds ,", "--seeds: allowed are one or more"),
+        ("privacy --noise 1,b", "--noise '1,b': allowed are numbers, separated by commas"),
+        ("drift --orders 0", "--orders 0: allowed is 1 or more"),
+        ("drift --false-alarms 7", "--false-alarms 7: allowed is above 0, up to 0.5"),
+    ],
+)
+def test_arguments_out_of_range_are_named(
+    words: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words.split(), "--out", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_seeds() -> None:
     assert (seeds_of("3"), seeds_of("3,1"), seeds_of("2-4"), seeds_of("5-5")) == ([1, 2, 3], [3, 1], [2, 3, 4], [5])
     names = "list run page speed gpu fleet poisoning privacy drift estimates methods"
