@@ -13,7 +13,7 @@ from fedtta.server.members import FederationInfo
 from fedtta.server.methods import Training, plan
 from fedtta.server.privacy import RELEASES
 from fedtta.server.report.journal import COPY, METRICS_FILE, line_of, read_lines, restored
-from fedtta.server.resume import FREE, _free, earlier_events
+from fedtta.server.resume import FREE, earlier_events, unused_path
 from fedtta.server.run import count_steps, initial_model, model_spec, notes
 from fedtta.settings import Settings, SettingsError, keys_in, to_toml
 from fedtta.settings.files import write_atomically
@@ -129,4 +129,4 @@ def _keep_releases(source: Path, target: Path, earlier: Sequence[Event]) -> None
             line, digest = line_of(event, digest)
             lines += line
         if lines:
-            write_atomically(_free(target, "cut"), lines)
+            write_atomically(unused_path(target, "cut"), lines)

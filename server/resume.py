@@ -128,11 +128,11 @@ def roll_back(found: Found) -> str:
     metrics, copy = found.folder / METRICS_FILE, found.folder / COPY
     if found.restored:
         if metrics.exists():
-            write_atomically(_free(found.folder, "damaged"), metrics.read_bytes())
+            write_atomically(unused_path(found.folder, "damaged"), metrics.read_bytes())
         write_atomically(metrics, found.metrics)
     tail, name = found.metrics[found.checkpoint.offset :], ""
     if tail:
-        name = write_atomically(_free(found.folder, "cut"), tail).name
+        name = write_atomically(unused_path(found.folder, "cut"), tail).name
     for path in found.damaged:
         path.rename(path.with_suffix(".damaged"))
     for path in found.later:
@@ -143,7 +143,7 @@ def roll_back(found: Found) -> str:
     return name
 
 
-def _free(folder: Path, what: str) -> Path:
+def unused_path(folder: Path, what: str) -> Path:
     """Return the first of `metrics-<n>.<what>.jsonl` that is not there."""
     return next(path for n in itertools.count(1) if not (path := folder / f"metrics-{n}.{what}.jsonl").exists())
 
