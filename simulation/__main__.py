@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -46,7 +47,10 @@ def main(words: Sequence[str] | None = None) -> int:
     from fedtta.server.events import RunError
     from fedtta.server.report import METRICS_FILE, read_results, render_tables
     from fedtta.simulation.engine import simulate
+    from fedtta.simulation.flower_cli import unwind
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, unwind)
     try:
         if arguments.watch is None:
             folder = simulate(settings)

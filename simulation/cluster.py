@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import signal
 import socket
+import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +40,17 @@ CODE = {
 
 
 @contextmanager
+def own_signals() -> Iterator[None]:
+    """Keep the process's handler of SIGTERM: the one that `ray.init` sets aborts, and nothing is cleaned up."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
 def connected(address: str) -> Iterator[None]:
     """Connect to a cluster, and disconnect at the end.
 
@@ -56,7 +69,7 @@ def connected(address: str) -> Iterator[None]:
         host, _, port = address.removeprefix("ray://").rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), ANSWER):
             pass  # Ray itself tries for minutes
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), own_signals():
             warnings.simplefilter("ignore", FutureWarning)  # about defaults of later versions of Ray
             ray.init(address=address, runtime_env=CODE, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:

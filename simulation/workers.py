@@ -31,7 +31,7 @@ from fedtta.messages.record import Record
 from fedtta.messages.requests import REQUESTS, Adapt, RefineRates, Request
 from fedtta.messages.transport import Addressed, Answer, answer_of, late, reason_of, unknown_node
 from fedtta.settings import Settings, class_names
-from fedtta.simulation.cluster import KeptState, connected, gpu_share, keeper, reserved
+from fedtta.simulation.cluster import KeptState, connected, gpu_share, keeper, own_signals, reserved
 from fedtta.simulation.gpus import allocate, environment_with, mask
 
 LOG = logging.getLogger(__name__)
@@ -439,7 +439,7 @@ def _ray(workers: int, gpus: Sequence[str] = ()) -> Iterator[None]:
         return
     path = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
     try:
-        with warnings.catch_warnings(), environment_with({"PYTHONPATH": path, **mask(gpus)}):
+        with warnings.catch_warnings(), own_signals(), environment_with({"PYTHONPATH": path, **mask(gpus)}):
             warnings.simplefilter("ignore", FutureWarning)  # about defaults of later versions of Ray
             ray.init(
                 address="local", num_cpus=workers, num_gpus=len(gpus), include_dashboard=False, log_to_driver=False,

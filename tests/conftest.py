@@ -4,6 +4,7 @@ without pages unless a test reads them, and which test files run side by side.
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
 os.environ.pop("RAY_ADDRESS", None)  # tests start a Ray of their own
@@ -66,6 +67,16 @@ def _flower_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `Message(...)` be made outside a Flower process."""
     for name in ("task_id", "run_id", "node_id"):
         monkeypatch.setattr(TaskIdentity, f"_{name}", 1)
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """Restore the handlers of signals, which commands replace for good."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(tryfirst=True)

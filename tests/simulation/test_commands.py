@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,3 +79,27 @@ def test_the_table_of_a_simulation_is_printed(
     printed = capsys.readouterr().out
     assert "tent" in printed
     assert "50.0" in printed
+
+
+def test_a_simulation_that_is_ended_by_a_signal_leaves_no_private_state(tmp_path: Path) -> None:
+    """SIGTERM is what service managers send; the clients' state is in a temporary folder until the run ends."""
+    words = ["--engine", "vectorised", "--rounds", "1000", "--clients", "2", "--methods", "fedavg"]
+    command = [sys.executable, "-m", "fedtta.simulation", *words, "--results", str(tmp_path / "r"), "--run-name", "a"]
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    with subprocess.Popen(
+        command, env={**os.environ, "TMPDIR": str(temporary)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stderr is not None
+            assert any("round 1" in line for line in process.stderr)
+            assert list(temporary.glob("fedtta-*"))
+            process.terminate()
+            said = process.stderr.read()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    assert list(temporary.glob("fedtta-*")) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import signal
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -363,3 +364,16 @@ def test_state_that_the_run_removes_need_not_outlive_a_power_cut(
     with ray_transport(Settings(clients=3, device="cpu"), temporary=temporary):
         handed = [one for one in made if isinstance(one, list)]
     assert [[node.durable for node in nodes] for nodes in handed] == [[not temporary] * 3] * Settings().workers
+
+
+def test_a_signal_ends_the_run_as_before_when_ray_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray.init` replaces the handler of SIGTERM by one that aborts the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(workers.ray, "init", lambda **_: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+    monkeypatch.setattr(workers.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(workers.ray, "is_initialized", lambda: False)
+    try:
+        with workers._ray(1):
+            assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
