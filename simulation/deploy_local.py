@@ -109,20 +109,27 @@ def parse(words: Sequence[str] | None = None) -> Plan:
         if any(word.split("=")[0] == key for word in arguments.set):
             raise SettingsError(f"--set {key}: allowed is {instead}")
     common = {"adapter": arguments.adapter, "base": arguments.base, "training": arguments.training}
-    config = Settings().flat() | config | {"clients": arguments.nodes}
+    clients = _count(arguments.devices) if arguments.devices else arguments.nodes
+    config = Settings().flat() | config | {"clients": clients}
     # absolute, because Flower chooses the working directory of the apps
     config |= {key: str(Path(config[key]).expanduser().resolve()) for key in keys_in("paths") if config[key]}
     settings = from_config(config)
     common |= {"device": settings.device} | ({"data-dir": settings.data_dir} if settings.data_dir else {})
     if arguments.devices:
         agents = _agents_of(arguments.devices, settings, common)
-        settings = settings.replace(clients=len(agents))
     else:
         agents = {str(i): common for i in range(settings.clients)}
     _check_agents(agents)
     folder = arguments.folder and arguments.folder.expanduser().resolve()
     keys = arguments.keys and arguments.keys.expanduser().resolve()
     return Plan(settings, agents, arguments.devices, folder, keys, arguments.insecure, arguments.timeout)
+
+
+def _count(files: str) -> int:
+    """Return the number of device files, which other settings are compared with."""
+    from fedtta.client.sites import device_files
+
+    return len(device_files(files))
 
 
 def _agents_of(files: str, settings: Settings, common: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -292,7 +292,7 @@ def test_class_names_of_a_file_are_read_where_the_run_is_submitted(tmp_path: Pat
         (["--set", "state-dir=/x"], "--set state-dir: allowed is --folder"),
         (["--set", "devices=*.toml"], "--set devices: allowed is --devices"),
         (["--set", "classes=a,b", "--devices", "/nowhere/*.toml"], "no such file"),
-        (["--devices", "/nowhere/*.toml"], "classes = ''"),
+        (["--devices", __file__], "classes = ''"),
         (["--nodes", "0"], "clients = 0"),
         (["--adapter", "fedthee"], "fedthee"),
         (["--base", "own"], "base = 'own'"),
@@ -431,3 +431,13 @@ def test_a_supernode_starts_in_a_home_that_is_made_for_it(tmp_path: Path, monkey
     assert "--insecure" in command
     assert (more["cwd"], more["start_new_session"]) == (home, True)
     assert (home / deployment.NODE_LOG).is_file()
+
+
+def test_other_settings_are_compared_with_the_number_of_device_files(tmp_path: Path) -> None:
+    """There are four files, more than --nodes has by default; --set clients is not allowed."""
+    sites(tmp_path)
+    device_file(tmp_path, "site-d", "c")
+    words = ["--devices", str(tmp_path / "*.toml"), "--set", f"classes={OWN.classes}", "image-size=16"]
+    assert deploy_local.parse([*words, "min-replies=4"]).settings.min_replies == 4
+    with pytest.raises(SettingsError, match="min-replies = 5: allowed is at most clients = 4"):
+        deploy_local.parse([*words, "min-replies=5"])
