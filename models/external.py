@@ -9,6 +9,7 @@ activation, since methods replace BatchNorm layers and their statistics.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,7 +187,20 @@ def _encoder(owner: str, source: Source, head_name: str, shape: tuple[int, ...])
         with torch.no_grad():
             if not isinstance(logits, Tensor) or not torch.allclose(head(z), logits, rtol=1e-3, atol=1e-4):
                 raise ValueError(f"{owner}: {head_name} is not its last layer, so two heads cannot take its place")
+    _check_training(owner, network, x, width)
     return Encoder(network, width, isinstance(last, NONNEGATIVE) and bool((z >= 0).all()), head)
+
+
+def _check_training(owner: str, network: nn.Module, x: Tensor, width: int) -> None:
+    """Raise ValueError unless features in training mode are [B, d], too: some networks return more than those then.
+
+    The network and torch's generator, which dropout draws from, are left as they are.
+    """
+    with _given_images(f"{owner}, in training mode,", tuple(x.shape[1:])), torch.random.fork_rng(devices=[]):
+        z = copy.deepcopy(network).train()(x)
+    if not isinstance(z, Tensor) or z.shape != (len(x), width):
+        got = list(z.shape) if isinstance(z, Tensor) else type(z).__name__
+        raise ValueError(f"{owner}: features must be [B, {width}], in training mode the network gives {got}")
 
 
 @contextmanager

@@ -176,10 +176,24 @@ def _from_torchvision(name: str, size: int, num_classes: int, own: Mapping[str, 
         raise ValueError(f"torchvision has no such classification network{_close(name, names)}")
     fixed = {"image_size": size} if name.startswith("vit_") else {}
     if not download:
-        return Source(networks.get_model(name, weights=None, num_classes=num_classes, **{**fixed, **own}))
+        made = networks.get_model(name, weights=None, num_classes=num_classes, **{**fixed, **own})
+        return Source(_without_auxiliary(made, own))
     weights = networks.get_model_weights(name).DEFAULT
-    network = networks.get_model(name, weights=weights, **{**fixed, **own})
+    network = _without_auxiliary(networks.get_model(name, weights=weights, **{**fixed, **own}), own)
     return Source(network, classes=tuple(weights.meta["categories"]), pretrained=True)
+
+
+def _without_auxiliary(network: nn.Module, own: Mapping[str, Any]) -> nn.Module:
+    """Take off the auxiliary classifiers of GoogLeNet and Inception v3, unless they are asked for.
+
+    With them, the network returns a tuple of logits in training mode.
+    """
+    if getattr(network, "aux_logits", False) and not own.get("aux_logits"):
+        setattr(network, "aux_logits", False)  # noqa: B010 (a plain attribute, which nn.Module does not declare)
+        for name in ("aux1", "aux2", "AuxLogits"):
+            if hasattr(network, name):
+                setattr(network, name, None)
+    return network
 
 
 def _from_function(

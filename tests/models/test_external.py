@@ -311,6 +311,15 @@ def test_downloaded_weights_keep_their_head(monkeypatch: pytest.MonkeyPatch) -> 
     assert few.notes[-1].endswith("replaced by a new one")
 
 
+def test_auxiliary_classifiers_are_taken_off() -> None:
+    """With them GoogLeNet returns three logits in training mode; asked for, they are refused before a training."""
+    network = models.build("torchvision:googlenet", 3, 3, 64, seed=0).train()
+    network(torch.rand(2, 3, 64, 64)).sum().backward()
+    assert not any("aux" in name for name in network.global_state())
+    with pytest.raises(ValueError, match="in training mode"):
+        models.build("torchvision:googlenet", 3, 3, 64, seed=0, aux_logits=True)
+
+
 def test_normalization_follows_pretrained_weights() -> None:
     imagenet = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
     half = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -350,6 +359,7 @@ def test_normalization_follows_pretrained_weights() -> None:
         ("tests.models.nets:no_linear", {}, "does not end in a linear layer"),
         ("tests.models.nets:not_last", {}, "2 is not its last layer"),
         ("tests.models.nets:wrong_width", {}, r"must be \[B, 7\], the network gives \[2, 3072\]"),
+        ("tests.models.nets:auxiliary", {}, r"must be \[B, 12\], in training mode the network gives tuple"),
         ("tests.models.nets:own_norm", {}, r"^model 'tests.models.nets:own_norm': 0 \(OwnNorm\) is a BatchNorm layer"),
         ("tests.models.nets:tied", {"weights": "default"}, "a function loads its own"),
         ("vgg", {}, "unknown model 'vgg'; there are: cnn, .*timm:<name>"),
