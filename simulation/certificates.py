@@ -22,6 +22,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedtta.settings.files import write_atomically
 
 Purpose = Literal["server", "client"]
+COMMON_NAME_LENGTH = 64  # characters, at most (RFC 5280); hosts are in the alternative names, which TLS compares
 SKEW = datetime.timedelta(minutes=10)  # clocks of devices may be behind by this much
 _PURPOSES = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
 _REPLACE = "move it away, or replace it (--replace {})"
@@ -290,7 +291,7 @@ def _builder(subject: str, issuer: str, key: ec.EllipticCurvePublicKey, days: in
     now = _now()
     return (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject[:COMMON_NAME_LENGTH])]))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key)
         .serial_number(x509.random_serial_number())

@@ -231,3 +231,13 @@ def test_an_authority_signs_nothing_that_signs(keys: Keys) -> None:
     constraints = read_certificate(keys.ca).extensions.get_extension_for_class(x509.BasicConstraints)
     assert constraints.critical
     assert (constraints.value.ca, constraints.value.path_length) == (True, 0)
+
+
+def test_a_host_may_be_longer_than_a_common_name(tmp_path: Path) -> None:
+    """Common names have at most 64 characters, names of hosts 253."""
+    host = ".".join(["a" * 60, "b" * 60, "example.org"])
+    keys, _ = make_keys(tmp_path, nodes=1, agents=[host])
+    certificate = read_certificate(keys.folder / f"agent-{host}.crt")
+    assert host in hosts_of(certificate)
+    assert certificate.subject.rfc4514_string() == "CN=agent-" + "a" * 58
+    make_keys(tmp_path, nodes=1, agents=[host])  # and it is kept
