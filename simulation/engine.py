@@ -29,6 +29,7 @@ from fedtta.server.events import Listener
 from fedtta.server.methods import plan
 from fedtta.server.trackers import tracker_names
 from fedtta.settings import Settings, SettingsError, from_config
+from fedtta.settings.files import make_folder
 from fedtta.simulation.gpus import chosen_gpus
 from fedtta.simulation.vectorized import VectorizedTransport, at_once
 
@@ -204,8 +205,19 @@ def scanned(node: Node, settings: Settings) -> OwnData:
 
 @contextmanager
 def _private_state(settings: Settings) -> Iterator[Settings]:
-    """Set a temporary `state-dir` for the length of the run, unless one is set."""
+    """Set a temporary `state-dir` for the length of the run, unless one is set; SettingsError if that cannot be made.
+
+    Clients would find out after their first training.
+    """
     if settings.state_dir:
+        chosen = Path(settings.state_dir).expanduser()
+        try:
+            make_folder(chosen)
+            tempfile.TemporaryFile(dir=chosen).close()
+        except OSError as error:
+            raise SettingsError(
+                f"state-dir = {settings.state_dir!r}: allowed is a folder to write in: {error}"
+            ) from error
         yield settings
         return
     with tempfile.TemporaryDirectory(prefix="fedtta-") as folder:

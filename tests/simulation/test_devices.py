@@ -216,3 +216,12 @@ def test_a_divided_data_set_is_left_as_it_is() -> None:
     settings = Settings(clients=2)
     assert with_devices(settings) is settings
     assert [node.name for node in simulated_nodes(settings)] == ["0", "1"]
+
+
+@pytest.mark.parametrize("below", ["", "more"])
+def test_a_state_dir_that_cannot_be_is_refused_before_the_run(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = Settings(state_dir=str(tmp_path / "file" / below), results=str(tmp_path / "results"))
+    with pytest.raises(SettingsError, match=r"state-dir = .*: allowed is a folder to write in"):
+        simulate(settings)
+    assert not (tmp_path / "results").exists()
