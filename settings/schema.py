@@ -42,6 +42,9 @@ GROUPS: dict[str, str] = {
 #: What `ray-address` may be.
 RAY_ADDRESS = re.compile(r"|auto|local|(ray://)?([\w.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
 
+#: Of a run's name, at most: file systems take 255, and archives and temporary names add to it.
+RUN_NAME_BYTES = 200
+
 #: In place of a default: the key must be set.
 REQUIRED: Any = dataclasses.MISSING
 
@@ -544,8 +547,11 @@ class Settings:
             raise SettingsError(f"resume = {self.resume!r}: allowed with observe-only = True is none")
         if self.channels == 2:
             raise SettingsError("channels = 2: allowed are 1, 3")
-        if "/" in self.run_name or self.run_name in (".", ".."):
-            raise SettingsError(f"run-name = {self.run_name!r}: allowed is a plain folder name")
+        named = self.run_name
+        if "/" in named or named in (".", "..") or not named.isprintable() or len(named.encode()) > RUN_NAME_BYTES:
+            raise SettingsError(
+                f"run-name = {named!r}: allowed is a plain folder name of at most {RUN_NAME_BYTES} bytes"
+            )
 
     def replace(self, **changes: Any) -> Settings:
         """Return a validated copy with some fields changed (Python names)."""

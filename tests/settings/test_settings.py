@@ -71,6 +71,8 @@ def test_toml_round_trip(
         ({"split": "published", "collaborations": "none"}, ["collaborations", "'none'", "split = 'published' is ''"]),
         ({"split": "published", "fraction-train": 0.5}, ["fraction-train", "0.5", "split = 'published' is 1.0"]),
         ({"run-name": "../x"}, ["run-name", "'../x'", "folder name"]),
+        ({"run-name": "ü" * 101}, ["run-name", "folder name", "200 bytes"]),
+        ({"run-name": "a\0b"}, ["run-name", "'a\\x00b'", "folder name"]),
         ({"metods": "btfl"}, ["metods", "did you mean methods?", "learning-rate"]),
         ({"learning_rate": 0.1}, ["learning_rate", "did you mean learning-rate?"]),
     ],
