@@ -125,3 +125,8 @@ def test_as_text_flower_writes_its_lines_itself(capsys: pytest.CaptureFixture[st
     assert [line.split(" ", 2)[2] for line in capsys.readouterr().err.splitlines() if "its own" not in line] == [
         "INFO one"
     ]
+
+
+@pytest.mark.parametrize(("number", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])
+def test_numbers_that_json_does_not_have_are_text(number: float, text: str) -> None:
+    assert f'"loss": ["{text}", 1.5]' in line_of(logging.INFO, "fedtta", "m", {"loss": [number, 1.5]})
