@@ -60,8 +60,9 @@ def q_fedavg(start: Arrays, trained: Sequence[Arrays], losses: Sequence[float], 
     require_alike([start, *trained])
     learned = [name for name in start if not name.endswith(RUNNING_STATISTICS)]
     norms = np.array([sum(_squared(start[name], client[name]) for name in learned) for client in trained])
-    powers = (factors + EPSILON) ** q  # F_k^q
-    slopes = q * (factors + EPSILON) ** (q - 1) * lipschitz**2 * norms
+    factors = factors + EPSILON
+    powers = (factors / factors.max()) ** q  # F_k^q but for a factor that cancels: a float holds no 3^1000
+    slopes = q * powers / factors * lipschitz**2 * norms
     steps = lipschitz * powers / (slopes + lipschitz * powers).sum()  # w ← w - Σ steps_k (w - w_k); Σ steps_k ≤ 1
     new = {}
     for name, value in start.items():

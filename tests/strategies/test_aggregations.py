@@ -64,6 +64,14 @@ def test_q_fedavg_counts_the_worse_client_more() -> None:
     np.testing.assert_allclose(q_fedavg(start, trained, [3.0, 1.0], 1.0, 2.0)["w"], [0.25], atol=1e-9)
 
 
+@pytest.mark.parametrize(("losses", "expected"), [([2.0, 1.0], 1 / 2001), ([0.02, 0.01], 1 / 200_001)])
+def test_q_fedavg_with_powers_that_no_float_holds(losses: list[float], expected: float) -> None:
+    """2²⁰⁰⁰ is infinite and 0.02²⁰⁰⁰ is 0, but only their ratio counts: the worse client decides alone."""
+    start, trained = {"w": np.zeros(1)}, [{"w": np.ones(1)}, {"w": -np.ones(1)}]
+    # L = 2, q = 2000, both divided by F_1^q: h_1 = (2000/F_1) 4 + 2, Δ_1 = -2; the other client has 2⁻²⁰⁰⁰ of that
+    np.testing.assert_allclose(q_fedavg(start, trained, losses, 2000.0, 2.0)["w"], [expected], rtol=1e-6)
+
+
 def test_q_fedavg_refuses() -> None:
     start, one = models(2, 0)
     with pytest.raises(ValueError, match="2 losses do not fit 1 clients"):
