@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Self
@@ -54,7 +54,7 @@ class Alerting:
     ) -> None:
         self.rules, self._fleet, self._history, self._clock = rules, fleet, history, clock
         self._held, self._log = HeldSamples(), AlertLog()
-        self._known: set[str] = set()
+        self._known: set[Hashable] = set()
         self._interval, self._ended = interval, threading.Event()
         self._thread = threading.Thread(target=self._follow, name="alerts", daemon=True)
         self._webhook: Webhook | None = None
@@ -96,11 +96,11 @@ class Alerting:
         fleet, now = self._fleet(), self._clock()
         for device in fleet:
             if device.telemetry is not None and device.telemetry_at is not None:
-                if device.telemetry.holding and device.name not in self._known:  # since when?
+                if device.telemetry.holding and device.key not in self._known:  # since when?
                     for at, telemetry in self._history(device):
-                        self._held.note(device.name, telemetry, at)
-                self._known.add(device.name)
-                self._held.note(device.name, device.telemetry, device.telemetry_at)
+                        self._held.note(device.key, telemetry, at)
+                self._known.add(device.key)
+                self._held.note(device.key, device.telemetry, device.telemetry_at)
         return self._log.update(evaluate(self.rules, fleet, now, self._held), now)
 
     def _follow(self) -> None:

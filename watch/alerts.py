@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from html import escape
@@ -99,25 +99,34 @@ class HeldSamples:
     """Images that were predicted while a device's guard held, from the readings of its telemetry."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Held] = {}
-        self._predictions: dict[str, int] = {}  # at the last reading
+        self._held: dict[Hashable, Held] = {}
+        self._predictions: dict[Hashable, int] = {}  # at the last reading
 
-    def note(self, name: str, telemetry: Telemetry, at: float) -> None:
-        """Take note of a device's reading; readings come in the order of time, and one may come twice."""
-        before = self._held.get(name)
-        last = self._predictions.get(name, 0)
-        self._predictions[name] = telemetry.predictions
+    def note(self, key: Hashable, telemetry: Telemetry, at: float) -> None:
+        """Take note of a device's reading; readings come in the order of time, and one may come twice.
+
+        Parameters
+        ----------
+        key : hashable
+            `FleetDevice.key` of the device.
+        telemetry : Telemetry
+        at : float
+            Seconds since 1970.
+        """
+        before = self._held.get(key)
+        last = self._predictions.get(key, 0)
+        self._predictions[key] = telemetry.predictions
         if not telemetry.holding:
-            self._held.pop(name, None)
+            self._held.pop(key, None)
         elif before is None:
-            self._held[name] = Held(0, at)
+            self._held[key] = Held(0, at)
         else:  # a device that has started again counts from 0
             new = telemetry.predictions - last if telemetry.predictions >= last else telemetry.predictions
-            self._held[name] = replace(before, samples=before.samples + new)
+            self._held[key] = replace(before, samples=before.samples + new)
 
-    def get(self, name: str) -> Held | None:
+    def get(self, key: Hashable) -> Held | None:
         """Return what is known of a device; None if its guard does not hold."""
-        return self._held.get(name)
+        return self._held.get(key)
 
 
 @dataclass(frozen=True)
@@ -219,7 +228,7 @@ def evaluate(rules: Rules, fleet: Iterable[FleetDevice], now: float, held: HeldS
     devices = list(fleet)
     found = []
     for device in devices:
-        subject, limits = _Subject(device, now, held.get(device.name) if held else None), rules.limits_of(device.name)
+        subject, limits = _Subject(device, now, held.get(device.key) if held else None), rules.limits_of(device.name)
         found += [rule.alert(subject, limits[rule.key]) for rule in RULES]
     return [one for one in found if one is not None] + _refused_models(rules.model_refused_by, devices, now)
 

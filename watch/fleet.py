@@ -57,6 +57,11 @@ class FleetDevice:
     telemetry: Telemetry | None
     telemetry_at: float | None
 
+    @property
+    def key(self) -> tuple[str, int | None]:
+        """Return what tells it from all others: several listed devices may have one name, others change their id."""
+        return self.name, None if self.status == "unknown" else self.node_id
+
 
 @dataclass(frozen=True)
 class Heard:

@@ -32,7 +32,7 @@ def device(name: str = "a", *, seen: float | None = NOW, at: float = NOW - 30, *
 def held(samples: int) -> HeldSamples:
     found = HeldSamples()
     for predictions in (10, 10 + samples):
-        found.note("a", Telemetry(name="a", holding=True, predictions=predictions), NOW - 99)
+        found.note(("a", 1), Telemetry(name="a", holding=True, predictions=predictions), NOW - 99)
     return found
 
 
@@ -208,6 +208,19 @@ def test_a_look_uses_the_history_of_a_device_that_holds_already() -> None:
         "since 2027-01-15 07:55 UTC",
     }  # fmt: skip
     assert alerting.current == []
+
+
+@pytest.mark.parametrize("holding", [True, False])
+def test_devices_with_one_name_are_told_apart(holding: bool) -> None:
+    """One enrolled anew under its old name, the old one not removed: their numbers of images are not one series."""
+    fleet: list[FleetDevice] = []
+    alerting = Alerting(replace(OFF, guard_holding_samples=500), lambda: fleet, lambda one: [], clock=lambda: NOW)
+    old = FleetDevice("a", 2, "offline", NOW, Telemetry(name="a", holding=holding, predictions=10), NOW - 30)
+    found = []
+    for predictions in (1000, 1300, 1499, 1500):
+        fleet[:] = [device(holding=True, predictions=predictions), old]
+        found.append([(one.begins, one.alert.value) for one in alerting.look()])
+    assert found == [[], [], [], [(True, 500)]]
 
 
 # What is shown
