@@ -104,7 +104,7 @@ METRICS: tuple[Named[Telemetry], ...] = (
         SECONDS, "Seconds from a request's arrival to its answer.",
         lambda one: histogram(LATENCY_BOUNDS, one.latency, one.latency_sum), HistogramMetricFamily,
     ),
-    Named("fedtta_uptime_seconds", "Seconds since the agent began.", lambda one: one.uptime),
+    Named("fedtta_uptime_seconds", "Seconds since the agent began.", lambda one: one.uptime or None),
     Named("fedtta_predictions", "Images predicted.", lambda one: one.predictions, CounterMetricFamily),
     Named("fedtta_refused_requests", "Prediction requests refused.", lambda one: one.refusals, CounterMetricFamily),
     Named("fedtta_head_weight", "Mean weight e of the global head over the last images.", lambda one: one.weight),
@@ -127,9 +127,14 @@ METRICS: tuple[Named[Telemetry], ...] = (
     Named("fedtta_unsaved_samples", "Those of them that no snapshot covers.", lambda one: one.unsaved_samples),
     Named("fedtta_saving_fails", "1 while the adapter's state cannot be saved.", lambda one: one.saving_fails),
     Named("fedtta_waiting_model", "1 while a model is tried or waits for approval.", lambda one: one.candidate != ""),
-    Named("fedtta_disk_used_bytes", "Bytes of the state directory.", lambda one: one.disk_used),
-    Named("fedtta_disk_free_bytes", "Bytes free on its disk.", lambda one: one.disk_free),
-    Named("fedtta_memory_bytes", "Resident bytes of the agent.", lambda one: one.memory),
+    Named(
+        "fedtta_disk_used_bytes", "Bytes of the state directory.",
+        lambda one: one.disk_used if one.knows_disk else None,
+    ),
+    Named(
+        "fedtta_disk_free_bytes", "Bytes free on its disk.", lambda one: one.disk_free if one.knows_disk else None
+    ),
+    Named("fedtta_memory_bytes", "Resident bytes of the agent.", lambda one: one.memory or None),
     Named("fedtta_data_samples", "Files of the device's own data.", lambda one: one.data_samples),
     Named("fedtta_data_skipped", "Those of them that cannot be used.", lambda one: one.data_skipped),
 )  # fmt: skip

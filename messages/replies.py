@@ -445,6 +445,11 @@ class Telemetry(Reply):
     data_samples: Count = 0
     data_skipped: Count = 0
 
+    @property
+    def knows_disk(self) -> bool:
+        """Whether it knows its disk, which may be full; an agent's own state takes some bytes of it."""
+        return self.disk_used > 0 or self.disk_free > 0
+
 
 #: Every reply by its name on the wire.
 REPLIES: dict[str, type[Reply]] = {

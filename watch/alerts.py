@@ -179,8 +179,8 @@ class _Rule:
 
 
 def _free_megabytes(telemetry: Telemetry) -> float | None:
-    """Return the free space; None where a device does not know its disk, on which an agent's state takes some bytes."""
-    return telemetry.disk_free / MEGABYTE if telemetry.disk_used or telemetry.disk_free else None
+    """Return the free space; None where a device does not know its disk."""
+    return telemetry.disk_free / MEGABYTE if telemetry.knows_disk else None
 
 
 RULES = (

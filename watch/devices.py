@@ -73,7 +73,7 @@ def _told(one: Telemetry) -> dict[str, str]:
         "drift": UNKNOWN if one.drift is None else f"{one.drift:.2f}",
         "guard": "holding" if one.holding else "open",
         "events": ", ".join(f"{kind} {count}" for kind, count in sorted(one.guard_events.items())),
-        "disk": f"{decimal(one.disk_used)}, {decimal(one.disk_free)}" if one.disk_used or one.disk_free else UNKNOWN,
+        "disk": f"{decimal(one.disk_used)}, {decimal(one.disk_free)}" if one.knows_disk else UNKNOWN,
         "memory": decimal(one.memory) if one.memory else UNKNOWN,
         "p50": _seconds(latency(one, 0.5)),
         "p95": _seconds(latency(one, 0.95)),

@@ -61,8 +61,8 @@ SERIES: tuple[
         None,
         lambda seconds: _milliseconds(seconds),
     ),
-    ("Memory", lambda one: float(one.memory), None, size),
-    ("Disk used", lambda one: float(one.disk_used), None, size),
+    ("Memory", lambda one: one.memory or None, None, size),
+    ("Disk used", lambda one: one.disk_used if one.knows_disk else None, None, size),
 )
 
 
@@ -170,8 +170,8 @@ def _row(device: FleetDevice, now: float) -> list[str]:
         text(printable(one.candidate, WORDS)),
         text(printable(f"{one.adapter}: {one.choice}" if one.choice else one.adapter, WORDS)),
         _latency(one),
-        f"{size(one.disk_used)}, {size(one.disk_free)} free",
-        size(one.memory),
+        f"{size(one.disk_used)}, {size(one.disk_free)} free" if one.knows_disk else "–",
+        size(one.memory) if one.memory else "–",
         text(one.software.get("fedtta")),
     ]
     return [*first, *(f"<span>{cell}</span>" for cell in cells)]
@@ -255,7 +255,7 @@ def _facts(one: Telemetry, device: FleetDevice) -> list[tuple[str, str]]:
     return [
         ("Telemetry", text(telemetry)),
         ("Node", text(device.node_id)),
-        ("Running for", duration(one.uptime)),
+        ("Running for", duration(one.uptime) if one.uptime else "–"),
         ("Model", text(one.model)),
         ("New model", text(one.candidate)),
         ("Last refused model", text(one.refused)),
@@ -271,8 +271,8 @@ def _facts(one: Telemetry, device: FleetDevice) -> list[tuple[str, str]]:
         ("Drift", text(None if one.drift is None else f"{one.drift:.2f}")),
         ("Guard", _guard(one)),
         ("Own data", f"{counted(one.data_samples, 'file')}, {one.data_skipped:,} skipped"),
-        ("Disk", f"{size(one.disk_used)} used, {size(one.disk_free)} free"),
-        ("Memory", size(one.memory)),
+        ("Disk", f"{size(one.disk_used)} used, {size(one.disk_free)} free" if one.knows_disk else "–"),
+        ("Memory", size(one.memory) if one.memory else "–"),
         ("Latency, median / 95th percentile", _latency(one)),
     ]
 

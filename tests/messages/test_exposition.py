@@ -51,12 +51,16 @@ def test_what_is_unknown_is_left_out() -> None:
     assert found["fedtta_drift", "b"] == 0.0
     assert found["fedtta_guard_holding", "a"] == 0.0
     assert found["fedtta_guard_holding", "b"] == 1.0
+    found = read(Telemetry(name="a"), Telemetry(name="b", uptime=0.5, disk_used=1, memory=2))  # a disk may be full
+    names = ("uptime_seconds", "disk_used_bytes", "disk_free_bytes", "memory_bytes")
+    assert [found[f"fedtta_{name}", "b"] for name in names] == [0.5, 1, 0, 2]
+    assert not {(f"fedtta_{name}", "a") for name in names} & set(found)
 
 
 def test_hostile_texts_stay_in_their_labels() -> None:
     found = read(Telemetry(name="a", model='x"} 1\nfedtta_uptime_seconds{device="b'.replace("\n", "\\n")))
     assert ("fedtta_uptime_seconds", "b") not in found
-    assert ("fedtta_uptime_seconds", "a") in found
+    assert ("fedtta_predictions_total", "a") in found
 
 
 @given(st.lists(st.integers(0, 1000), min_size=len(LATENCY_BOUNDS) + 1, max_size=len(LATENCY_BOUNDS) + 1))

@@ -96,9 +96,16 @@ def test_the_table_is_accessible() -> None:
 
 def test_what_is_unknown_is_a_dash() -> None:
     cells = dict(zip(devices_page.HEAD, shown(device()).rows[1], strict=True))
-    unknown = ("weight e", "accuracy, estimated", "drift", "latency", "model", "new model", "adapter", "software")
+    named = ("weight e", "accuracy, estimated", "drift", "latency", "model", "new model", "adapter", "software")
+    unknown = (*named, "disk", "memory")
     assert {name: cells[name] for name in unknown} == dict.fromkeys(unknown, "–")
     assert cells["guard"] == "free"
+    sections = devices_page.device_page(device(), [(NOW, telemetry("a"))], NOW).sections
+    for name in ("Running for", "Disk", "Memory"):
+        assert f"<dt>{name}</dt><dd>–</dd>" in sections["device-now"]
+        assert f"{name}: " not in sections["device-series"]
+    full = zip(devices_page.HEAD, shown(device(disk_used=10)).rows[1], strict=True)
+    assert dict(full)["disk"] == "10 B, 0 B free"
 
 
 def test_without_telemetry_the_page_says_how_to_get_it() -> None:
