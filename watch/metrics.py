@@ -102,7 +102,9 @@ class Run:
     def of(cls, results: Results) -> Run:
         """Keep of a run's results what has metrics."""
         trainings = {
-            printable(name, NAME_LENGTH): Training(rounds, [one for one in results.incidents if one.training == name])
+            printable(name, NAME_LENGTH): Training(
+                rounds, [one for one in results.incidents if one.training == name and _in_training(one)]
+            )
             for name, rounds in list(results.by_training().items())[:TRAININGS]
         }
         started = None
@@ -117,6 +119,11 @@ class Run:
             return {}
         found = Counter(one.state for one in self.live.clients.values())
         return {state: found[state] for state in STATES}
+
+
+def _in_training(incident: Incident) -> bool:
+    """Whether it is one of a training round, not of an evaluation; runs of earlier versions do not say."""
+    return incident.phase in ("", f"train {incident.training}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from docs import generated
+from fedtta.server.report.events import parse_event
+from fedtta.server.report.results import Results
 from fedtta.simulation.superlink import FlowerError
 from fedtta.watch import metrics
 from fedtta.watch.access import Access
@@ -21,7 +23,7 @@ from fedtta.watch.app import make_app
 from fedtta.watch.fleet import FleetDevice
 from fedtta.watch.listing import Fleet
 from fedtta.watch.runs import Runs
-from tests.report.runs import write_events
+from tests.report.runs import training_round, write_events
 from tests.watch.made import FULL, damage, listed, made, run_events, say, telemetry
 
 Found = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -120,6 +122,20 @@ def test_numbers_of_a_run(found: tuple[str, Found]) -> None:
     assert ends == {"running": [1, 0], "ended": [0, 1]}
     assert value(one, "fedtta_run_completed", run="r0") == 1
     assert ("fedtta_clients", frozenset({"run": "r0", "state": "asked"}.items())) not in one
+
+
+def test_only_replies_of_training_rounds_count_as_such() -> None:
+    """What was lost of the evaluation, the statistics and the rates of a training has its name, too."""
+    round = training_round("cross_entropy", 1)
+    phases = ("train cross_entropy", "evaluate cross_entropy", "statistics cross_entropy", "rates cross_entropy")
+    lost = [
+        {"event": event, "training": "cross_entropy", "round": 1, "reason": "x", "phase": phase}
+        for event in ("refused", "limited") for phase in phases
+    ]  # fmt: skip
+    run = metrics.Run.of(Results.of([one for one in map(parse_event, (round, *lost)) if one is not None]))
+    assert run.trainings["cross_entropy"].replies() == {
+        "accepted": 2, "refused": 1, "failed": 0, "late": 0, "limited": 1,
+    }  # fmt: skip
 
 
 def test_numbers_of_devices(found: tuple[str, Found]) -> None:
