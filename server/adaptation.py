@@ -51,7 +51,7 @@ class Collaboration:
             The rule has no such option, or its value is not allowed.
         """
         try:
-            return COLLABORATIONS[self.rule](**self.options)
+            return COLLABORATIONS[self.rule](network=None, **self.options)  # which is no option
         except (TypeError, ValueError) as error:
             raise SettingsError(f"collaborations: {self.label}: {error}") from error
 

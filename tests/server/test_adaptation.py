@@ -330,6 +330,7 @@ def test_collaborations_are_parsed_with_their_options() -> None:
         ("fedavg[share=some]", "share = 'some'; allowed: affine, statistics, all"),
         ("fedavg,fedavg", "fedavg is named twice"),
         ("pfedbbn[temprature=1]", "temprature"),
+        ("fedavg[network=1]", "network"),
         ("pfedbbn[temperature=0]", "temperature"),
         ("fedprox[proximal=-1]", "proximal"),
         ("pfedgraph[round_above=1.1]", "round_above"),
