@@ -64,7 +64,7 @@ def statistics_round(
     # behind a ReLU: a client whose descriptor is negative there makes every honest client refuse the mean
     bounds = {"descriptor": (0.0, math.inf)} if model.features_nonnegative else {}
     bounds = dict.fromkeys(shapes, ANY) if noisy else bounds
-    limits = StatisticsLimits.of(federation.settings)
+    limits = StatisticsLimits.of(federation.settings, noisy=noisy)
     check = SummarizeCheck(shapes, bounds)
     asking = Round(federation, check, name, round, f"statistics {name}", limits=limits)
     outcome = asking.ask(lambda: federation.addressed(clients, request))

@@ -197,16 +197,29 @@ class TrainLimits(Limits):
 
 @dataclass
 class StatisticsLimits(Limits):
-    """Limits of the statistics that adapters use the mean of, each for itself."""
+    """Limits of the statistics that adapters use the mean of, each for itself.
+
+    Parameters
+    ----------
+    noisy : bool
+        Whether clients add noise: what they send of a distribution then has any sum, also one near 0.
+    """
 
     arrays = "statistics"
+
+    noisy: bool = False
 
     def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
         """See `Limits.groups`."""
         return ([name] for name in arrays if STATISTICS[name].mean)
 
     def repaired(self, arrays: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-        """Scale distributions to sum to one again, which the clients' median of each number does not."""
+        """Scale distributions to sum to one again, which the clients' median of each number does not.
+
+        With noise only their mean is made to sum to one (`feasible_statistics`).
+        """
+        if self.noisy:
+            return arrays
         scaled = {name: arrays[name] / arrays[name].sum() for name in names if STATISTICS[name].distribution}
         return {**arrays, **scaled}
 

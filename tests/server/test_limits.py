@@ -72,3 +72,15 @@ def test_a_distribution_that_is_pulled_back_still_sums_to_one() -> None:
     assert found.sum() == pytest.approx(1, abs=1e-12)
     assert (found >= 0).all()
     assert found[0, 0] < 0.8
+
+
+def test_a_noisy_distribution_that_is_pulled_back_stays_within_the_radius() -> None:
+    """Its sum may be near 0, by which it must not be divided: one client would decide the mean of all."""
+    steps = (-0.1, -0.1, 0.0, 0.1, 0.1)
+    priors = [np.array([0.5 + step, 0.5]) for step in steps] + [np.array([0.5, -99.5])]
+    counts = {"validation_total": 4, "validation_correct": 1, "seconds": 0.1}
+    replies = [Summarized(statistics={"label_prior": one}, num_examples=5, **counts) for one in priors]
+    # the median is (0.5, 0.5), the distances are 0.1, 0.1, 0, 0.1, 0.1, 100: the radius is 9.9 times 0.1
+    limited = StatisticsLimits(3.0, 9.9, noisy=True)(replies)
+    assert [i for i, one in enumerate(limited) if one.reason] == [5]
+    np.testing.assert_allclose(limited[5].reply.statistics["label_prior"], [0.5, -0.49], rtol=1e-9)  # sums to 0.01
