@@ -46,11 +46,13 @@ def statistics_round(
     """
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
     weighting: Any = federation.settings.statistics_weighting
+    noisy = "statistics" in Privacy.parse(federation.settings.differential_privacy).mechanisms
     averaging = StatisticsFedAvg(
-        weighting=weighting, aggregator=robust_aggregator(federation.settings), distributions=DISTRIBUTIONS
+        weighting=weighting,
+        aggregator=robust_aggregator(federation.settings),
+        distributions=() if noisy else DISTRIBUTIONS,  # with noise, which may make a sum negative, at the end
     )
     shapes = statistics_shapes(training.needs, model)
-    noisy = "statistics" in Privacy.parse(federation.settings.differential_privacy).mechanisms
     federation.update(name, round)
     clients, sent = federation.sources, _Sent(training, arrays, trained)
     common = {**federation.common(name), "round": round, "task": _final_task(training)}

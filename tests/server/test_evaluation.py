@@ -8,14 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedtta.messages.replies import Evaluated, EvaluationResult
+from fedtta.messages.replies import Evaluated, EvaluationResult, Summarized
 from fedtta.messages.requests import Evaluate, Request
-from fedtta.server.evaluation import evaluation_round
+from fedtta.models import build
+from fedtta.server.evaluation import evaluation_round, statistics_round
 from fedtta.server.events import Leak
 from fedtta.server.methods import Training, plan
 from fedtta.settings import Settings
+from fedtta.tta.statistics import statistics_shapes
 from tests.server.test_nodes import raises
 from tests.server.test_rounds import START, Place
+from tests.transports import Client
 
 RESULT = EvaluationResult(label="fedavg", shift="original", correct=3, total=4, seconds=0.5)
 (CE,) = plan(Settings(methods="fedavg"))
@@ -53,6 +56,27 @@ def test_a_result_is_an_event_with_its_further_metrics_if_there_are_any() -> Non
     assert none["accuracy"] is None
     (check,) = place.of("leak_check")
     assert (check["checked"], check["leaked"]) == (12, 0)
+
+
+def test_a_robust_mean_of_noisy_distributions_may_have_any_sum() -> None:
+    """Noise of 0.5 on each share, which `statistics=2/0.25` adds, is more than all shares together."""
+
+    settings = Settings(aggregation="fedmedian", differential_privacy="statistics=2/0.25", methods="em", clients=3)
+    (training,) = plan(settings)
+    model = build("cnn", num_classes=2, image_size=16, in_channels=1, seed=0)
+    zeros = {name: np.zeros(shape) for name, (shape, _) in statistics_shapes(training.needs, model).items()}
+
+    def client(prior: list[float]) -> Client:
+        statistics = {**zeros, "label_prior": np.array(prior)}
+        counts = {"validation_total": 0, "validation_correct": 0, "seconds": 0.1}
+        return lambda _: Summarized(statistics=statistics, num_examples=5, **counts)
+
+    priors = ([-0.5, 0.25], [-0.75, 0.5], [1.0, -1.0])
+    place = Place({i: client(prior) for i, prior in enumerate(priors)})
+    place.federation = replace(place.federation, settings=settings)
+    means = statistics_round(place.federation, training, START, model, range(3))
+    # the medians are -0.5 and 0.25; a share is not negative
+    assert means["label_prior"].tolist() == [0.0, 1.0]
 
 
 def test_estimates_are_a_field_of_the_event() -> None:
