@@ -286,7 +286,7 @@ class Nodes:
         old = self.by_partition[partition]
         self._admit(partition, node, identity)
         who = {"partition": partition, "name": identity.name, "node_id": node, "old_node_id": old}
-        events("rejoined", **about, **who, sizes=list(identity.sizes))
+        events("rejoined", **about, **who, sizes=list(identity.sizes), data=data_of(identity))
         return old
 
     def _join(self, node: int, identity: Identity, events: Events, about: Mapping[str, Any]) -> None:

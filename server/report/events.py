@@ -148,7 +148,8 @@ class Incident:
 class Membership:
     """A client that came or went: ``joined``, ``left``, ``rejoined``; a node that takes no part: ``left_alone``.
 
-    `sizes`, `role` and `data` are those of `Clients`; only a client that joins has them all.
+    `sizes`, `role` and `data` are those of `Clients`; a client that joins has them all, one that comes back as another
+    node the first and the last.
     """
 
     key: ClassVar[tuple[str, ...]] = ()

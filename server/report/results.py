@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,7 +122,7 @@ class Results:
 
     @cached_property
     def members(self) -> dict[int, Member]:
-        """Every client by partition: those of the start, and those that joined."""
+        """Every client by partition, those of the start and those that joined, with the data that it had last."""
         found, start = {}, self.clients
         for partition, sizes in enumerate(start.sizes if start else []):
             assert start is not None
@@ -136,6 +136,9 @@ class Results:
             if event.event == "joined" and event.partition is not None and event.name is not None:
                 about = (event.sizes or [0, 0, 0], event.role or "", event.data or {})
                 found[event.partition] = Member(event.partition, event.name, *about, joined=event)
+            elif event.event == "rejoined" and event.partition in found and event.sizes:
+                before = found[event.partition]
+                found[event.partition] = replace(before, sizes=event.sizes, data=event.data or before.data)
         return found
 
     def name(self, partition: int) -> str:

@@ -65,6 +65,18 @@ def test_each_client_has_a_row_with_what_is_known(tmp_path: Path) -> None:
     assert "Class counts stay on the devices" in words
 
 
+def test_a_client_that_comes_back_with_other_data_has_these(tmp_path: Path) -> None:
+    """A device's own data may have grown; what it is tested on then is not what it had at the start."""
+    back = {"event": "rejoined", "partition": 0, "name": "site-b", "node_id": 71, "training": "ce", "round": 4}
+    grown = {**back, "sizes": [60, 20, 20], "data": data(samples=120)}
+    of_earlier_version = {**back, "partition": 2, "name": "site-d", "sizes": [6, 3, 2]}
+    assert table(page_of(tmp_path, [CLIENTS, back, grown, of_earlier_version]), "<strong>Data of each client.") == [
+        ["site-b", "its own", "both", "120", "60", "20", "20", "0", "2"],
+        ["site-c", "its own, no labels", "target", "9", "0", "0", "9", "0", "no labels"],
+        ["site-d", "its own", "both", "10", "6", "3", "2", "0", "unknown"],
+    ]
+
+
 def test_who_came_and_went(tmp_path: Path) -> None:
     assert table(page_of(tmp_path, [CLIENTS, *CAME_AND_WENT]), "<strong>Clients that came and went") == [
         ["left alone", "cows", "at the start", "5", "cows: classes = [&#x27;cow&#x27;]"],

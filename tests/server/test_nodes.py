@@ -239,13 +239,14 @@ def test_a_client_that_left_is_reported_once_and_so_is_its_return() -> None:
 
 
 def test_a_client_that_came_back_as_another_node_replaces_its_old_node() -> None:
-    place = Place(n7=says(1))
+    place = Place(n7=says(1, samples=30))
     assert place.nodes.missing() == [1]
     assert place.update(join=False) == {1: 101}
     assert place.nodes.by_partition == {0: 100, 1: 7, 2: 102}
     assert place.nodes.missing() == []
     (event,) = place.of("rejoined")
     assert event == {**event, "partition": 1, "name": "1", "old_node_id": 101, "node_id": 7, "training": "t"}
+    assert event["data"]["samples"] == 30
     assert [timeout for _, timeout in place.transport.sent] == [300]
 
 
