@@ -11,7 +11,7 @@ from fedtta.server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_f
 from fedtta.server.events import Event
 from fedtta.server.members import FederationInfo
 from fedtta.server.methods import Training, plan
-from fedtta.server.privacy import RELEASES
+from fedtta.server.privacy import RELEASES, journals
 from fedtta.server.report.journal import COPY, METRICS_FILE, line_of, read_lines, restored
 from fedtta.server.resume import FREE, earlier_events, unused_path
 from fedtta.server.run import count_steps, initial_model, model_spec, notes
@@ -118,9 +118,8 @@ def _keep_releases(source: Path, target: Path, earlier: Sequence[Event]) -> None
 
     That is what came later, and what was cut off or damaged: as in `source`, a file for each of its files.
     """
-    files = sorted(source.glob("metrics*.jsonl"), key=lambda path: (path.match("*.damaged.jsonl"), path))
     seen, digest = list(earlier), ""
-    for content in (restored(source)[0], *(path.read_bytes() for path in files)):
+    for content in (restored(source)[0], *(path.read_bytes() for path in journals(source))):
         events = (line.event for line in read_lines(content, None) if not line.fault)
         found = [one for one in events if one["event"] in ("attempt", *RELEASES) and one not in seen]
         seen += found

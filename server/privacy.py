@@ -163,13 +163,18 @@ class Ledger:
         }
 
 
+def journals(folder: Path) -> list[Path]:
+    """Return the metrics files of a run: its journal and tails that were cut off, then damaged copies."""
+    return sorted(folder.glob("metrics*.jsonl"), key=lambda path: (path.match("*.damaged.jsonl"), path))
+
+
 def _earlier(folder: Path) -> Iterator[list[Event]]:
     """Yield the events of each metrics file of a run, each event once: a damaged file has copies of what was restored.
 
     Tails that were cut off are among the files; faulty lines are left out.
     """
     seen: set[str] = set()
-    for path in sorted(folder.glob("metrics*.jsonl"), key=lambda path: (path.match("*.damaged.jsonl"), path)):
+    for path in journals(folder):
         new = [line for line in read_lines(path.read_bytes(), None) if not line.fault and line.digest not in seen]
         seen.update(line.digest for line in new)
         yield [line.event for line in new]

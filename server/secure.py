@@ -154,18 +154,18 @@ class Sum:
         return secret
 
     def suspects(self, failed: Collection[int]) -> set[int]:
-        """Return who has kept these clients' secrets from being put together; nobody, if too many clients were lost.
+        """Return the clients that kept these secrets from being put together; none, if too many clients were lost.
 
         A client whose shares are those it dealt and give no secret back has dealt wrongly. Of a dealer and a holder
-        whose share is another one, either may have lied: it is whoever is in most such pairs, both if that is equal.
+        whose share is another one, either may have lied: it is the one in most such pairs, both if that is equal.
         """
         found = {dealer for dealer in failed if len(self.shares_of(dealer)[0]) >= self.threshold}
         pairs = [{dealer, holder} for dealer in self.shared for holder in self.shares_of(dealer)[1]]
-        open = [{dealer, holder} for dealer in failed for holder in self.shares_of(dealer)[1]]
-        while open := [pair for pair in open if not found & pair]:
+        unexplained = [{dealer, holder} for dealer in failed for holder in self.shares_of(dealer)[1]]
+        while unexplained := [pair for pair in unexplained if not found & pair]:
             count = Counter(one for pair in pairs if not found & pair for one in pair)
-            most = max(count[one] for pair in open for one in pair)
-            found |= {one for pair in open for one in pair if count[one] == most}
+            most = max(count[one] for pair in unexplained for one in pair)
+            found |= {one for pair in unexplained for one in pair if count[one] == most}
         return found
 
     def total(self, found: Mapping[int, bytes], size: int) -> masking.Words:
