@@ -32,7 +32,7 @@ from fedtta.simulation.superlink import POLL, PROJECT, FlowerError, Scalar, envi
 NODE_LOG = "supernode.log"
 TAIL = 30  # last lines of each log that an error shows
 AGENT_LOG = "agent.log"
-RESTART = 10.0  # seconds until an ended SuperNode is started again, as in docker/systemd
+RESTART = 65.0  # seconds until an ended SuperNode is started again, as docker/systemd/fedtta-supernode.service
 PATIENCE = 120.0  # seconds for an agent to start, and to answer
 
 
@@ -120,8 +120,8 @@ def node_environment(home: Path) -> dict[str, str]:
 class Supervised:
     """A SuperNode that is started again when it ends, as a service manager would.
 
-    Flower refuses a killed node's successor until the heartbeat of the old one has lapsed, a minute later: it ends, and
-    is started once more.
+    Flower refuses a killed node's successor until the heartbeat of the old one has lapsed, a minute later. One that is
+    accepted at that very moment hides from the server that its predecessor has lost a message: it is started later.
 
     Parameters
     ----------

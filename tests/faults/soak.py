@@ -31,7 +31,6 @@ from tests.server.test_run import assert_same_results, run
 CLIENTS = 2
 RESUMES = 3
 RESTART = 5.0  # seconds between two looks of the service manager
-REST = 65.0  # seconds until it starts a SuperNode again, as docker/systemd/fedtta-supernode.service
 #: Part → a word of its command line, and the folder whose processes count (empty: those of the SuperLink).
 PARTS: dict[str, tuple[str, str]] = {
     "superlink": ("flower-superlink", ""),
@@ -112,7 +111,7 @@ def soak(folder: Path, kills: int, each: int, seed: int, parts: Sequence[str]) -
     reference = run(folder / "undisturbed", SETTINGS)
     order, found, done = random.Random(seed), [], 0
     managed = [f"{kind}-{i}" for kind in ("node", "agent") for i in range(CLIENTS)]
-    with stage(folder, CLIENTS) as made, made.managed("superlink", *managed, delay=RESTART, rest=REST):
+    with stage(folder, CLIENTS) as made, made.managed("superlink", *managed, delay=RESTART):
         begun = time.monotonic()
         made.run(SETTINGS, run_name="measured").result(PATIENCE)
         length = time.monotonic() - begun

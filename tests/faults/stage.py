@@ -25,6 +25,8 @@ from fedtta.simulation import control, deployment, submit, superlink
 from fedtta.simulation.keys import Keys, make_keys
 
 PATIENCE = 600.0  # seconds that what takes at most two minutes may take on a busy machine
+#: What a SuperNode says last of a message: the answer was sent, not taken as the run had ended, or lost; or it starts.
+ENDS = ("Sent successfully", "Ignoring reply message", "Failed to send message", "Starting Flower SuperNode")
 POLL = 0.2  # seconds; a look may read the command line of every process
 
 
@@ -86,10 +88,10 @@ class Stage:
         self.nodes[partition:] = [started, *self.nodes[partition + 1 :]]
 
     @contextlib.contextmanager
-    def managed(self, *parts: str, delay: float = 2.0, rest: float = 0.0) -> Iterator[None]:
+    def managed(self, *parts: str, delay: float = 2.0) -> Iterator[None]:
         """Start again what ends, of "node-0", "agent-1", "superlink", and clear what it has left, as a service manager.
 
-        It looks every `delay` seconds; a SuperNode is started `rest` seconds after it was found ended.
+        It looks every `delay` seconds; a SuperNode is started `deployment.RESTART` seconds after it was found ended.
         """
         stopping, due = threading.Event(), dict[str, float]()
 
@@ -97,7 +99,7 @@ class Stage:
             if not part.startswith("node-") or self.nodes[int(part.removeprefix("node-"))].poll() is None:
                 due.pop(part, None)
                 return False
-            return time.monotonic() < due.setdefault(part, time.monotonic() + rest)
+            return time.monotonic() < due.setdefault(part, time.monotonic() + deployment.RESTART)
 
         def manage() -> None:
             while not stopping.wait(delay):
@@ -165,8 +167,9 @@ class Stage:
             self.nodes[partition].wait()
 
     def at_work(self, partition: int) -> bool:
-        """Return whether a SuperNode has taken a message that it has not answered."""
-        return self.log(f"node-{partition}").count("Received successfully") > self.answered(partition)
+        """Return whether a SuperNode has taken a message and neither answered it nor dropped its answer since."""
+        log = self.log(f"node-{partition}")
+        return log.rfind("Received successfully") > max(map(log.rfind, ENDS))
 
     def answered(self, partition: int) -> int:
         """Return how many messages a SuperNode has answered."""
