@@ -168,6 +168,11 @@ def journals(folder: Path) -> list[Path]:
     return sorted(folder.glob("metrics*.jsonl"), key=lambda path: (path.match("*.damaged.jsonl"), path))
 
 
+def spoilers(folder: Path) -> set[str]:
+    """Return the names of the clients that have spoilt a secure sum of a run, also of a round that was cut off."""
+    return {name for events in _earlier(folder) for event in events for name in event.get("suspects", ())}
+
+
 def _earlier(folder: Path) -> Iterator[list[Event]]:
     """Yield the events of each metrics file of a run, each event once: a damaged file has copies of what was restored.
 

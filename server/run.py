@@ -35,7 +35,7 @@ from fedtta.server.members import FederationInfo, known_members, member_names
 from fedtta.server.methods import STATISTICS, Training, left_out_notes, plan, tuning_note
 from fedtta.server.nodes import Nodes, Wanted, grouped
 from fedtta.server.observation import Observation, patient
-from fedtta.server.privacy import Ledger, spent_note
+from fedtta.server.privacy import Ledger, spent_note, spoilers
 from fedtta.server.rates import initial_rates, learn_rates, save_rates
 from fedtta.server.resume import misfits
 from fedtta.server.rounds import Federation
@@ -123,7 +123,9 @@ def connect(
         Too few clients can go on from the checkpoint (`resume.misfits`).
     """
     resumed, nodes = checkpoints.resumed, Nodes(transport, unfit=unfit(settings))
-    secure = SecureAggregation(settings, nodes, events) if settings.secure_aggregation else None
+    secure = None
+    if settings.secure_aggregation:
+        secure = SecureAggregation(settings, nodes, events, spoilers(checkpoints.folder) if resumed else ())
     federation = Federation(
         nodes, settings, checkpoints.run, events, checkpoints.rounds, secure, folder=checkpoints.folder
     )

@@ -33,7 +33,7 @@ from fedtta.server.nodes import Nodes
 from fedtta.server.privacy import feasible, least_replies, threshold
 from fedtta.server.rounds import Replied
 from fedtta.server.validation import Check, RatesCheck, SummarizeCheck, TrainCheck, shapes_of
-from fedtta.settings import Settings
+from fedtta.settings import Settings, name_order
 
 Exchanged = tuple[list[Replied], list[str]]
 #: Sends requests and checks the replies: usable ones, and a line for each reason why others are missing.
@@ -188,12 +188,14 @@ class SecureAggregation:
     settings : Settings
     nodes : Nodes
     events : Events
-        Get a `secure_aggregation` event for each sum: what it took beside the replies.
+        Get a `secure_aggregation` event for each sum: what it took beside the replies, and who spoilt it.
+    suspects : collection of str
+        Names of the clients that had spoilt a sum when the run was resumed (`fedtta.server.privacy.spoilers`).
     """
 
-    def __init__(self, settings: Settings, nodes: Nodes, events: Events) -> None:
+    def __init__(self, settings: Settings, nodes: Nodes, events: Events, suspects: Collection[str] = ()) -> None:
         self.settings, self.nodes, self.events = settings, nodes, events
-        self._suspects: set[int] = set()  # left out from then on
+        self._suspects = set(suspects)  # left out from then on
         self._told: set[str] = set()
 
     def least(self, asked: int) -> int:
@@ -225,13 +227,15 @@ class SecureAggregation:
         if len(summing.masked) < least:
             return [], [*lost, f"{len(summing.masked)} clients have replied, {least} are needed"]
         lost += self._reveal(summing, asked, send)
-        mean = self._mean(summing, check, lost)
+        mean, suspects = self._mean(summing, check, lost)
+        self._suspects |= suspects
         self.events(
             "secure_aggregation",
             kind=requests[0].request.kind,
             clients=len(requests),
             survivors=len(summing.masked),
             unmasked=mean is not None,
+            suspects=sorted(suspects, key=name_order),
             seconds=time.perf_counter() - start,
         )
         if mean is None:
@@ -255,7 +259,7 @@ class SecureAggregation:
             elif (samples := self._most([number])) > self.settings.max_examples:
                 most = self.settings.max_examples
                 lost.append(self._left_out(number, f"{samples} samples, allowed are at most {most} (max-examples)"))
-            elif number in self._suspects:
+            elif self.nodes.name(number - 1) in self._suspects:
                 lost.append(self._left_out(number, "shares of it, or that it revealed, spoilt a sum"))
             else:
                 keys.add(key)
@@ -335,8 +339,11 @@ class SecureAggregation:
         summing.revealed = {1 + one.partition: one.reply for one in replied}
         return lost
 
-    def _mean(self, summing: Sum, check: Check, lost: list[str]) -> Reply | None:
-        """Return the mean reply; None if the sum cannot be unmasked or is none of replies, with a line in `lost`."""
+    def _mean(self, summing: Sum, check: Check, lost: list[str]) -> tuple[Reply | None, set[str]]:
+        """Return the mean reply, and the names of those who spoilt the sum.
+
+        The reply is None if the sum cannot be unmasked or is none of replies, with a line in `lost`.
+        """
         found: dict[int, bytes] = {}
         for number in summing.shared:
             try:
@@ -344,8 +351,7 @@ class SecureAggregation:
             except ValueError as error:
                 lost.append(f"client {self.nodes.name(number - 1)}: {error}")
         if failed := set(summing.shared) - set(found):
-            self._suspects |= summing.suspects(failed)
-            return None
+            return None, {self.nodes.name(number - 1) for number in summing.suspects(failed)}
         sent, shapes = next(iter(summing.masked.values())), shapes_in(check)
         size = length(type(sent), shapes)
         bits = masking.fraction_bits(len(summing.shared), self._most(summing.members))
@@ -354,11 +360,11 @@ class SecureAggregation:
             mean = feasible(to_mean(sent, total, shapes))
         except ValueError as error:
             lost.append(f"secure aggregation: {error}")
-            return None
+            return None, set()
         if reason := check.why_refused(mean):
             lost.append(f"secure aggregation: the mean of the replies: {reason}")
-            return None
-        return mean
+            return None, set()
+        return mean, set()
 
 
 def neighbourhoods(numbers: Sequence[int], neighbours: int) -> dict[int, list[int]]:

@@ -8,6 +8,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import fedtta.server.app
 import fedtta.server.checkpoints
 import fedtta.server.run
+from fedtta.messages.replies import SharedKeys
 from fedtta.messages.requests import Adapt, Identify, RefineRates, Request
 from fedtta.models import load_arrays
 from fedtta.server.app import serve
@@ -377,3 +379,31 @@ def test_damage_without_a_copy_is_named_by_its_line(tmp_path: Path, harm: bytes)
         RunError, match=rf"no checkpoint can be used: .*metrics\.jsonl, line {number}, which came before"
     ):
         run(tmp_path, settings, resume=str(tmp_path / "r"))
+
+
+@pytest.mark.parametrize(("killed", "sums"), [(1, [True] * 2), (2, [False] + [True] * 2)])
+def test_a_client_that_spoilt_a_secure_sum_stays_left_out(killed: int, sums: list[bool], tmp_path: Path) -> None:
+    """It spoils that of round 1; killed in round 1, the server goes back to before that, and the event is cut off."""
+    settings = SMALL.replace(
+        methods="fedavg", clients=4, fraction=0.12, secure_aggregation=True, secure_threshold=0.6,
+        state_dir=str(tmp_path / "state"),
+    )  # fmt: skip
+
+    def lying() -> FakeTransport:
+        transport = devices(settings)
+        honest = transport.clients[104]  # partition 2
+
+        def liar(request: Request) -> Any:
+            reply = honest(request)
+            return replace(reply, shares=["00" * 160] * 4) if isinstance(reply, SharedKeys) else reply
+
+        transport.clients[104] = liar
+        return transport
+
+    killer = Killer("event", only=lambda point: point[0] == ("round", killed))
+    listener = [lambda event: killer.reach("event", (event["event"], event.get("round")))]
+    with pytest.raises(Killed):
+        serve(lying(), settings, tmp_path / "r", listener)
+    serve(lying(), settings.replace(resume=str(tmp_path / "r")), tmp_path / "r")
+    assert [event["unmasked"] for event in events(tmp_path / "r", "secure_aggregation")] == sums
+    assert [event["replied"] for event in events(tmp_path / "r", "round")] == [[0, 1, 3]] * 2
