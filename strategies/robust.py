@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -75,15 +76,17 @@ class TrimmedMean:
     @property
     def min_clients(self) -> int:
         """Return the smallest number of clients of which it trims any."""
-        number = max(1, math.ceil(1 / self.fraction) - 1)
-        while int(self.fraction * number) < 1:  # the same rounding as in __call__
-            number += 1
-        return number
+        return math.ceil(1 / self._exact)
+
+    @property
+    def _exact(self) -> Fraction:
+        """Return β as the decimal that was written: in floats 0.35 of 180 is less than 63."""
+        return Fraction(str(self.fraction))
 
     def __call__(self, clients: Sequence[Arrays]) -> Named:
         """See `RobustAggregator`."""
         _require(clients, self.min_clients, f"a mean trimmed by {self.fraction:g}")
-        return middle(clients, int(self.fraction * len(clients)))
+        return middle(clients, int(self._exact * len(clients)))
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,12 @@ def test_by_hand() -> None:
     assert Median()(whole)["n"].dtype == np.int64
 
 
+def test_a_fraction_counts_as_the_decimal_that_was_written() -> None:
+    """0.35 of 180 are 63; in floats the product is less than 63."""
+    values = [{"x": np.array([float(i >= 117)])} for i in range(180)]  # 63 ones
+    assert TrimmedMean(0.35)(values)["x"] == 0
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.integers(5, 9), st.integers(0, 999))
 def test_median_and_trimmed_mean_are_those_of_each_number(number: int, seed: int) -> None:
