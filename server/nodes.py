@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -409,8 +410,8 @@ def grouped(kind: str, reasons: Mapping[Any, str]) -> list[str]:
 
 
 def cohort_size(clients: int, fraction: float) -> int:
-    """Return how many clients a fraction of them is, at least one."""
-    return max(1, int(clients * fraction))
+    """Return how many clients a fraction of them, as the decimal that was written, is; at least one."""
+    return max(1, int(clients * Fraction(str(fraction))))
 
 
 def cohorts(settings: Settings, sources: int) -> dict[str, int]:

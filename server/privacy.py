@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,11 @@ def check_privacy(settings: Settings, trainings: Sequence[Settings], sources: in
 
 
 def threshold(settings: Settings, members: int) -> int:
-    """Return how many shares give a secret back: the part `secure-threshold` of the members, more than half."""
-    return max(math.ceil(settings.secure_threshold * members), members // 2 + 1)
+    """Return how many shares give a secret back: the part `secure-threshold` of the members, more than half.
+
+    The part is the decimal that was written: in floats 0.55 of 20 is more than 11.
+    """
+    return max(math.ceil(Fraction(str(settings.secure_threshold)) * members), members // 2 + 1)
 
 
 def least_replies(settings: Settings, asked: int) -> int:

@@ -33,7 +33,7 @@ from fedtta.server.aggregation import make_strategy
 from fedtta.server.events import Event, Events, JsonLines, QuorumMissed
 from fedtta.server.methods import plan
 from fedtta.server.nodes import Nodes
-from fedtta.server.privacy import Ledger, check_privacy, feasible_statistics
+from fedtta.server.privacy import Ledger, check_privacy, feasible_statistics, threshold
 from fedtta.server.rounds import Federation
 from fedtta.server.secure import SecureAggregation, Sum, neighbourhoods
 from fedtta.server.training import train_round
@@ -202,6 +202,11 @@ def test_below_the_threshold_the_round_is_repeated_once_and_then_refused_with_th
         place.round()
     assert len([e for e in place.of("note") if "the round is repeated" in e["text"]]) == 1
     assert not place.transport.requests(Unmask)  # nothing was revealed of the two
+
+
+def test_a_threshold_is_the_part_of_the_members_that_was_written() -> None:
+    """In floats 0.55 of 20 is more than 11."""
+    assert [threshold(Settings(secure_threshold=0.55), members) for members in (20, 21)] == [11, 12]
 
 
 # -- clients that lie

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -193,10 +194,15 @@ def test_equal_reasons_are_told_once() -> None:
 def test_sampling_depends_on_seed_and_round_alone(n: int, fraction: float, seed: int, round: int) -> None:
     chosen = sample(list(range(n)), fraction, seed, round)
     assert chosen == sorted(set(chosen))
-    assert len(chosen) == max(1, int(n * fraction))
+    assert len(chosen) == max(1, int(n * Fraction(str(fraction))))
     assert set(chosen) <= set(range(n))
     others = [7 * i % 1009 for i in range(n)]  # drawn by position
     assert sample(others, fraction, seed, round) == [others[i] for i in chosen]
+
+
+def test_a_cohort_is_the_part_of_the_clients_that_was_written() -> None:
+    """In floats 0.29 of 100 is less than 29."""
+    assert len(sample(range(100), 0.29, 0, 1)) == 29
 
 
 def test_rounds_sample_differently() -> None:
