@@ -24,7 +24,8 @@ OURS, FLOWER = "fedtta", "flwr"  # the loggers that a log's level is for
 
 Fields = Callable[[], Mapping[str, Any]]
 
-_PASSWORD = re.compile(r"""(?<=://)[^/\s"'@]+(?=@)""")
+#: User and password: after a colon up to the last @, as a password may have / and @; else up to the last @ before a /.
+_PASSWORD = re.compile(r"""(?<=://)([^/\s"'@:]*:((?!://)[^\s"'])+|[^/\s"']+)(?=@)""")
 _PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----.*?(-----END \1-----|$)", re.DOTALL)
 _context: ContextVar[Mapping[str, Any]] = ContextVar("fields of log lines", default={})  # noqa: B039 (never changed)
 

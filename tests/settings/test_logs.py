@@ -39,6 +39,9 @@ def test_whatever_is_logged_a_line_is_one_json_object_with_its_own_fields(messag
     [
         ("at https://me:secret@host:1/x?y=1, https://token@b.c", "at https://***@host:1/x?y=1, https://***@b.c"),
         ("mail a@b.c, ssh://host/a@b", "mail a@b.c, ssh://host/a@b"),
+        ("http://me:se@cr@et@host:1/x", "http://***@host:1/x"),
+        ("http://me:se/cr@et@host:1/x,ftp://:12/3@b.c", "http://***@host:1/x,ftp://***@b.c"),
+        ("http://to@ken@host/x http://host:1/x", "http://***@host/x http://host:1/x"),
         (f"the key {KEY} of a device", "the key <EC PRIVATE KEY> of a device"),
         (KEY[:40], "<EC PRIVATE KEY>"),
         ("-----BEGIN CERTIFICATE-----\nMII", "-----BEGIN CERTIFICATE-----\nMII"),
