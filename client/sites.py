@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from fedtta.client.names import LEFT, TABLES, absolute_source
 from fedtta.client.node import Node
@@ -56,8 +57,9 @@ def device_files(pattern: str) -> list[Path]:
 def _from_files(pattern: str) -> Sequence[Node]:
     nodes: dict[str, Node] = {}
     for path in device_files(pattern):
+        content = from_toml(path, TABLES)
         try:
-            node = _from_file(path)
+            node = _from_content(content, path.parent)
             if node.name in nodes:
                 raise SettingsError(f"name = {node.name!r}: another device has it")
         except SettingsError as error:
@@ -66,18 +68,17 @@ def _from_files(pattern: str) -> Sequence[Node]:
     return tuple(sorted(nodes.values(), key=lambda node: name_order(node.name)))
 
 
-def _from_file(path: Path) -> Node:
-    """Return the node of a `device.toml`; keys of the agent alone are checked, and play no part."""
+def _from_content(content: Mapping[str, Any], folder: Path) -> Node:
+    """Return the node of a `device.toml` in a folder; keys of the agent alone are checked, and play no part."""
     from fedtta.client.config import AgentConfig
 
-    content = from_toml(path, TABLES)
-    AgentConfig.from_mapping({"state-dir": ".", **content}, path.parent)
+    AgentConfig.from_mapping({"state-dir": ".", **content}, folder)
     if missing := [key for key in ("name", "data") if not content.get(key)]:
         raise SettingsError(f"{', '.join(missing)}: must be set")
     return Node(
         str(content["name"]),
         MemoryState(),
-        absolute_source(str(content["data"]), path.parent),
+        absolute_source(str(content["data"]), folder),
         str(content.get("role", "")) or None,
         {
             key: content[key]

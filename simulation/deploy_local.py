@@ -144,8 +144,8 @@ def _agents_of(files: str, settings: Settings, common: dict[str, Any]) -> dict[s
     settings_alone(settings)  # refuses a run without class names
     found: dict[str, dict[str, Any]] = {}
     for path in device_files(files):
+        content = from_toml(path, ("policy",))
         try:
-            content = from_toml(path, ("policy",))
             config = AgentConfig.from_mapping({"state-dir": ".", **content}, path.parent)
         except SettingsError as error:
             raise SettingsError(f"{path}: {error}") from error

@@ -272,6 +272,12 @@ def test_every_file_of_devices_is_an_agent_and_a_node(tmp_path: Path, monkeypatc
     assert results[2:] == [f"{len(asked['site-c'])} without labels"] * 2
 
 
+def test_a_device_file_that_is_not_toml_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wrong.toml").write_text("name = [")
+    assert deploy_local.main(["--devices", str(tmp_path / "*.toml"), "--set", "classes=a,b"]) == 2
+    assert capsys.readouterr().err.count("wrong.toml") == 1
+
+
 def test_class_names_of_a_file_are_read_where_the_run_is_submitted(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("covid\nnormal\n")
     word = f"classes={tmp_path / 'classes.txt'}"
