@@ -42,6 +42,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run with the settings of Flower's run config; results go to the folder `results` of the SuperLink's machine."""
     return_large_blocks()  # those of a round's models would leave holes
     settings = from_config(context.run_config)
+    settings.check_clients()  # with devices, too: here their number is that of Flower's nodes
     if settings.engine in ("ray", "vectorised"):
         raise SettingsError(f"engine = {settings.engine!r}: Flower runs these nodes; allowed are auto, flower")
     configure(settings.log_format, settings.log_level)  # until the process ends: Flower logs after the run, too

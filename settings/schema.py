@@ -534,13 +534,8 @@ class Settings:
             if allowed is not None and value not in allowed:
                 words = " or ".join(repr(one) for one in allowed)
                 raise SettingsError(f"{key_of(field.name)} = {value!r}: allowed with split = 'published' is {words}")
-        if self.min_replies > max(self.clients, self.max_clients):
-            limit = f"max-clients = {self.max_clients}" if self.max_clients else f"clients = {self.clients}"
-            raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most {limit}")
-        if self.min_clients > self.clients:
-            raise SettingsError(f"min-clients = {self.min_clients}: allowed is at most clients = {self.clients}")
-        if self.max_clients and self.max_clients < self.clients:
-            raise SettingsError(f"max-clients = {self.max_clients}: allowed is at least clients = {self.clients}, or 0")
+        if not self.devices:  # else their files are counted first
+            self.check_clients()
         if self.observe_only and not self.observe_every:
             raise SettingsError("observe-every = 0.0: allowed with observe-only = True is more than 0")
         if self.observe_only and self.resume:
@@ -552,6 +547,16 @@ class Settings:
             raise SettingsError(
                 f"run-name = {named!r}: allowed is a plain folder name of at most {RUN_NAME_BYTES} bytes"
             )
+
+    def check_clients(self) -> None:
+        """Raise SettingsError where a number of clients or replies does not fit `clients`."""
+        if self.min_replies > max(self.clients, self.max_clients):
+            limit = f"max-clients = {self.max_clients}" if self.max_clients else f"clients = {self.clients}"
+            raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most {limit}")
+        if self.min_clients > self.clients:
+            raise SettingsError(f"min-clients = {self.min_clients}: allowed is at most clients = {self.clients}")
+        if self.max_clients and self.max_clients < self.clients:
+            raise SettingsError(f"max-clients = {self.max_clients}: allowed is at least clients = {self.clients}, or 0")
 
     def replace(self, **changes: Any) -> Settings:
         """Return a validated copy with some fields changed (Python names)."""

@@ -148,12 +148,14 @@ def with_devices(settings: Settings) -> Settings:
     Raises
     ------
     SettingsError
-        As `fedtta.client.sites.simulated_nodes`.
+        As `fedtta.client.sites.simulated_nodes` and `Settings.check_clients`.
     """
     if not settings.devices:
         return settings
     pattern = str(Path(settings.devices).expanduser().absolute())  # workers may run in another folder
-    return settings.replace(devices=pattern, clients=len(simulated_nodes(settings)))
+    settings = settings.replace(devices=pattern, clients=len(simulated_nodes(settings)))
+    settings.check_clients()
+    return settings
 
 
 def check(settings: Settings) -> list[list[int]]:

@@ -132,6 +132,26 @@ def test_a_file_that_leaves_limits_to_the_run_is_a_device(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"min_replies": 13}, "min-replies = 13: allowed is at most clients = 12"),
+        ({"min_clients": 13}, "min-clients = 13: allowed is at most clients = 12"),
+        ({"max_clients": 11}, "max-clients = 11: allowed is at least clients = 12, or 0"),
+    ],
+)
+def test_what_is_compared_with_the_number_of_clients_is_compared_with_that_of_the_files(
+    tmp_path: Path, changes: dict[str, int], told: str
+) -> None:
+    """Whatever `clients` is: here the 3 of `OWN`."""
+    for number in range(12):
+        device_file(tmp_path, str(number), "a")
+    devices = str(tmp_path / "*.toml")
+    assert with_devices(OWN.replace(devices=devices, min_replies=12, min_clients=12, max_clients=12)).clients == 12
+    with pytest.raises(SettingsError, match=told):
+        with_devices(OWN.replace(devices=devices, **changes))
+
+
+@pytest.mark.parametrize(
     ("content", "told"),
     [
         ('name = "a"\nstate-dir = "s"\n', "data: must be set"),
