@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,12 @@ from fedtta.server.privacy import RELEASES, journals
 from fedtta.server.report.journal import COPY, METRICS_FILE, line_of, read_lines, restored
 from fedtta.server.resume import FREE, earlier_events, unused_path
 from fedtta.server.run import count_steps, initial_model, model_spec, notes
+from fedtta.server.trackers import FOLDER as TRACKERS
 from fedtta.settings import Settings, SettingsError, keys_in, to_toml
 from fedtta.settings.files import write_atomically
 
 #: Settings that have no effect before the last training round is complete.
 LATER = keys_in("evaluation", "rates")
-#: Fields of `FederationInfo` that follow from them.
-LATER_INFO = ("shifts", "note")
 
 
 def fork(source: Path, target: Path, settings: Settings) -> Settings:
@@ -55,20 +55,32 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
     found = _trained(source, trainings[0], settings)
     _require_same_training(found.settings, settings, trainings[0], source)
     earlier = earlier_events(source, found.offset)
-    events = _events(earlier, settings, trainings, FederationInfo(**found.world))
+    world = {"note": "", **found.world, "shifts": []}  # shifts follow from `LATER`
+    events = _events(earlier, settings, trainings, FederationInfo(**world))
     content, digest = b"", ""
     for event in events:
         line, digest = line_of(event, digest)
         content += line
+    _clear(target)
     write_atomically(target / "settings.toml", to_toml(settings).encode())
-    world = {key: value for key, value in found.world.items() if key not in LATER_INFO}
+    del world["shifts"]  # a checkpoint's are compared with those of the clients
     start = dataclasses.replace(found, settings=settings.flat(), world=world, offset=len(content), finished=())
     write_checkpoint(target / FOLDER / "000001.safetensors", start)
-    (target / COPY).unlink(missing_ok=True)  # of a fork that is overwritten
     if settings.differential_privacy:
         _keep_releases(source, target, earlier)
     write_atomically(target / METRICS_FILE, content)  # last: a folder without it is no run
     return settings.replace(resume=str(target))
+
+
+def _clear(target: Path) -> None:
+    """Remove from a folder that is overwritten what a run would go on with; of what it released nothing is forgotten.
+
+    Trackers would take the new run for the old one, and leave out numbers of rounds that they have.
+    """
+    for path in (*checkpoint_files(target).values(), target / COPY):
+        path.unlink(missing_ok=True)
+    for name in (TRACKERS, "tensorboard"):
+        shutil.rmtree(target / name, ignore_errors=True)
 
 
 def _trained(source: Path, training: Training, settings: Settings) -> Checkpoint:

@@ -62,6 +62,32 @@ def test_later_tests_are_those_of_a_run_of_their_own(name: str, tmp_path: Path) 
         assert_same(evaluate_again(source, tmp_path / again, settings.replace(**tests)), alone)
 
 
+def test_a_fork_can_be_forked(tmp_path: Path) -> None:
+    source, settings = trained(tmp_path, shifts="brfl")
+    first = evaluate_again(source, tmp_path / "one", settings)
+    tests = settings.replace(methods="fedavg,btfl", state_dir=str(tmp_path / "one" / "state"))
+    assert_same(evaluate_again(first, tmp_path / "two", tests), run(tmp_path / "alone", tests))
+    notes = [{event["text"] for event in events(tmp_path / name / "r", "note")} for name in ("one", "two")]
+    assert any("left out" in note for note in notes[0])
+    assert {note for note in notes[0] if "left out" in note} <= notes[1]
+
+
+def test_of_a_folder_that_is_overwritten_nothing_goes_on(tmp_path: Path) -> None:
+    """Neither its checkpoints nor its runs in trackers, which would leave out the numbers that they have."""
+    source, settings = trained(tmp_path)
+    target = evaluate_again(source, tmp_path / "later", settings)
+    assert len(list((target / "checkpoints").glob("*.safetensors"))) == 2
+    for name in ("trackers", "tensorboard"):
+        (target / name).mkdir()
+        (target / name / "old").touch()
+    again = fork(source, target, settings.replace(methods="fedavg,btfl"))
+    assert not (target / "trackers").exists()
+    assert not (target / "tensorboard").exists()
+    assert [path.name for path in (target / "checkpoints").iterdir()] == ["000001.safetensors"]
+    serve(devices(again), again, target)
+    assert not [event for event in events(target, "note") if "was not used" in event["text"]]
+
+
 def test_what_was_loaded_of_pretrained_weights_is_noted_in_the_run_and_its_forks(tmp_path: Path) -> None:
     name, path = "tests.models.nets:tied", tmp_path / "w.pth"
     weights = nets.tied(3).state_dict()
