@@ -15,7 +15,7 @@ import numpy as np
 
 from fedtta.benchmarks.papers import WITH
 from fedtta.benchmarks.provenance import differing, provenance_of_run
-from fedtta.benchmarks.tables.protocol import Cell, Types, check_types
+from fedtta.benchmarks.tables.protocol import TYPES, Cell, Types, check_types
 from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.server.adaptation import cells as collaborating
 from fedtta.server.adaptation import parse_collaborations
@@ -29,12 +29,15 @@ from fedtta.strategies.registry import NO_COLLABORATION
 
 #: Settings in which the runs of one file may differ: where a run is computed, files of one machine, and the rows.
 UNRECORDED = {*FREE, *keys_in("paths"), "methods", "collaborations"}
-#: Types of the fields of a kept file, of its rows, and of a row's numbers on a test distribution.
+#: Types of the fields of a kept file, of its parts, and of a row's numbers on a test distribution.
 FIELDS: Types = {
     "protocol": (str,), "cell": (str,), "seed": (int,), "settings": (dict,), "start": (dict,), "rows": (dict,),
     "trainings": (dict,), "curves": (dict,), "realtime": (dict,), "runs": (list,), "notes": (list,),
 }  # fmt: skip
+OPTIONAL = ("start", "curves", "realtime")
+START_FIELDS: Types = {"kind": (str,)}  # of a cell that starts from a network
 ROW_FIELDS: Types = {"training": (str,), "shifts": (dict,)}
+RUN_FIELDS: Types = {"training": (str,), "commit": (str,), "hardware": (str,), "versions": (dict,)}
 PERCENT = ("accuracy", "by_samples", "mean_over_classes", "first_half", "second_half", "answered", "missed_wrong")
 NUMBERS: Types = {
     **{f"{name}_percent": (int, float) for name in PERCENT}, "per_client_percent": (str,), "samples": (int,)
@@ -50,25 +53,38 @@ def cell_path(out: Path, protocol: str, cell: str, seed: int) -> Path:
 
 
 def read_cell(path: Path) -> Content:
-    """Return what a file holds; SettingsError names a file that cannot be read, or in which a type is wrong."""
+    """Return what a file holds; SettingsError names a file that cannot be read, lacks a field, or has another type."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from error
-    check_types(str(path), content, FIELDS, settings=True)
-    for label, row in content.get("rows", {}).items():
-        check_types(f"{path}: rows: {label}", row, ROW_FIELDS, settings=True)
-        for column, one in row.get("shifts", {}).items():
-            check_types(f"{path}: rows: {label}: {column}", one, NUMBERS, settings=True)
+    _check_fields(str(path), content, FIELDS, [key for key in FIELDS if key not in OPTIONAL])
+    if content.get("start"):
+        _check_fields(f"{path}: start", content["start"], START_FIELDS, START_FIELDS)
+    for label, row in content["rows"].items():
+        _check_fields(f"{path}: rows: {label}", row, ROW_FIELDS, ROW_FIELDS)
+        for column, one in row["shifts"].items():
+            _check_fields(f"{path}: rows: {label}: {column}", one, NUMBERS, ["accuracy_percent"])
+    for number, run in enumerate(content["runs"], 1):
+        _check_fields(f"{path}: runs: {number}", run, RUN_FIELDS, RUN_FIELDS)
     return dict(content)
+
+
+def _check_fields(where: str, section: Any, types: Types, needed: Iterable[str]) -> None:
+    """Refuse a part of a kept file that lacks a field, or has one of another type; it may have others."""
+    check_types(where, section, types, settings=True)
+    for key in needed:
+        if key not in section:
+            allowed = " or ".join(TYPES[one] for one in types[key])
+            raise SettingsError(f"{where}: {key} is missing; allowed is {allowed}")
 
 
 def read_results_of(out: Path, protocol: str | None = None) -> dict[str, dict[str, dict[int, Content]]]:
     """Return protocol → cell → seed → content of all kept results in a folder, or of one protocol."""
     found: dict[str, dict[str, dict[int, Content]]] = {}
     for path in sorted(out.glob(f"{protocol or '*'}/*.json")):
-        content = read_cell(path)
-        if {"protocol", "cell", "seed", "rows"} <= content.keys():
+        if not path.name.endswith(".safetensors.json"):  # what a network's file says of it
+            content = read_cell(path)
             found.setdefault(content["protocol"], {}).setdefault(content["cell"], {})[content["seed"]] = content
     return found
 

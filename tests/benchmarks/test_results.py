@@ -212,12 +212,14 @@ def test_rows_that_are_missing_are_grouped_by_training_and_by_collaboration(tmp_
     assert [(training.name, own.methods) for training, own in found] == [
         ("cross_entropy", "fedavg,btfl"), ("fedrep", "fedrep"), ("balanced_softmax", "fedthe")
     ]  # fmt: skip
-    path.write_text(json.dumps({"rows": {"fedavg": {}, "fedrep": {}}}))
+    row = {"training": "t", "shifts": {}}
+    kept = empty("p", Cell("c", "C", settings), settings)
+    path.write_text(json.dumps({**kept, "rows": {"fedavg": row, "fedrep": row}}))
     assert [own.methods for _, own in missing(path, settings)] == ["btfl", "fedthe"]
     together = Settings(
         model_options="norm=batch", methods="fedavg,tent", collaborations="none,fedavg,pfedbbn[share=all]", rounds=0
     )
-    path.write_text(json.dumps({"rows": {"tent @ fedavg": {}}}))
+    path.write_text(json.dumps({**kept, "rows": {"tent @ fedavg": row}}))
     assert [(own.methods, own.collaborations) for _, own in missing(path, together)] == [
         ("fedavg,tent", "none"), ("tent", "pfedbbn[share=all]")
     ]  # fmt: skip
@@ -226,7 +228,7 @@ def test_rows_that_are_missing_are_grouped_by_training_and_by_collaboration(tmp_
 def test_what_was_made_otherwise_is_refused(tmp_path: Path) -> None:
     settings = Settings(init="here", workers=1, methods="fedavg")
     content: Content = empty("p", Cell("c", "C", settings), settings)
-    content["start"] = {"sha256": "a"}
+    content["start"] = {"kind": "federated", "sha256": "a"}
     path = tmp_path / "c-1.json"
     path.write_text(json.dumps(content))
     check_kept(path, settings.replace(init="there", workers=2, methods="btfl", data_dir="x"), {"sha256": "a"})
@@ -244,21 +246,35 @@ def test_what_was_made_otherwise_is_refused(tmp_path: Path) -> None:
     [
         (3, " = 3; allowed is a table"),
         ([["rows", 1]], r" = \[\['rows', 1\]\]; allowed is a table"),
+        ({}, ": protocol is missing"),
         ({"rows": []}, r": rows = \[\]; allowed is a table"),
         ({"seed": "1", "rows": {}}, ": seed = '1'; allowed is an integer"),
         ({"runs": {}}, ": runs = {}; allowed is a list"),
         ({"rows": {"fedavg": 1}}, ": rows: fedavg = 1; allowed is a table"),
         ({"rows": {"fedavg": {"shifts": 1}}}, ": rows: fedavg: shifts = 1; allowed is a table"),
-        ({"rows": {"fedavg": {"shifts": {"a": 9.5}}}}, ": rows: fedavg: a = 9.5; allowed is a table"),
+        ({"rows": {"fedavg": {"training": "t", "shifts": {"a": 9.5}}}}, ": rows: fedavg: a = 9.5; allowed is a table"),
         (
-            {"rows": {"fedavg": {"shifts": {"a": {"accuracy_percent": "9"}}}}},
+            {"rows": {"fedavg": {"training": "t", "shifts": {"a": {"accuracy_percent": "9"}}}}},
             ": rows: fedavg: a: accuracy_percent = '9'; allowed is an integer or a decimal number",
         ),
+        *(({key: None}, f": {key} is missing") for key in ("cell", "seed", "rows", "settings", "trainings", "notes")),
+        ({"rows": {"fedavg": {"shifts": {}}}}, ": rows: fedavg: training is missing"),
+        ({"rows": {"fedavg": {"training": "t"}}}, ": rows: fedavg: shifts is missing"),
+        (
+            {"rows": {"fedavg": {"training": "t", "shifts": {"a": {}}}}},
+            ": rows: fedavg: a: accuracy_percent is missing",
+        ),
+        ({"runs": [1]}, ": runs: 1 = 1; allowed is a table"),
+        ({"runs": [{"training": "t", "commit": "a", "versions": {}}]}, ": runs: 1: hardware is missing"),
+        ({"start": {"network": "n"}}, ": start: kind is missing"),
     ],
 )
-def test_a_kept_file_with_other_types_is_named(kept: object, told: str, tmp_path: Path) -> None:
+def test_a_kept_file_with_other_fields_is_named(kept: Any, told: str, tmp_path: Path) -> None:
     path = tmp_path / "p" / "c-1.json"
     path.parent.mkdir()
+    if kept and isinstance(kept, dict):  # None: without this field
+        whole = {**empty("p", Cell("c", "C", Settings()), Settings()), **kept}
+        kept = {key: value for key, value in whole.items() if value is not None}
     path.write_text(json.dumps(kept))
     for read in (lambda: read_cell(path), lambda: read_results_of(tmp_path)):
         with pytest.raises(SettingsError, match=r"c-1\.json" + told):
