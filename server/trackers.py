@@ -14,6 +14,7 @@ import logging
 import os
 import queue
 import secrets
+import shutil
 import threading
 import time
 from dataclasses import asdict, dataclass, field
@@ -341,6 +342,8 @@ class Trackers:
         if not self._names:
             return
         if event["event"] in ("run", "resumed"):
+            if event["event"] == "run":  # what is there is of a run whose events were removed
+                shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
             self._begin(event)
             for earlier in earlier_events(self._folder) if event["event"] == "resumed" else ():
                 self._put(earlier)

@@ -339,6 +339,19 @@ def test_a_tracker_that_is_added_to_a_resumed_run_gets_what_came_before(fake: ty
     assert len(fake.started) == 2  # what a tracker has is unknown: nothing is written twice
 
 
+def test_a_new_run_in_the_folder_of_one_whose_events_were_removed_is_tracked_anew(
+    fake: type[Fake], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        events = listen(tmp_path)
+        events("run", **RUN)
+        events("round", **a_round(1))
+        events("end", seconds=1.0, status="completed")
+    assert [point.step for point in fake.points] == [1, 1]
+    assert [start.id for start in fake.started] == ["", ""]
+
+
 def test_one_that_is_unknown_or_not_installed_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
