@@ -22,6 +22,8 @@ from fedtta.settings.files import write_atomically
 
 #: Settings that have no effect before the last training round is complete.
 LATER = keys_in("evaluation", "rates")
+#: Fields of `FederationInfo` that follow from them: the clients report them when the fork is resumed.
+LATER_INFO: dict[str, Any] = {"shifts": [], "note": ""}
 
 
 def fork(source: Path, target: Path, settings: Settings) -> Settings:
@@ -55,15 +57,15 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
     found = _trained(source, trainings[0], settings)
     _require_same_training(found.settings, settings, trainings[0], source)
     earlier = earlier_events(source, found.offset)
-    world = {"note": "", **found.world, "shifts": []}  # shifts follow from `LATER`
-    events = _events(earlier, settings, trainings, FederationInfo(**world))
+    info = FederationInfo(**{**found.world, **LATER_INFO})
+    events = _events(earlier, settings, trainings, info)
     content, digest = b"", ""
     for event in events:
         line, digest = line_of(event, digest)
         content += line
     _clear(target)
     write_atomically(target / "settings.toml", to_toml(settings).encode())
-    del world["shifts"]  # a checkpoint's are compared with those of the clients
+    world = {key: value for key, value in found.world.items() if key not in LATER_INFO}
     start = dataclasses.replace(found, settings=settings.flat(), world=world, offset=len(content), finished=())
     write_checkpoint(target / FOLDER / "000001.safetensors", start)
     if settings.differential_privacy:

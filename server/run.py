@@ -92,6 +92,8 @@ def run(
         events("plan", steps=count_steps(settings, trainings, collaborations, info))
         about = {"names": info.names, "sizes": info.sizes, "roles": info.roles, "data": info.data}
         events("clients", class_counts=_counts_of(class_counts, info.names), classes=info.classes, **about)
+    elif info.note and "note" not in checkpoints.resumed.world:
+        events("note", text=info.note)  # of a fork, whose clients have not been asked before
     modules = list(model.global_state())
     del model  # of which the rounds have their own copy
     for variant in (variant for training in trainings for variant in training.variants):

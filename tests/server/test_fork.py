@@ -72,6 +72,14 @@ def test_a_fork_can_be_forked(tmp_path: Path) -> None:
     assert {note for note in notes[0] if "left out" in note} <= notes[1]
 
 
+def test_what_clients_note_of_test_distributions_is_that_of_the_fork(tmp_path: Path) -> None:
+    for before, after in (("original", "brfl"), ("brfl", "original")):
+        source, settings = trained(tmp_path / before, shifts=before)
+        folder = evaluate_again(source, tmp_path / before / "later", settings.replace(shifts=after))
+        noted = ["natural column is left out" in event["text"] for event in events(folder, "note")]
+        assert sum(noted) == (after == "brfl")
+
+
 def test_of_a_folder_that_is_overwritten_nothing_goes_on(tmp_path: Path) -> None:
     """Neither its checkpoints nor its runs in trackers, which would leave out the numbers that they have."""
     source, settings = trained(tmp_path)
