@@ -79,7 +79,7 @@ def check_privacy(settings: Settings, trainings: Sequence[Settings], sources: in
 def threshold(settings: Settings, members: int) -> int:
     """Return how many shares give a secret back: the part `secure-threshold` of the members, more than half.
 
-    The part is the decimal that was written: in floats 0.55 of 20 is more than 11.
+    The part is the decimal that was written: in floats 0.55 of 100 is more than 55.
     """
     return max(math.ceil(Fraction(str(settings.secure_threshold)) * members), members // 2 + 1)
 

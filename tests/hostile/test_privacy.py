@@ -205,8 +205,8 @@ def test_below_the_threshold_the_round_is_repeated_once_and_then_refused_with_th
 
 
 def test_a_threshold_is_the_part_of_the_members_that_was_written() -> None:
-    """In floats 0.55 of 20 is more than 11."""
-    assert [threshold(Settings(secure_threshold=0.55), members) for members in (20, 21)] == [11, 12]
+    """In floats 0.55 of 100 is more than 55."""
+    assert [threshold(Settings(secure_threshold=0.55), members) for members in (100, 101)] == [55, 56]
 
 
 # -- clients that lie

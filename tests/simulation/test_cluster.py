@@ -189,11 +189,15 @@ def test_a_node_that_is_killed_costs_nothing_but_time(
             facts["images"] = ray.experimental.get_object_locations([self.stored_images])
 
     def settled() -> dict[str, str]:
-        """Wait until all workers are ready; return name → node of all actors that live."""
+        """Wait until all workers and the keeper are ready; return name → node of all actors that live."""
+        end, live = time.monotonic() + PATIENCE, dict[str, str]()
         while made[0]._opening:
             list(made[0]._finished(1.0))
-        actors = ray._private.state.actors().values()
-        return {one["Name"]: one["Address"]["NodeID"] for one in actors if one["State"] == "ALIVE"}
+        while "fedtta-r-keeper" not in live and time.monotonic() < end:
+            actors = ray._private.state.actors().values()
+            live = {one["Name"]: one["Address"]["NodeID"] for one in actors if one["State"] == "ALIVE"}
+            time.sleep(0.1)
+        return live
 
     def kill() -> None:
         end = time.monotonic() + PATIENCE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -123,9 +124,8 @@ def test_what_is_tried_again(
 def test_a_server_that_hangs_is_given_up(hanging: int, caplog: pytest.LogCaptureFixture) -> None:
     """One that never answers, and one that always has another byte of its answer."""
     with server(hanging, hanging, hanging, 200) as to:
-        *tried, last = sent(to, caplog, timeout=0.3)
-    assert set(tried) == {"first"}
-    assert last == "second"
+        got = sent(to, caplog, timeout=0.3)
+    assert [text for text, _ in itertools.groupby(got)] == ["first", "second"]  # it may take the second late, too
     assert "not sent: no answer in 0.3 s: first" in caplog.text
 
 
