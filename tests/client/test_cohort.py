@@ -103,7 +103,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 def start(kind: str) -> TwoHead:
     if kind == "group":
-        return build("resnet20-gn", CLASSES, in_channels=3, image_size=16, seed=0, depth=8, width=2, groups=1).double()
+        return build("resnet20-gn", CLASSES, in_channels=3, image_size=16, seed=0, width=2, groups=1).double()
     if kind == "layer":
         quiet = {"attention_dropout": 0.0, "stochastic_depth": 0.0}
         return build("cct-4/3x2", CLASSES, in_channels=3, image_size=16, seed=0, **quiet).double()
