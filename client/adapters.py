@@ -51,7 +51,10 @@ def make_adapter(
     variant_rates = (rates or {}).get(str(row.options.get("adapt", "all")))
     declared_options = info(row.adapter).options
     applied = {name: value for name, value in given.items() if name in declared_options}
-    options = {**_defaults(row, settings), **applied, **row.options}
+    follow = _defaults(row, settings)
+    options = {**follow, **applied, **row.options}
+    if options.get("augment", "") is None:  # a row's "none": the usual views, here the data set's
+        options["augment"] = follow["augment"]
     network: Any = model  # of the adapters that take an `ExportedNetwork`, none asks for more than it has
     store = neighbours.store if neighbours else None
 
@@ -65,6 +68,11 @@ def make_adapter(
 
         if isinstance(adapter, KNNPer):
             adapter.weight = neighbours.best_weight(adapter, settings.eval_batch_size)
+    if isinstance(options.get("augment"), str):  # names the network that sees the views, not the views
+        from fedtta.tta.bbn import BBN
+
+        if isinstance(adapter, BBN):
+            adapter.augment = follow["augment"]
     return adapter
 
 

@@ -18,6 +18,7 @@ from fedtta.data.split import Split
 from fedtta.messages.replies import WEIGHT_BINS as BINS
 from fedtta.messages.requests import AdapterRow as Row
 from fedtta.models import TwoHead
+from fedtta.server.methods import parse_rows
 from fedtta.settings import Settings
 from fedtta.tta.atp import modules
 from fedtta.tta.augmix import AugMix
@@ -233,6 +234,16 @@ def test_views_of_the_methods_for_streams_do_too(
     options = options_of(monkeypatch, Row("x", adapter), settings(dataset=dataset, seed=12))
     assert options.pop("augment") == views(flip=flip)
     assert options == {"seed": 12}
+
+
+@pytest.mark.parametrize(("dataset", "flip"), [("cifar10", True), ("digits", False)])
+@pytest.mark.parametrize("row", ["bbn", "bbn[augment=student]", "bbn[augment=teacher]", "cotta[augment=none]"])
+def test_a_row_that_names_who_sees_the_views_gets_those_of_the_data_set(row: str, dataset: str, flip: bool) -> None:
+    """Digits are never mirrored, whichever network sees the views, and "none" is no other kind of views."""
+    (parsed,) = parse_rows(row)
+    made: Any = adapters.make_adapter(parsed.as_requested(), network(norm=True), settings(dataset=dataset))
+    assert made.augment == Views(flip=flip)
+    assert getattr(made, "_teacher_sees_views", False) == ("teacher" in row)
 
 
 def test_methods_per_batch_meet_batches_of_their_own_size() -> None:
