@@ -220,10 +220,12 @@ def plan(settings: Settings, roles: Sequence[str] = ()) -> list[Training]:
     ------
     SettingsError
         As `parse_rows` and `check_aggregation`, or a method that was asked for by name does not fit; the message says
-        what would.
+        what would. The training batch is too small for the network.
     """
     check_aggregation(settings)
     rows, _ = choose(settings, roles)
+    if settings.rounds and settings.batch_size == 1 and _abilities(settings).batchnorm:  # clients would refuse it
+        raise SettingsError(f"batch-size = 1: allowed are 2 or more with BatchNorm, which {settings.model} has")
     names = dict.fromkeys(row.training for row in rows)
     trainings = [Training(name, tuple(row for row in rows if row.training == name)) for name in names]
     sources = sum(role != "target" for role in roles) or settings.clients

@@ -169,6 +169,21 @@ def test_methods_that_adapt_batchnorm_need_a_network_with_it(method: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("model", "model_options", "batchnorm"),
+    [("cnn", "", False), ("cnn", "norm=batch", True), ("shallow-cnn", "", True), ("resnet20-gn", "", False)],
+)
+def test_batches_of_one_are_refused_where_a_network_with_batchnorm_is_trained(
+    model: str, model_options: str, batchnorm: bool
+) -> None:
+    settings = Settings(methods="fedavg", model=model, model_options=model_options, batch_size=1)
+    if batchnorm:
+        with pytest.raises(SettingsError, match=f"batch-size = 1: .* 2 or more with BatchNorm, which {model} has"):
+            plan(settings)
+    for fitting in (settings.replace(batch_size=2), settings.replace(rounds=0), *([] if batchnorm else [settings])):
+        assert plan(fitting)
+
+
+@pytest.mark.parametrize(
     "row", ["btfl[reading=published]", "btfl[leave_one_out=20]", "btfl[reading=published;leave_one_out=none]"]
 )
 def test_the_own_share_is_taken_out_of_a_uniform_mean_alone(row: str) -> None:
