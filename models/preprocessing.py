@@ -228,8 +228,7 @@ class Preprocessing:
                 f"{image.dtype} values from {image.min():g} to {image.max():g} need a window: the raw values that "
                 "become black and white, e.g. window = '0,4095'"
             )
-        scaled = (image.astype(np.float32) - np.float32(low)) * np.float32(255 / (high - low))
-        return np.clip(scaled, 0, 255)
+        return np.clip(_above(image, low) * np.float32(255 / (high - low)), 0, 255)
 
     def _resized(self, image: Image.Image) -> Image.Image:
         """Return an image of mode L, RGB or F with both edges S."""
@@ -264,10 +263,10 @@ class Preprocessing:
             if stored.dtype == np.uint8:
                 return stored
             return _full_scale(stored, int(file.BitsStored)) if self.window is None else stored.astype(np.float32)
-        raw = np.asarray(pydicom.pixels.apply_modality_lut(stored, file), np.float32)
+        raw = np.asarray(pydicom.pixels.apply_modality_lut(stored, file), np.float64)
         inverted = file.PhotometricInterpretation == "MONOCHROME1"  # small values are white
         if self.window is not None:
-            return np.float32(sum(self.window)) - raw if inverted else raw
+            return sum(self.window) - raw if inverted else raw
         shown = _dicom_window(file, stored, raw)
         return 1 - shown if inverted else shown
 
@@ -291,6 +290,11 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
         raise _Refused(f"{width} x {height} pixels; allowed are {max_pixels:,}")
 
 
+def _above(values: NDArray[Any], low: float) -> NDArray[np.float32]:
+    """Return values - low, rounded once: far from zero, float32 is coarser than the grey levels of a narrow window."""
+    return np.subtract(values, low, dtype=np.float64).astype(np.float32)
+
+
 def _full_scale(values: NDArray[Any], bits: int) -> NDArray[np.float32]:
     """Scale unsigned integers of `bits` bits to [0, 1]."""
     return np.clip(values.astype(np.float32) / np.float32(2**bits - 1), 0, 1)
@@ -306,7 +310,7 @@ def _pydicom() -> Any:
     return pydicom
 
 
-def _dicom_window(file: Any, stored: NDArray[Any], raw: NDArray[np.float32]) -> NDArray[np.float32]:
+def _dicom_window(file: Any, stored: NDArray[Any], raw: NDArray[np.float64]) -> NDArray[np.float32]:
     """Return a grayscale DICOM image in [0, 1]: through its own window or look-up table (the first), else by bit depth.
 
     Parameters
@@ -322,18 +326,19 @@ def _dicom_window(file: Any, stored: NDArray[Any], raw: NDArray[np.float32]) -> 
     luts = _pydicom().pixels
     if file.get("VOILUTSequence"):
         bits = int(file.VOILUTSequence[0].LUTDescriptor[2])
-        return _full_scale(luts.apply_voi_lut(raw.astype(np.int64), file, prefer_lut=True), bits)
+        entries = raw.astype(np.float32).astype(np.int64)  # rounded before it is cut off: 100 x 0.29 is 29
+        return _full_scale(luts.apply_voi_lut(entries, file, prefer_lut=True), bits)
     if file.get("WindowCenter") is not None and file.get("WindowWidth") is not None:
         center, width = (
             float(value[0] if isinstance(value, Sequence) else value) for value in (file.WindowCenter, file.WindowWidth)
         )
         shape = file.get("VOILUTFunction", "LINEAR")
         if shape == "SIGMOID":
-            return 1 / (1 + np.exp(np.clip(-4 * (raw - center) / width, -700, 700)))
+            return 1 / (1 + np.exp(np.clip(-4 * _above(raw, center) / width, -700, 700)))
         if shape == "LINEAR":  # from c - w/2 to c + w/2 - 1
             center, width = center - 0.5, width - 1
-        return np.clip((raw - center) / max(width, 1e-9) + 0.5, 0, 1)
+        return np.clip(_above(raw, center) / max(width, 1e-9) + 0.5, 0, 1)
     bits, signed = int(file.BitsStored), bool(file.PixelRepresentation)
     ends = np.array([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1] if signed else [0, 2**bits - 1], stored.dtype)
     low, high = sorted(np.asarray(luts.apply_modality_lut(ends, file), np.float64).tolist())
-    return np.clip((raw - low) / max(high - low, 1e-9), 0, 1)
+    return np.clip(_above(raw, low) / max(high - low, 1e-9), 0, 1)

@@ -182,6 +182,19 @@ def test_a_window_names_black_and_white() -> None:
     np.testing.assert_array_equal(Preprocessing(2, 1, window=(0, 3000)).apply(plain)[0], plain)
 
 
+@pytest.mark.parametrize(
+    ("image", "window"),
+    [
+        (np.array([[0, 1], [2, 3]], np.int32) + 100_000_000, (100_000_000, 100_000_003)),
+        (np.array([[0, 1], [2, 3]], np.uint32) + 4_000_000_000, (4_000_000_000, 4_000_000_003)),
+        (np.array([[0, 1], [2, 3]]) / 1000 + 50_000, (50_000, 50_000.003)),
+    ],
+)
+def test_a_narrow_window_far_from_zero_is_exact(image: NDArray[Any], window: tuple[float, float]) -> None:
+    """float32 has steps of 8 at 1e8, of 256 at 4e9 and of 0.004 at 50,000."""
+    assert Preprocessing(2, 1, window=window).apply(image).tolist() == [[[0, 85], [170, 255]]]
+
+
 def test_a_window_on_colours_whose_low_bits_pillow_drops_is_refused() -> None:
     """Pillow reads PNG of 3 x 16 bits as 3 x 8: within 0 to 4095 all of it would be black."""
     rows = b"".join(b"\0" + bytes([15, 255] * 3 * 8) for _ in range(8))
@@ -313,20 +326,46 @@ def test_dicom(tags: dict[str, Any], window: tuple[float, float] | None, expecte
     assert pixels.ravel().tolist() == expected
 
 
+@pytest.mark.parametrize(
+    ("tags", "window"),
+    [
+        ({}, (1e8, 1e8 + 3)),
+        ({}, None),  # 2 bits stored
+        ({"WindowCenter": "100000001.5", "WindowWidth": 3, "VOILUTFunction": "LINEAR_EXACT"}, None),
+        ({"WindowCenter": "100000002", "WindowWidth": 4}, None),  # from c - w/2 to c + w/2 - 1
+    ],
+)
+@pytest.mark.parametrize("inverted", [False, True])
+def test_dicom_values_far_from_zero(tags: dict[str, Any], window: tuple[float, float] | None, inverted: bool) -> None:
+    """0 to 3, rescaled by 100,000,000, where float32 has steps of 8."""
+    rescaled = {"RescaleSlope": 1, "RescaleIntercept": 100_000_000}
+    shown = {"PhotometricInterpretation": "MONOCHROME1"} if inverted else {}
+    file = dicom(RAMP // 1365, bits=2, **tags, **rescaled, **shown)
+    expected = [255, 170, 85, 0] if inverted else [0, 85, 170, 255]
+    assert prepare(Preprocessing(2, 1, window=window), file).ravel().tolist() == expected
+
+
 def test_signed_dicom_without_a_window() -> None:
     signed = (RAMP.astype(np.int32) - 2048).astype(np.int16)
     assert prepare(Preprocessing(2, 1), dicom(signed)).ravel().tolist() == [0, 85, 170, 255]
 
 
-def test_dicom_look_up_table() -> None:
+@pytest.mark.parametrize(
+    ("stored", "first", "rescaled", "expected"),
+    [
+        (RAMP // 1365, 0, {}, [9, 51, 102, 255]),
+        (RAMP // 1365 + 99, 28, {"RescaleSlope": 0.29, "RescaleIntercept": 0}, [9, 51, 51, 51]),  # 28.71, 29, 29.29 ...
+    ],
+)
+def test_dicom_look_up_table(stored: NDArray[Any], first: int, rescaled: dict[str, float], expected: list[int]) -> None:
     from pydicom.dataset import Dataset
     from pydicom.sequence import Sequence
 
     table = Dataset()
-    table.LUTDescriptor, table.LUTData = [4, 0, 8], np.array([9, 51, 102, 255], np.uint16).tobytes()
+    table.LUTDescriptor, table.LUTData = [4, first, 8], np.array([9, 51, 102, 255], np.uint16).tobytes()
     table["LUTData"].VR = "OW"
-    pixels = prepare(Preprocessing(2, 1), dicom(RAMP // 1365, VOILUTSequence=Sequence([table])))
-    assert pixels.ravel().tolist() == [9, 51, 102, 255]
+    pixels = prepare(Preprocessing(2, 1), dicom(stored, VOILUTSequence=Sequence([table]), **rescaled))
+    assert pixels.ravel().tolist() == expected
 
 
 def test_colour_dicom_and_refusals() -> None:
