@@ -41,7 +41,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -250,8 +250,10 @@ def estimates(known: Mapping[str, Calibration], found: Mapping[str, Values]) -> 
 def of_others(others: Sequence[Calibration], values: Values, level: float = LEVEL) -> Estimate:
     """Return the estimate for a client without labels, by the mean threshold and offset of other clients.
 
-    In the interval, the spread of the estimates by each of them takes the place of the error on S. It is too narrow
-    with few of them: simulated, it covered 78 % with two others, 93 % with five and 96 % with ten.
+    In the interval, the spread of the estimates by each of them takes the place of the error on S: it tells how far one
+    more client may be from their mean. It is known from few values, so its quantile is Student's. Simulated with 2 to
+    20 others, intervals of 95 % covered 94 to 98 % where the offsets of clients have a standard deviation of 0.05 or
+    0.1, and 96 to 100 % where they are equal.
 
     Parameters
     ----------
@@ -260,12 +262,15 @@ def of_others(others: Sequence[Calibration], values: Values, level: float = LEVE
     values : [m]
         See `Calibration.estimate`.
     """
-    each = np.array([one.corrected(one.stand_ins(values))[0] for one in others])
-    spread = float(each.var(ddof=1)) * (1 + 1 / len(others))  # of one more client, and of their mean
+    from scipy.special import stdtrit  # here, since devices do without scipy
+
+    each = [one.corrected(one.stand_ins(values))[0] for one in others]
+    spread = stdev(each) * math.sqrt(1 + 1 / len(others))  # of one more client, and of their mean
     thresholds = [one.threshold for one in others if one.threshold is not None]
-    mean = Calibration(fmean(one.offset for one in others), spread, fmean(thresholds) if thresholds else None)
-    found, error = mean.corrected(mean.stand_ins(values))
-    reach = NormalDist().inv_cdf((1 + level) / 2) * error
+    mean = Calibration(fmean(one.offset for one in others), 0.0, fmean(thresholds) if thresholds else None)
+    found, error = mean.corrected(mean.stand_ins(values))  # the error of T alone
+    end = (1 + level) / 2
+    reach = math.hypot(float(stdtrit(len(others) - 1, end)) * spread, NormalDist().inv_cdf(end) * error)
     return Estimate(_share(found), _share(found - reach), _share(found + reach))
 
 

@@ -130,12 +130,16 @@ def test_difference_of_confidences_is_the_estimate_from_means() -> None:
 def test_a_client_without_labels_takes_the_mean_threshold_and_offset() -> None:
     others = [Calibration(0.1, 0.5, 0.4, (0.3, 0.5)), Calibration(0.3, 0.5, 0.8, (0.7, 0.9))]
     window = np.array([0.3, 0.5, 0.7, 0.9])
-    found = of_others(others, window)
+    found = of_others(others, window, 0.5)
     assert found.accuracy == pytest.approx(0.2 + 2 / 4)  # the threshold is 0.6
     each = 0.1 + 3 / 4, 0.3 + 1 / 4  # by each of them
     spread = ((each[0] - each[1]) ** 2 / 2) * 1.5
     own = np.array([0, 0, 1, 1, 0, 1]).var() / 6
-    assert found.accuracy - found.low == pytest.approx(1.959964 * math.sqrt(spread + own))
+    # The upper quartile of Student's distribution is 1 with one degree of freedom, and √(2/3) with two.
+    assert found.accuracy - found.low == pytest.approx(math.sqrt(spread + 0.6744898**2 * own))
+    third = of_others([*others, Calibration(0.2, 0.5, 0.6)], window, 0.5)  # by it, 0.7
+    assert third.accuracy == pytest.approx(0.7)
+    assert third.high - 0.7 == pytest.approx(math.sqrt(2 / 3 * 0.15**2 * 4 / 3 + 0.6744898**2 * own))
     plain = of_others([Calibration(0.1, 0.5), Calibration(0.1, 0.5)], window)
     assert plain.accuracy == pytest.approx(0.1 + 0.6)
 
@@ -269,6 +273,23 @@ def test_intervals_cover_the_accuracy_as_often_as_they_say(name: str, shift: flo
     real, hits = drawn(name, draw, 400_000, shift)[1].mean(), 0
     for _ in range(400):
         found = calibrate(name, *drawn(name, draw, 150, 0.0)).estimate(drawn(name, draw, 100, shift)[0])
+        hits += found.low <= real <= found.high
+    assert 0.95 - 4 * math.sqrt(0.95 * 0.05 / 400) <= hits / 400 < 0.998
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10, 20])
+def test_intervals_by_other_clients_cover_that_of_one_more(count: int) -> None:
+    """Clients are right as often as they are sure, up to an offset of their own; 95 % less four standard errors."""
+    draw, hits = np.random.default_rng(7), 0
+
+    def client(samples: int) -> tuple[np.ndarray, np.ndarray, float]:
+        v, offset = draw.uniform(0.4, 0.7, samples), float(draw.normal(0, 0.08))
+        return v, draw.random(samples) < v + offset, 0.55 + offset
+
+    for _ in range(400):
+        others = [calibrate("doc", *client(150)[:2]) for _ in range(count)]
+        window, _, real = client(100)
+        found = of_others(others, window)
         hits += found.low <= real <= found.high
     assert 0.95 - 4 * math.sqrt(0.95 * 0.05 / 400) <= hits / 400 < 0.998
 
