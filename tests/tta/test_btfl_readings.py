@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def pruned(a: float, b: float, reading: dict[str, Any]) -> tuple[float, float]:
     return a / total * scale + 1, b / total * scale + 1
 
 
+@cache
 def integral(a: float, b: float, tau: float, rule: str) -> float:
     def integrand(m: Any) -> Any:
         return beta.pdf(m, a, b) * m / (m + (1 - m) * tau)
@@ -146,7 +148,7 @@ def assert_equals_the_loop(
 @pytest.mark.parametrize("name", ["none", *PUBLISHED])
 def test_each_reading_alone_equals_the_loop(name: str, size: int) -> None:
     changed = {name: PUBLISHED[name]} if name != "none" else {}
-    want = assert_equals_the_loop(random_stream(size), size, PAPER | changed, changed)
+    want = assert_equals_the_loop(random_stream(7), size, PAPER | changed, changed)
     assert {-1, 1} <= set(want["event"].tolist())  # so that the comparison means something
     assert want["weight"].std() > 0.05
     assert want["tau_hat"].min() < 1 < want["tau_hat"].max()
