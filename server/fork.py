@@ -81,8 +81,9 @@ def _clear(target: Path) -> None:
     """
     for path in (*checkpoint_files(target).values(), target / COPY):
         path.unlink(missing_ok=True)
-    for name in (TRACKERS, "tensorboard"):
-        shutil.rmtree(target / name, ignore_errors=True)
+    for folder in (target / TRACKERS, target / "tensorboard"):
+        if folder.is_dir():
+            shutil.rmtree(folder)
 
 
 def _trained(source: Path, training: Training, settings: Settings) -> Checkpoint:

@@ -227,15 +227,15 @@ class SecureAggregation:
         if len(summing.masked) < least:
             return [], [*lost, f"{len(summing.masked)} clients have replied, {least} are needed"]
         lost += self._reveal(summing, asked, send)
-        mean, suspects = self._mean(summing, check, lost)
-        self._suspects |= suspects
+        known = set(self._suspects)
+        mean = self._mean(summing, check, lost)
         self.events(
             "secure_aggregation",
             kind=requests[0].request.kind,
             clients=len(requests),
             survivors=len(summing.masked),
             unmasked=mean is not None,
-            suspects=sorted(suspects, key=name_order),
+            suspects=sorted(self._suspects - known, key=name_order),
             seconds=time.perf_counter() - start,
         )
         if mean is None:
@@ -339,11 +339,8 @@ class SecureAggregation:
         summing.revealed = {1 + one.partition: one.reply for one in replied}
         return lost
 
-    def _mean(self, summing: Sum, check: Check, lost: list[str]) -> tuple[Reply | None, set[str]]:
-        """Return the mean reply, and the names of those who spoilt the sum.
-
-        The reply is None if the sum cannot be unmasked or is none of replies, with a line in `lost`.
-        """
+    def _mean(self, summing: Sum, check: Check, lost: list[str]) -> Reply | None:
+        """Return the mean reply; None if the sum cannot be unmasked or is none of replies, with a line in `lost`."""
         found: dict[int, bytes] = {}
         for number in summing.shared:
             try:
@@ -351,7 +348,8 @@ class SecureAggregation:
             except ValueError as error:
                 lost.append(f"client {self.nodes.name(number - 1)}: {error}")
         if failed := set(summing.shared) - set(found):
-            return None, {self.nodes.name(number - 1) for number in summing.suspects(failed)}
+            self._suspects |= {self.nodes.name(number - 1) for number in summing.suspects(failed)}
+            return None
         sent, shapes = next(iter(summing.masked.values())), shapes_in(check)
         size = length(type(sent), shapes)
         bits = masking.fraction_bits(len(summing.shared), self._most(summing.members))
@@ -360,11 +358,11 @@ class SecureAggregation:
             mean = feasible(to_mean(sent, total, shapes))
         except ValueError as error:
             lost.append(f"secure aggregation: {error}")
-            return None, set()
+            return None
         if reason := check.why_refused(mean):
             lost.append(f"secure aggregation: the mean of the replies: {reason}")
-            return None, set()
-        return mean, set()
+            return None
+        return mean
 
 
 def neighbourhoods(numbers: Sequence[int], neighbours: int) -> dict[int, list[int]]:

@@ -343,13 +343,22 @@ class Trackers:
             return
         if event["event"] in ("run", "resumed"):
             if event["event"] == "run":  # what is there is of a run whose events were removed
-                shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
+                self._forget()
             self._begin(event)
             for earlier in earlier_events(self._folder) if event["event"] == "resumed" else ():
                 self._put(earlier)
         self._put(event)
         if event["event"] == "end":
             self._end(event["status"] == "completed")
+
+    def _forget(self) -> None:
+        """Remove what trackers know of an earlier run in the folder; a warning where that fails, as it ends no run."""
+        folder = self._folder / FOLDER
+        try:
+            if folder.is_dir():
+                shutil.rmtree(folder)
+        except OSError as error:
+            LOG.warning("%s stays, and its runs in trackers go on: %s", folder, error)
 
     def _begin(self, event: Event) -> None:
         parameters = {key: value for key, value in self._settings.flat().items() if key not in LOCAL}

@@ -20,7 +20,7 @@ from fedtta.server import trackers
 from fedtta.server.app import serve
 from fedtta.server.events import Event, Events, JsonLines
 from fedtta.server.points import SERIES, Means, Point, point_of
-from fedtta.server.trackers import Start, Trackers, Worker, tracker_names
+from fedtta.server.trackers import FOLDER, Start, Trackers, Worker, tracker_names
 from fedtta.settings import Settings, SettingsError
 from fedtta.simulation import engine
 from tests.server.test_resume import UNEQUAL
@@ -339,7 +339,7 @@ def test_a_tracker_that_is_added_to_a_resumed_run_gets_what_came_before(fake: ty
     assert len(fake.started) == 2  # what a tracker has is unknown: nothing is written twice
 
 
-def test_a_new_run_in_the_folder_of_one_whose_events_were_removed_is_tracked_anew(
+def test_a_new_run_in_the_folder_of_one_whose_events_were_removed_is_tracked_from_its_start(
     fake: type[Fake], tmp_path: Path
 ) -> None:
     for _ in range(2):
@@ -350,6 +350,23 @@ def test_a_new_run_in_the_folder_of_one_whose_events_were_removed_is_tracked_ane
         events("end", seconds=1.0, status="completed")
     assert [point.step for point in fake.points] == [1, 1]
     assert [start.id for start in fake.started] == ["", ""]
+
+
+def test_what_cannot_be_removed_is_told_and_ends_no_run(
+    fake: type[Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FOLDER).mkdir()
+
+    def refused(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("shutil.rmtree", refused)
+    events = listen(tmp_path)
+    events("run", **RUN)
+    events("round", **a_round(1))
+    events("end", seconds=1.0, status="completed")
+    assert "its runs in trackers go on: not yours" in caplog.text
+    assert [point.step for point in fake.points] == [1]
 
 
 def test_one_that_is_unknown_or_not_installed_is_refused_before_anything_runs(

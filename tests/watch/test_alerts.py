@@ -212,7 +212,7 @@ def test_a_look_uses_the_history_of_a_device_that_holds_already() -> None:
 
 @pytest.mark.parametrize("holding", [True, False])
 def test_devices_with_one_name_are_told_apart(holding: bool) -> None:
-    """One enrolled anew under its old name, the old one not removed: their numbers of images are not one series."""
+    """One enrolled again under its old name, the old one not removed: their numbers of images are not one series."""
     fleet: list[FleetDevice] = []
     alerting = Alerting(replace(OFF, guard_holding_samples=500), lambda: fleet, lambda one: [], clock=lambda: NOW)
     old = FleetDevice("a", 2, "offline", NOW, Telemetry(name="a", holding=holding, predictions=10), NOW - 30)
