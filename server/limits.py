@@ -20,6 +20,7 @@ from fedtta.messages.store import overlaid
 from fedtta.server.checkpoints import STRATEGY, Records
 from fedtta.settings import Settings
 from fedtta.strategies import AGGREGATIONS
+from fedtta.strategies.aggregation import exactly
 from fedtta.strategies.arrays import RUNNING_STATISTICS, Float
 from fedtta.strategies.limits import LEAST, capped, clip, forward
 from fedtta.tta.statistics import STATISTICS
@@ -286,7 +287,7 @@ class EvaluationLimits(Limits):
         for reply in replies:
             for one in reply.results:
                 totals.setdefault((one.label, one.shift), []).append(one.total)
-        usual = {cell: self.share * median_low(found) for cell, found in totals.items()}
+        usual = {cell: exactly(self.share) * median_low(found) for cell, found in totals.items()}
 
         def reason(reply: Evaluated, identity: Identity | None) -> str | None:
             for one in reply.results if identity and self.share else ():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from fedtta.server.events import Events, NodesMissing
 from fedtta.server.identification import Identification
 from fedtta.server.members import FederationInfo, data_of, difference
 from fedtta.settings import Settings, name_order
+from fedtta.strategies.aggregation import exactly
 
 POLL = 0.2  # seconds between two looks at the connected nodes
 UNIDENTIFIED = -1  # the partition of a node that has not reported one
@@ -410,8 +410,8 @@ def grouped(kind: str, reasons: Mapping[Any, str]) -> list[str]:
 
 
 def cohort_size(clients: int, fraction: float) -> int:
-    """Return how many clients a fraction of them, as the decimal that was written, is; at least one."""
-    return max(1, int(clients * Fraction(str(fraction))))
+    """Return how many clients a fraction of them is; at least one."""
+    return max(1, int(clients * exactly(fraction)))
 
 
 def cohorts(settings: Settings, sources: int) -> dict[str, int]:

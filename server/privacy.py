@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from fedtta.server.report.journal import read_lines
 from fedtta.server.validation import VARIANCES
 from fedtta.settings import Settings, SettingsError
 from fedtta.strategies import AGGREGATIONS
+from fedtta.strategies.aggregation import exactly
 from fedtta.tta.statistics import STATISTICS
 
 LEAST = 3  # clients of a secure sum: with two each learns the other's reply
@@ -77,11 +77,8 @@ def check_privacy(settings: Settings, trainings: Sequence[Settings], sources: in
 
 
 def threshold(settings: Settings, members: int) -> int:
-    """Return how many shares give a secret back: the part `secure-threshold` of the members, more than half.
-
-    The part is the decimal that was written: in floats 0.55 of 100 is more than 55.
-    """
-    return max(math.ceil(Fraction(str(settings.secure_threshold)) * members), members // 2 + 1)
+    """Return how many shares give a secret back: the part `secure-threshold` of the members, more than half."""
+    return max(math.ceil(exactly(settings.secure_threshold) * members), members // 2 + 1)
 
 
 def least_replies(settings: Settings, asked: int) -> int:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
-from functools import lru_cache
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 
-@lru_cache(maxsize=8)
-def _installed(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    return {"python": platform.python_version(), **{name: found[name] for name in packages if name in found}}
+@cache
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def versions(*packages: str) -> dict[str, str]:
     """Return Python's version and those of the packages, as far as they are installed."""
-    return dict(_installed(packages))
+    found = {name: _installed(name) for name in packages}
+    return {"python": platform.python_version(), **{name: one for name, one in found.items() if one is not None}}

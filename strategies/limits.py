@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from fedtta.messages.arrays import layout_of
 from fedtta.messages.store import blank, overlaid, part, put
+from fedtta.strategies.aggregation import exactly
 from fedtta.strategies.arrays import Arrays, Float, Named, named_blocks
 
 #: Fewer clients have no median that one of them does not decide.
@@ -46,7 +47,7 @@ def capped(counts: Sequence[int], share: float) -> list[int]:
     """Return numbers of samples, each at most `share` times the median (of two the lower one); 0: as they are."""
     if not share or not counts:
         return list(counts)
-    most = max(1, int(share * median_low(counts)))
+    most = max(1, int(exactly(share) * median_low(counts)))
     return [min(count, most) for count in counts]
 
 

@@ -24,13 +24,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from fedtta.messages.arrays import layout_of
-from fedtta.strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply
+from fedtta.strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply, exactly
 from fedtta.strategies.arrays import Arrays, Float, Named, blocks, named_blocks
 
 if TYPE_CHECKING:
@@ -76,17 +75,12 @@ class TrimmedMean:
     @property
     def min_clients(self) -> int:
         """Return the smallest number of clients of which it trims any."""
-        return math.ceil(1 / self._exact)
-
-    @property
-    def _exact(self) -> Fraction:
-        """Return β as the decimal that was written: in floats 0.35 of 180 is less than 63."""
-        return Fraction(str(self.fraction))
+        return math.ceil(1 / exactly(self.fraction))
 
     def __call__(self, clients: Sequence[Arrays]) -> Named:
         """See `RobustAggregator`."""
         _require(clients, self.min_clients, f"a mean trimmed by {self.fraction:g}")
-        return middle(clients, int(self._exact * len(clients)))
+        return middle(clients, int(exactly(self.fraction) * len(clients)))
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,10 @@ OPTIONAL = ("start", "curves", "realtime")
 START_FIELDS: Types = {"kind": (str,)}  # of a cell that starts from a network
 ROW_FIELDS: Types = {"training": (str,), "shifts": (dict,)}
 RUN_FIELDS: Types = {"training": (str,), "commit": (str,), "hardware": (str,), "versions": (dict,)}
+REALTIME_FIELDS: Types = {
+    "reference": (str,), "interval_milliseconds": (int, float), "queue": (int,), "repeats": (int,), "costs": (dict,),
+}  # fmt: skip
+COST_FIELDS: Types = {"milliseconds": (dict,), "least": (int,), "most": (int,), "keeps_up_to": (int, float)}
 PERCENT = ("accuracy", "by_samples", "mean_over_classes", "first_half", "second_half", "answered", "missed_wrong")
 NUMBERS: Types = {
     **{f"{name}_percent": (int, float) for name in PERCENT}, "per_client_percent": (str,), "samples": (int,)
@@ -65,6 +69,10 @@ def read_cell(path: Path) -> Content:
         _check_fields(f"{path}: rows: {label}", row, ROW_FIELDS, ROW_FIELDS)
         for column, one in row["shifts"].items():
             _check_fields(f"{path}: rows: {label}: {column}", one, NUMBERS, ["accuracy_percent"])
+    if "realtime" in content:
+        _check_fields(f"{path}: realtime", content["realtime"], REALTIME_FIELDS, REALTIME_FIELDS)
+        for label, cost in content["realtime"]["costs"].items():
+            _check_fields(f"{path}: realtime: costs: {label}", cost, COST_FIELDS, COST_FIELDS)
     for number, run in enumerate(content["runs"], 1):
         _check_fields(f"{path}: runs: {number}", run, RUN_FIELDS, RUN_FIELDS)
     return dict(content)
@@ -85,6 +93,8 @@ def read_results_of(out: Path, protocol: str | None = None) -> dict[str, dict[st
     for path in sorted(out.glob(f"{protocol or '*'}/*.json")):
         if not path.name.endswith(".safetensors.json"):  # what a network's file says of it
             content = read_cell(path)
+            if not content["runs"]:
+                raise SettingsError(f"{path}: runs = []; allowed is a list of one or more")
             found.setdefault(content["protocol"], {}).setdefault(content["cell"], {})[content["seed"]] = content
     return found
 

@@ -241,6 +241,9 @@ def test_what_was_made_otherwise_is_refused(tmp_path: Path) -> None:
         check_kept(path, settings)
 
 
+REALTIME = {"reference": "fedavg", "interval_milliseconds": 1, "queue": 8, "repeats": 3}
+
+
 @pytest.mark.parametrize(
     ("kept", "told"),
     [
@@ -267,6 +270,11 @@ def test_what_was_made_otherwise_is_refused(tmp_path: Path) -> None:
         ({"runs": [1]}, ": runs: 1 = 1; allowed is a table"),
         ({"runs": [{"training": "t", "commit": "a", "versions": {}}]}, ": runs: 1: hardware is missing"),
         ({"start": {"network": "n"}}, ": start: kind is missing"),
+        ({"realtime": {"reference": "fedavg"}}, ": realtime: interval_milliseconds is missing"),
+        (
+            {"realtime": {**REALTIME, "costs": {"fedavg": {"milliseconds": {}}}}},
+            ": realtime: costs: fedavg: least is missing",
+        ),
     ],
 )
 def test_a_kept_file_with_other_fields_is_named(kept: Any, told: str, tmp_path: Path) -> None:
@@ -279,6 +287,13 @@ def test_a_kept_file_with_other_fields_is_named(kept: Any, told: str, tmp_path: 
     for read in (lambda: read_cell(path), lambda: read_results_of(tmp_path)):
         with pytest.raises(SettingsError, match=r"c-1\.json" + told):
             read()
+
+
+def test_a_kept_file_without_a_run_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "c-1.json").write_text(json.dumps(empty("p", Cell("c", "C", Settings()), Settings())))
+    with pytest.raises(SettingsError, match=r"c-1\.json: runs = \[\]; allowed is a list of one or more"):
+        read_results_of(tmp_path)
 
 
 def test_a_run_is_added_with_its_provenance() -> None:
