@@ -293,7 +293,7 @@ class EvaluationLimits(Limits):
             for one in reply.results if identity and self.share else ():
                 assert identity is not None
                 own = identity.sizes[2]
-                if one.total > max(own, usual[one.label, one.shift]):
+                if one.total > own and one.total > usual[one.label, one.shift]:
                     return f"{one.label}, {one.shift}: total = {one.total}, the client has {own} test samples"
             return None
 

@@ -67,26 +67,32 @@ def test_the_evidence_is_that_of_a_loop(n: int, bins: int, window: int) -> None:
 def test_over_all_orders_the_mean_evidence_is_the_number_of_samples(bins: int, values: Any) -> None:
     """What the guarantee follows from, for any distribution: all 5,040 orders are equally probable.
 
-    Equal values have random places, which are averaged over as well: hence the tolerance.
+    Each order is a column. Equal values have random places, which are averaged over as well: hence the tolerance.
     """
-    orders = np.array(list(itertools.permutations(values)), np.float64)[..., None]
-    options: dict[str, Any] = {"bins": bins, "false_alarms": 1e-9, "window": 5}
-    sums = np.zeros(3)
-    for seed, order in enumerate(orders):
-        sums += evidences(DriftTest(order[:4], seed=seed, **options), order[4:])
+    orders = np.array(list(itertools.permutations(values)), np.float64).T  # [7, 5040]
+    test, found = DriftTest(orders[:4], bins=bins, false_alarms=1e-9, window=5), []
+    for row in orders[4:]:
+        assert test.update(row[None]) == []
+        state = test.state_dict()
+        found.append(np.exp(state["logs"][: state["since"]]).sum(0).mean())
     tied = len(set(values)) < len(values)
-    assert sums / len(orders) == pytest.approx([1, 2, 3], rel=0.05 if tied else 1e-9)
+    assert found == pytest.approx([1, 2, 3], rel=0.05 if tied else 1e-9)
+
+
+def test_columns_have_the_evidence_of_tests_of_their_own() -> None:
+    reference, values = normal(5, 20, 3), normal(6, 30, 3) + 0.5
+    alone = [evidences(DriftTest(reference[:, [i]], false_alarms=1e-9), values[:, [i]]) for i in range(3)]
+    together = evidences(DriftTest(reference, false_alarms=1e-9), values)
+    assert together == pytest.approx(np.max(alone, axis=0) / 3)  # an alarm needs d times as much
 
 
 def test_equal_values_fall_into_the_bins_by_their_spacings() -> None:
     """The 5 spacings of 4 samples in 3 bins are 2, 1, 2; every place of a fifth sample is equally probable."""
-    counts = np.zeros(3)
-    for seed in range(3000):
-        test = DriftTest(np.zeros((4, 1)), bins=3, seed=seed)
-        before = test.state_dict()["urn"]
-        test.update(np.zeros((1, 1)))
-        assert before[:, 0].tolist() == [2, 1, 2]
-        counts += (test.state_dict()["urn"] - before)[:, 0]
+    test = DriftTest(np.zeros((4, 3000)), bins=3)
+    before = test.state_dict()["urn"]
+    assert (before == [[2], [1], [2]]).all()
+    test.update(np.zeros((1, 3000)))
+    counts = (test.state_dict()["urn"] - before).sum(1)
     assert counts / 3000 == pytest.approx([0.4, 0.2, 0.4], abs=0.036)  # four standard errors
 
 
