@@ -172,10 +172,10 @@ class Run:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, *options: str) -> Iterator[str]:
     """Serve a results folder as a user does, and yield the address without a slash at its end."""
     (folder / "alerts.toml").write_text(RULES)
-    words = [sys.executable, "-m", "tests.browser.stage", str(folder)]
+    words = [sys.executable, "-m", "tests.browser.stage", str(folder), *options]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -202,6 +202,6 @@ def listed(*_: object) -> list[Device]:
 
 if __name__ == "__main__":
     devices.listed = listed
-    results_folder = sys.argv[1]
-    rules_file = f"{results_folder}/alerts.toml"
-    sys.exit(watch([results_folder, "--listen", "127.0.0.1:0", "--superlink", "made:1", "--alerts", rules_file]))
+    results_folder, *given = sys.argv[1:]
+    made = ["--listen", "127.0.0.1:0", "--superlink", "made:1", "--alerts", f"{results_folder}/alerts.toml"]
+    sys.exit(watch([results_folder, *made, *given]))

@@ -227,3 +227,15 @@ def test_devices_and_their_alerts_are_followed(site: Site, browser: Browser) -> 
         expect(alerts).not_to_contain_text("silent-minutes", timeout=WAIT)
         expect(alerts).not_to_contain_text("guard-holding-samples")
         assert page.evaluate("window.unloaded") is False
+
+
+def test_the_form_of_the_token_leads_to_the_page_that_was_asked_for(tmp_path: Path, browser: Browser) -> None:
+    token, address = tmp_path / "token", "/devices"
+    token.write_text("0123456789abcdef-token")
+    with stage.served(tmp_path, "--token-file", str(token)) as server, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(f"{server}{address}")
+        page.locator("#token").fill(token.read_text())
+        page.locator("button").click()
+        expect(page.locator("h1")).to_have_text("Devices", timeout=WAIT)
+        assert page.url == f"{server}{address}"

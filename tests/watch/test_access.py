@@ -134,7 +134,9 @@ def test_nothing_is_read_without_the_token(given: str, folder: Path) -> None:
 def test_a_login_is_a_cookie_that_only_this_process_takes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     access = Access(TOKEN, loopback=False, secure=True)
     with browser(folder, access, REMOTE) as remote:
-        assert 'type="password"' in remote.get("/runs/r").text
+        asked = remote.get("/runs/r")
+        assert 'type="password"' in asked.text
+        assert asked.headers["referrer-policy"] == "same-origin"  # with no-referrer browsers post with Origin: null
         assert remote.get(LOGIN).status_code == 401
         wrong = remote.post(LOGIN, data={"token": TOKEN[:-1], "next": "/runs/r"})
         assert (wrong.status_code, "set-cookie" in wrong.headers) == (401, False)
