@@ -37,7 +37,7 @@ OURS = {
     "devices": "--devices",
 }
 #: Keys of a device's file that say where its agent runs and listens, which the deployment decides.
-PLACE = ("name", "state-dir", "listen", "relay", "certificate", "key", "client-ca")
+PLACE = ("name", "state-dir", "listen", "relay", "relay-group", "metrics", "certificate", "key", "client-ca")
 
 
 @dataclass(frozen=True)

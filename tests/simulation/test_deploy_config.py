@@ -210,8 +210,9 @@ def test_the_local_deployment_is_planned_before_anything_starts(tmp_path: Path) 
 def test_every_file_of_devices_is_an_agent_and_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own keys hold, relative paths are those of the file, and what the deployment decides is its own."""
     files = sites(tmp_path / "sites")
-    tcp = {"listen": "0.0.0.0:1", "certificate": "c", "key": "k", "client_ca": "a"}
-    device_file(tmp_path / "sites", "site-d", "c", adapter="tent", role="target", **tcp)
+    tcp = {"listen": "0.0.0.0:1", "metrics": "0.0.0.0:2", "certificate": "c", "key": "k", "client_ca": "a"}
+    place = {"relay_group": "fedtta-relay", **tcp}
+    device_file(tmp_path / "sites", "site-d", "c", adapter="tent", role="target", **place)
     monkeypatch.chdir(tmp_path)
     words = ["--devices", "sites/*.toml", "--set", "rounds=1", f"classes={OWN.classes}", "image-size=16"]
     plan = deploy_local.parse(words)
@@ -258,6 +259,7 @@ def test_every_file_of_devices_is_an_agent_and_a_node(tmp_path: Path, monkeypatc
         assert config.data == f"folder:{tmp_path / 'sites' / config.name[-1].replace('d', 'c')}"
         assert Path(config.state_dir).name == f"agent-{config.name}"
         assert not config.state_dir.startswith(str(tmp_path))
+        assert config.metrics == config.relay_group == ""  # ports and groups of the device, not of this machine
     assert configs["device-site-b"].class_map == "rouge=red"
     assert [configs[f"device-{name}"].adapter for name in plan.agents] == ["fedthe", "fedthe", "fedthe", "tent"]
     assert configs["device-site-d"].role == "target"
