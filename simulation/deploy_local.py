@@ -72,7 +72,17 @@ class Plan:
 
     @property
     def results(self) -> Path:
-        """Return the run folder."""
+        """Return the run folder; a resumed run has its own.
+
+        Raises
+        ------
+        SettingsError
+            There is no such run to resume.
+        """
+        if self.settings.resume:
+            from fedtta.server.resume import run_folder_of
+
+            return run_folder_of(self.settings.resume)
         return Path(self.settings.results) / self.settings.run_name
 
 
@@ -255,6 +265,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Deploy, run, print the tables; return exit status 0 on success, 1 on failure, 2 for bad arguments."""
     try:
         plan = parse(words)
+        results = plan.results
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -265,8 +276,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, unwind)
-    if (plan.results / METRICS_FILE).exists():
-        print(f"error: {plan.results} already holds a run; choose another run-name", file=sys.stderr)
+    if not plan.settings.resume and (results / METRICS_FILE).exists():
+        print(f"error: {results} already holds a run; choose another run-name", file=sys.stderr)
         return 2
     try:
         table = deploy(plan)
@@ -274,9 +285,9 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"deployment failed: {error}", file=sys.stderr)
         return 1
     console = Console()
-    for each in [*render_tables(read_results(plan.results / METRICS_FILE)), table]:
+    for each in [*render_tables(read_results(results / METRICS_FILE)), table]:
         console.print(each)
-    console.print(f"Results: {plan.results}/ (open {plan.results}/report.html)")
+    console.print(f"Results: {results}/ (open {results}/report.html)")
     return 0
 
 

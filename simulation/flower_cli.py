@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 
 from fedtta.server.report import METRICS_FILE, read_results, render_tables
+from fedtta.server.resume import run_folder_of
 from fedtta.settings import Settings, SettingsError, from_config, keys_in
 from fedtta.simulation.engine import with_devices
 from fedtta.simulation.gpus import allocate, environment_with, mask
@@ -53,7 +54,9 @@ class Submission:
 
     @property
     def folder(self) -> Path:
-        """Return the run folder."""
+        """Return the run folder; a resumed run has its own."""
+        if resume := self.config.get("resume"):
+            return run_folder_of(resume)
         return Path(self.config["results"]) / self.config["run-name"]
 
     def federation(self) -> str:

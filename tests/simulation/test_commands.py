@@ -15,7 +15,7 @@ import pytest
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
 from fedtta.simulation import __main__ as simulation
-from fedtta.simulation import engine, flower_cli, submit
+from fedtta.simulation import deploy_local, engine, flower_cli, submit
 from fedtta.simulation.superlink import FlowerError
 from tests.report.runs import evaluation, write_events
 
@@ -46,6 +46,18 @@ def test_a_run_that_completed(command: tuple[Command, Any], tmp_path: Path, caps
     replace(lambda *_, **__: tmp_path)
     assert main() == 0
     assert "failed" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("program", "runs"), [(flower_cli, "run"), (deploy_local, "deploy")])
+def test_a_resumed_run_is_shown_from_its_own_folder(
+    program: Any, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_events(tmp_path / "r", [evaluation("tent", "fog", 0, 1, 2)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(program, runs, lambda plan: "")
+    assert program.main(["--set", f"results={tmp_path}", "run-name=r", f"resume={tmp_path / 'r'}"]) == 0
+    assert program.main(["--set", f"resume={tmp_path / 'r'}"]) == 0
+    assert capsys.readouterr().out.count("50.0") == 4  # of tent, and on average
 
 
 def test_a_run_that_failed(command: tuple[Command, Any], capsys: pytest.CaptureFixture[str]) -> None:
