@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedtta.settings import SettingsError
 from fedtta.settings.files import write_atomically
 
 Purpose = Literal["server", "client"]
@@ -28,7 +29,7 @@ _PURPOSES = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsa
 _REPLACE = "move it away, or replace it (--replace {})"
 
 
-class KeysError(ValueError):
+class KeysError(SettingsError):
     """A key or certificate cannot be made, or an existing one cannot be used; the message names it."""
 
 

@@ -16,6 +16,7 @@ import hashlib
 import json
 import sys
 import time
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -136,7 +137,7 @@ def start(superlink: str, ca: Path | None, database: Path, path: Path, config: M
     Raises
     ------
     KeysError
-        As `read`, or there is no such database.
+        As `read`, the bundle is none, or there is no such database.
     FlowerError
         Flower refused the run.
     """
@@ -145,7 +146,11 @@ def start(superlink: str, ca: Path | None, database: Path, path: Path, config: M
     from flwr.proto.fab_pb2 import Fab
 
     bundle, signature = read(path)
-    app = store(bundle, signature, link_state(database))
+    state = link_state(database)
+    try:
+        app = store(bundle, signature, state)
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:  # such as half a copy
+        raise KeysError(f"{path} is not the bundle of an app: {error}; `fedtta sign` makes one") from error
     request = StartRunRequest(
         # without its bytes: Flower takes the stored bundle, with its records
         fab=Fab(hash_str=hashlib.sha256(bundle).hexdigest()), app_spec=app,

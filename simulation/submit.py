@@ -16,7 +16,6 @@ from pathlib import Path
 
 from fedtta.settings import Settings, SettingsError
 from fedtta.simulation import signing, superlink
-from fedtta.simulation.certificates import KeysError
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar, run_config
 
 OBSERVE_EVERY = 60.0  # seconds between two questions how the devices are, unless a setting says otherwise
@@ -104,7 +103,7 @@ def main(words: Sequence[str] | None = None) -> int:
             else:
                 new = superlink.register(home, arguments.keys)
                 print(f"registered: {new} new, {len(arguments.keys) - new} already known")
-    except (SettingsError, KeysError, FileNotFoundError) as error:
+    except (SettingsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except FlowerError as error:

@@ -159,6 +159,19 @@ def test_a_key_of_another_kind_and_damaged_files_are_refused(
             signing.read(tmp_path / "app.fab")
 
 
+def test_what_is_no_bundle_is_not_submitted(keys: Keys, bundle: bytes, tmp_path: Path) -> None:
+    path, database = tmp_path / "app.fab", tmp_path / "superlink.db"
+    assert signing.main([str(keys.app), "--out", str(path)]) == 0
+    database.touch()
+    other = io.BytesIO()
+    with zipfile.ZipFile(other, "w") as archive:
+        archive.writestr("a.txt", "a")
+    for content in (bundle[: len(bundle) // 2], b"", other.getvalue()):
+        path.write_bytes(content)
+        with pytest.raises(KeysError, match=r"app\.fab is not the bundle of an app: .*`fedtta sign` makes one"):
+            signing.start("127.0.0.1:1", None, database, path, {})
+
+
 def test_a_folder_without_an_app_is_not_signed(keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\n')
     words = [str(keys.app), "--app", str(tmp_path), "--out", str(tmp_path / "app.fab")]

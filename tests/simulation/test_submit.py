@@ -192,6 +192,19 @@ def test_a_missing_authority_is_named(where: list[str], capsys: pytest.CaptureFi
     assert "ca.crt: no such file" in capsys.readouterr().err
 
 
+def test_keys_of_another_user_are_refused_without_a_traceback(
+    where: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`fedtta keys` makes a folder that only its owner can enter."""
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    assert submit.main([*where, "run"]) == 2
+    assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: {where[-1]!r}\n"
+
+
 def test_a_signed_bundle_needs_the_database(
     where: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

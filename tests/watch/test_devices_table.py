@@ -264,6 +264,14 @@ def test_the_command_stops_its_run_and_that_of_a_signed_bundle(
     assert link.runs.keys() == {1}
 
 
+def test_a_signed_bundle_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    SuperLink(monkeypatch)
+    words = ["--superlink", "h:1", "--insecure", "--signed", str(tmp_path / "app.fab"), "--database", "link.db"]
+    done = CliRunner().invoke(cli.app, ["devices", "--watch", *words])
+    assert done.exit_code == 2
+    assert f"error: {tmp_path / 'app.fab'}, app.fab.sig: " in done.output
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
