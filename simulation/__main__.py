@@ -64,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     except NotServed:
         return 2
-    except RunError as error:
+    except (RunError, OSError) as error:  # such as a full disk
         print(f"run failed: {error}", file=sys.stderr)
         return 1
     for table in render_tables(read_results(folder / METRICS_FILE)):

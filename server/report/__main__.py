@@ -23,7 +23,7 @@ PLOTS_FOLDER = "plots"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Regenerate the files of one run folder. Return 0, or 2 if the metrics cannot be read."""
+    """Regenerate the files of one run folder. Return 0, or 2 if the metrics cannot be read or a file cannot be written."""
     parser = argparse.ArgumentParser(prog="fedtta report", description=__doc__)
     parser.add_argument("run_dir", type=Path, help=f"a run folder with {METRICS_FILE}")
     parser.add_argument("--plots", action="store_true", help=f"also write each plot to {PLOTS_FOLDER}/ as SVG and PNG")
@@ -37,11 +37,15 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     for rendered in render_tables(results):
         console.print(rendered)
-    written = [write_table(results, run_dir / TABLE_FILE), write_report(run_dir)]
-    if results.adapted:
-        written.append(run_dir / COLLABORATION_FILE)
-    if options.plots:
-        written += write_plots(results, run_dir / PLOTS_FOLDER)
+    try:
+        written = [write_table(results, run_dir / TABLE_FILE), write_report(run_dir)]
+        if results.adapted:
+            written.append(run_dir / COLLABORATION_FILE)
+        if options.plots:
+            written += write_plots(results, run_dir / PLOTS_FOLDER)
+    except OSError as error:  # such as a folder of another user
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     paths = ", ".join(str(path) for path in written)
     console.print(f"wrote {paths}", soft_wrap=True, markup=False, highlight=False)
     return 0

@@ -71,7 +71,7 @@ def test_a_run_that_failed(command: tuple[Command, Any], capsys: pytest.CaptureF
     assert "failed: no node came" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "status"), [(SettingsError, 2), (FileExistsError, 2), (RunError, 1)])
+@pytest.mark.parametrize(("error", "status"), [(SettingsError, 2), (FileExistsError, 2), (RunError, 1), (OSError, 1)])
 def test_errors_of_a_simulation(error: type[Exception], status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(*_: Any) -> Path:
         raise error("why")
