@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from fedtta.server.report.journal import COPY
 from fedtta.settings import Settings, SettingsError
 from fedtta.simulation import signing, superlink
+from fedtta.simulation.standing import KEY as STANDING
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar, run_config
 
 OBSERVE_EVERY = 60.0  # seconds between two questions how the devices are, unless a setting says otherwise
@@ -32,8 +34,8 @@ def supervise(
 ) -> None:
     """Run, and resume from the last checkpoint when the SuperLink or the ServerApp has died.
 
-    A run that died before its first checkpoint begins once more under another name. A run that its app has ended, by
-    an error of its own, or that was stopped, is not resumed.
+    A run that died before its first checkpoint begins once more under another name, and a standing run, which has
+    none, as it is. A run that its app has ended, by an error of its own, or that was stopped, is not resumed.
 
     Parameters
     ----------
@@ -58,7 +60,7 @@ def supervise(
     end = time.monotonic() + timeout
     name = str(config.get("run-name") or time.strftime("submit-%Y%m%d-%H%M%S"))
     results = Path(str(config.get("results") or Settings().results))
-    now = {**config, "run-name": name}
+    now = dict(config) if config.get(STANDING) else {**config, "run-name": name}
     for left in reversed(range(resumes + 1)):
         try:
             return superlink.finish(home, begin(now), end - time.monotonic(), show, AWAY)
@@ -67,13 +69,21 @@ def supervise(
             if not left or not (empty or isinstance(error, RunLostError)):
                 raise
             reason = str(error).splitlines()[0]
-        if empty:
+        if config.get(STANDING):
+            how = "begins once more"
+        elif empty:
             name += "-again"
             now, how = {**config, "run-name": name}, f"begins once more as {name}"
         else:
-            folder = str(config.get("resume") or results / name)
+            folder = str(_folder_of(config["resume"]) if config.get("resume") else results / name)
             now, how = {**config, "run-name": name, "resume": folder}, f"is resumed from {folder}"
         print(f"the run was lost ({reason}) and {how}; {left - 1} more times, if need be", file=sys.stderr, flush=True)
+
+
+def _folder_of(resume: Scalar) -> Path:
+    """Return the run folder that `resume` names on the SuperLink's machine: by now it may have later checkpoints."""
+    path = Path(str(resume))
+    return path.parent.parent if path.parent.name == Path(COPY).parent.name else path
 
 
 def main(words: Sequence[str] | None = None) -> int:

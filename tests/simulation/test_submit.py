@@ -100,6 +100,20 @@ def test_a_run_lost_before_its_first_checkpoint_begins_once_more(
         assert len(supervised({**CONFIG, "resume": str(tmp_path)}, 2)) == 2
 
 
+def test_a_standing_run_that_is_lost_begins_once_more_in_its_folder(outcomes: list[Exception | None]) -> None:
+    """It has no checkpoints, and without a name it writes to the folder of all standing runs."""
+    config: dict[str, Scalar] = {"observe-only": True, "observe-every": 60.0, "results": "/srv/results"}
+    outcomes += [RunLostError(LOST), RunLostError(LOST), None]
+    assert supervised(config, 2) == [config] * 3
+
+
+def test_a_run_resumed_from_an_older_checkpoint_goes_on_from_its_last_one(outcomes: list[Exception | None]) -> None:
+    outcomes += [RunLostError(LOST), RunLostError(LOST), None]
+    older = {**CONFIG, "resume": "/srv/results/r/checkpoints/000003.safetensors"}
+    last = {**CONFIG, "resume": "/srv/results/r"}
+    assert supervised(older, 2) == [older, last, last]
+
+
 # The end of a run, as its SuperLink tells it
 
 
