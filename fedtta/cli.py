@@ -212,7 +212,10 @@ def submit(
     pairs: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Settings of the run.")] = None,
     superlink: SuperLink = LOCAL,
     root: Root = CA,
-    timeout: Annotated[float, typer.Option(help="Seconds after which the run is stopped.")] = 86400.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(help=r"Seconds after which the run is stopped. \[default: 86400; a standing run: never]"),
+    ] = None,
     supervise: Annotated[
         int, typer.Option(metavar="N", help="Resume, at most so often, a run whose SuperLink or ServerApp died.")
     ] = 0,
@@ -221,7 +224,8 @@ def submit(
 ) -> None:
     """Run the app on a SuperLink that is running, and show its log."""
     checkout()
-    words = ["--superlink", superlink, "--root-certificates", str(root), "run", "--timeout", str(timeout)]
+    words = ["--superlink", superlink, "--root-certificates", str(root), "run"]
+    words += [] if timeout is None else ["--timeout", str(timeout)]
     words += ["--supervise", str(supervise)] if supervise else []
     words += [
         word for name, path in (("signed", signed), ("database", database)) if path for word in (f"--{name}", path)

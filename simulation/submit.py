@@ -8,6 +8,7 @@ with `resume`, and ends with the bits of an undisturbed run.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import time
@@ -21,6 +22,7 @@ from fedtta.simulation.standing import KEY as STANDING
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar, run_config
 
 OBSERVE_EVERY = 60.0  # seconds between two questions how the devices are, unless a setting says otherwise
+DAY = 86400.0  # seconds after which a run is stopped
 AWAY = 600.0  # seconds for a killed SuperLink to be restarted
 #: The server's reasons for a run that died before its first checkpoint; see `fedtta.server.resume`.
 NOTHING_KEPT = re.compile("no checkpoint can be used: there is none|allowed is the folder of a run")
@@ -96,7 +98,11 @@ def main(words: Sequence[str] | None = None) -> int:
     registers.add_argument("keys", nargs="+", type=Path, metavar="PUBLIC_KEY", help="node-<i>.pub of `make keys`")
     runs = commands.add_parser("run", help="run the app and show its log")
     runs.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings")
-    runs.add_argument("--timeout", type=float, default=86400.0, help="seconds after which the run is stopped")
+    runs.add_argument(
+        "--timeout",
+        type=float,
+        help=f"seconds until the run is stopped (default: {DAY:g}; a standing run: never)",
+    )
     runs.add_argument("--supervise", type=int, default=0, metavar="N", help="resume a lost run, at most so often")
     runs.add_argument("--signed", type=Path, metavar="FILE", help="run this bundle of `fedtta sign`")
     runs.add_argument("--database", type=Path, metavar="FILE", help="with --signed: the SuperLink's database")
@@ -133,10 +139,13 @@ def _run(home: Path, config: Mapping[str, Scalar], arguments: argparse.Namespace
         where = arguments.superlink, arguments.root_certificates
         return signing.start(*where, arguments.database, arguments.signed, config)
 
+    timeout = arguments.timeout
+    if timeout is None:
+        timeout = math.inf if config.get(STANDING) else DAY
     if arguments.supervise:
-        supervise(home, config, arguments.timeout, arguments.supervise, begin, show=True)
+        supervise(home, config, timeout, arguments.supervise, begin, show=True)
     else:
-        superlink.finish(home, begin(config), arguments.timeout, show=True)
+        superlink.finish(home, begin(config), timeout, show=True)
 
 
 if __name__ == "__main__":

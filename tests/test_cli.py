@@ -129,7 +129,7 @@ def test_help_imports_neither_torch_nor_flower() -> None:
         ("rollback --agent unix:/a", "client.agent.control", "--socket unix:/a rollback"),
         ("approve v3 --agent unix:/a", "client.agent.control", "--socket unix:/a approve v3"),
         ("submit rounds=3 --superlink h:1 --root-certificates c", "simulation.submit",
-         "--superlink h:1 --root-certificates c run --timeout 86400.0 --set rounds=3"),
+         "--superlink h:1 --root-certificates c run --set rounds=3"),
     ],
 )  # fmt: skip
 def test_a_command_calls_its_program(words: str, module: str, given: str, called: list[tuple[str, list[str]]]) -> None:

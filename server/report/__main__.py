@@ -23,7 +23,7 @@ PLOTS_FOLDER = "plots"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Regenerate the files of one run folder. Return 0, or 2 if the metrics cannot be read or a file cannot be written."""
+    """Regenerate the files of one run folder. Return 0, or 2 if a file cannot be read or written."""
     parser = argparse.ArgumentParser(prog="fedtta report", description=__doc__)
     parser.add_argument("run_dir", type=Path, help=f"a run folder with {METRICS_FILE}")
     parser.add_argument("--plots", action="store_true", help=f"also write each plot to {PLOTS_FOLDER}/ as SVG and PNG")

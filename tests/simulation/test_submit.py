@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -232,6 +233,20 @@ def test_a_signed_bundle_needs_the_database(
 def test_a_run_is_not_resumed_less_than_never(where: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert submit.main([*where, "run", "--supervise", "-1"]) == 2
     assert "--supervise -1: allowed is 0 or more" in capsys.readouterr().err
+
+
+def test_a_run_has_a_day_and_a_standing_one_no_end(where: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+
+    def finish(home: Path, number: str, timeout: float, *_: Any, **__: Any) -> None:
+        found.append(timeout)
+
+    monkeypatch.setattr(superlink, "start", lambda *_: "1")
+    monkeypatch.setattr(superlink, "finish", finish)
+    standing = ["--set", "observe-only=true"]
+    for words in ([], standing, [*standing, "--supervise", "1"], [*standing, "--timeout", "7"]):
+        assert submit.main([*where, "run", *words]) == 0
+    assert found == [86400.0, math.inf, math.inf, 7.0]
 
 
 def test_a_lost_run_says_how_to_continue(
