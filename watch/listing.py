@@ -50,7 +50,7 @@ class Fleet:
 
     def history(self, device: FleetDevice) -> list[tuple[float, Telemetry]]:
         """Return the last telemetry of one of these devices; see `fedtta.watch.fleet.history`."""
-        return history(self.folder, device.name, node_id=device.node_id)
+        return history(self.folder, device.name, node_id=device.key[1])
 
     def _current(self) -> Sequence[Device]:
         """Return the list; where another thread is asking for it, the last one."""

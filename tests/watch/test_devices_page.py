@@ -168,6 +168,17 @@ def test_the_page_of_a_device_shows_what_it_said_over_time(tmp_path: Path) -> No
         assert told in words
 
 
+def test_a_device_that_is_not_listed_keeps_its_history_as_another_node(tmp_path: Path) -> None:
+    """A SuperNode without a registered key has another id after each start; a listed device has one."""
+    for node in (1, 2):
+        say(tmp_path / "r", (node, telemetry("a", predictions=100 * node)), at=NOW + node)
+    told = {}
+    for fleet in (Fleet(tmp_path), Fleet(tmp_path, lambda: [listed("a", 2)])):
+        (device,) = (one for one in fleet.devices() if one.node_id == 2)
+        told[device.status] = [one.predictions for _, one in fleet.history(device)]
+    assert told == {"unknown": [100, 200], "online": [200]}
+
+
 def test_only_what_has_changed_is_sent(tmp_path: Path) -> None:
     say(tmp_path / "r", (1, telemetry("a", samples=5)), at=NOW - 10)
     with client(Fleet(tmp_path)) as browser:
