@@ -278,12 +278,15 @@ def wait_for_agents(agents: Mapping[str, subprocess.Popen[bytes]]) -> None:
     """
     command = [sys.executable, str(PROJECT / "docker" / "health.py"), *agents, "--wait", str(PATIENCE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as probe:
-        while probe.poll() is None:
-            for address, process in agents.items():
-                if process.poll() is not None:
-                    probe.kill()
-                    raise FlowerError(f"the agent at {address} ended with status {process.returncode}")
-            time.sleep(POLL)
+        try:
+            while probe.poll() is None:
+                for address, process in agents.items():
+                    if process.poll() is not None:
+                        raise FlowerError(f"the agent at {address} ended with status {process.returncode}")
+                time.sleep(POLL)
+        except BaseException:  # a signal, too: it would be waited for
+            probe.kill()
+            raise
         assert probe.stdout is not None
         output = probe.stdout.read()
     if probe.returncode:

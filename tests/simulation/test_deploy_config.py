@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from concurrent import futures
@@ -383,6 +384,18 @@ def test_an_agent_that_ends_is_not_waited_for() -> None:
         pytest.raises(FlowerError, match="the agent at unix:/tmp/fedtta-absent ended with status 3"),
     ):
         deployment.wait_for_agents({"unix:/tmp/fedtta-absent": ended})
+
+
+def test_who_is_interrupted_does_not_wait_for_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise SystemExit(143)
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
+        monkeypatch.setattr(deployment.time, "sleep", interrupted)
+        begin = time.monotonic()
+        with pytest.raises(SystemExit):
+            deployment.wait_for_agents({"unix:/tmp/fedtta-absent": running})
+    assert time.monotonic() - begin < deployment.PATIENCE / 2
 
 
 def test_an_agent_that_is_not_there_is_not_healthy() -> None:
