@@ -70,7 +70,7 @@ def run_folder_of(resume: str) -> Path:
     folder = path.parent.parent if path.is_file() and path.parent.name == FOLDER else path
     if not (folder / METRICS_FILE).is_file() and not (folder / COPY).is_file():
         raise SettingsError(f"resume = {resume!r}: allowed is the folder of a run, or a file in its {FOLDER}/")
-    return folder
+    return folder if folder.name.strip(".") else folder.resolve()  # the run is called as its folder
 
 
 def find_checkpoint(settings: Settings) -> Found:

@@ -21,9 +21,11 @@ from fedtta.messages.replies import SharedKeys
 from fedtta.messages.requests import Adapt, Identify, RefineRates, Request
 from fedtta.models import load_arrays
 from fedtta.server.app import serve
-from fedtta.server.checkpoints import checkpoint_files, read_checkpoint
+from fedtta.server.checkpoints import FOLDER, checkpoint_files, read_checkpoint
 from fedtta.server.environment import describe
 from fedtta.server.events import RunError
+from fedtta.server.report import METRICS_FILE
+from fedtta.server.resume import run_folder_of
 from fedtta.settings import Settings
 from tests import transports
 from tests.transports import FakeTransport
@@ -325,6 +327,17 @@ def test_the_files_are_few_and_say_where_the_run_is(tmp_path: Path) -> None:
         assert head.count(b'"event": "round"') == min(one.position.round, 2) + 2 * (one.position.stage == "finished")
     few = run(tmp_path / "few", SMALL, checkpoints_kept=1)
     assert [path.name for path in checkpoint_files(few).values()] == ["000005.safetensors"]
+
+
+@pytest.mark.parametrize("resume", [".", "checkpoints/..", "./checkpoints/000001.safetensors"])
+def test_a_run_that_is_resumed_from_within_its_folder_has_its_name(
+    resume: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "r" / FOLDER).mkdir(parents=True)
+    (tmp_path / "r" / METRICS_FILE).touch()
+    (tmp_path / "r" / FOLDER / "000001.safetensors").touch()
+    monkeypatch.chdir(tmp_path / "r")
+    assert run_folder_of(resume) == tmp_path / "r"
 
 
 def test_an_older_checkpoint_can_be_named(tmp_path: Path) -> None:
