@@ -100,10 +100,10 @@ class HeldSamples:
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Held] = {}
-        self._predictions: dict[Hashable, int] = {}  # at the last reading
+        self._last: dict[Hashable, tuple[float, int]] = {}  # time of the last reading, and its predictions
 
     def note(self, key: Hashable, telemetry: Telemetry, at: float) -> None:
-        """Take note of a device's reading; readings come in the order of time, and one may come twice.
+        """Take note of a device's reading; one may come twice, and one that is older than the last changes nothing.
 
         Parameters
         ----------
@@ -114,8 +114,10 @@ class HeldSamples:
             Seconds since 1970.
         """
         before = self._held.get(key)
-        last = self._predictions.get(key, 0)
-        self._predictions[key] = telemetry.predictions
+        latest, last = self._last.get(key, (at, 0))
+        if at < latest:  # not a device that has started again: the history was read later than the fleet
+            return
+        self._last[key] = at, telemetry.predictions
         if not telemetry.holding:
             self._held.pop(key, None)
         elif before is None:

@@ -155,6 +155,17 @@ def test_a_device_that_starts_again_counts_on() -> None:
     assert found.get("a") is None
 
 
+def test_a_reading_that_arrives_between_two_looks_at_the_files_is_not_counted_twice() -> None:
+    """The fleet was read before it, the history of the device after it."""
+    fleet = [device(holding=True, predictions=1_000_000, at=NOW - 60)]
+    history = [(NOW - 60 + at, Telemetry(name="a", holding=True, predictions=1_000_000 + at)) for at in (0, 5)]
+    alerting = Alerting(replace(OFF, guard_holding_samples=100), lambda: fleet, lambda _: history, clock=lambda: NOW)
+    assert alerting.look() == []
+    known = alerting._held.get(fleet[0].key)
+    assert known is not None
+    assert known.samples == 5
+
+
 # What is announced
 
 KEYS = list(itertools.product("rs", ("a", ""), ("", "v")))
@@ -198,7 +209,7 @@ def test_a_look_uses_the_history_of_a_device_that_holds_already() -> None:
     assert (begun.begins, begun.alert.value, begun.alert.since) == (True, 1200, NOW - 299)
     assert alerting.look() == []
     assert asked == ["a", "b"]
-    fleet[0] = device(predictions=2400)
+    fleet[0] = device(predictions=2400, at=NOW - 10)
     (ended,) = alerting.look()
     assert (ended.begins, ended.alert.device) == (False, "a")
     assert json.loads(json.dumps(ended.as_json())) == {
