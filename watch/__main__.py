@@ -69,8 +69,7 @@ def main(words: Sequence[str] | None = None) -> int:
         access = Access(token, is_loopback(host), options.key is not None)
         routers, links = fleet_routes(options)
         app = make_app(options.results.expanduser(), access, routers, links, options.run)
-        server = uvicorn.Server(_config(app, options))
-        server.config.load()
+        server = uvicorn.Server(_loaded(app, options))
         listening = listen(host, port, bool(options.listen))
     except (SettingsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -144,13 +143,27 @@ def listen(host: str, port: int, exact: bool) -> socket.socket:
     raise SettingsError(f"--listen {host}:{port}: {failed.strerror or failed}") from failed
 
 
-def _config(app: FastAPI, options: argparse.Namespace) -> uvicorn.Config:
-    """Return the server's settings: no log of requests, no names of software, bounded work."""
-    return uvicorn.Config(
+def _loaded(app: FastAPI, options: argparse.Namespace) -> uvicorn.Config:
+    """Return the server's settings: no log of requests, no names of software, bounded work.
+
+    Raises
+    ------
+    SettingsError
+        Certificate and key cannot be read, or are none that belong together; OpenSSL does not name the file.
+    """
+    config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
         ws="none", limit_concurrency=64, timeout_keep_alive=15, timeout_graceful_shutdown=3,
         ssl_certfile=options.certificate, ssl_keyfile=options.key,
     )  # fmt: skip
+    try:
+        config.load()
+    except OSError as error:
+        raise SettingsError(
+            f"--certificate {options.certificate} --key {options.key}: allowed are a certificate and its private key, "
+            f"PEM: {error}"
+        ) from error
+    return config
 
 
 def _follow(server: uvicorn.Server, app: FastAPI) -> None:
