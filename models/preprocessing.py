@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 RawImage: TypeAlias = "NDArray[Any] | Image.Image"
 
@@ -153,8 +153,7 @@ class Preprocessing:
             with Image.open(BytesIO(content), formats=FORMATS) as opened:
                 _check_size(*opened.size, max_pixels)
                 bits = getattr(opened, "tag_v2", {}).get(258)  # BitsPerSample of TIFF
-                deep = any(";16" in str(tile.args) for tile in opened.tile) and opened.mode not in DEEP_MODES
-                if deep and self.window is not None:
+                if self.window is not None and has_deep_colours(opened):
                     raise _Refused("16 bits of colour, of which 8 are read; a window needs a grayscale file, or DICOM")
                 opened.load()
                 image = ImageOps.exif_transpose(opened)
@@ -283,6 +282,11 @@ def _window(value: object) -> tuple[float, float] | None:
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"preprocessing: window={value!r}; allowed: low,high with low < high, or nothing")
     return low, high
+
+
+def has_deep_colours(opened: ImageFile.ImageFile) -> bool:
+    """Return whether a file that is opened and not loaded has 16 bits of colour, of which Pillow reads 8."""
+    return any(";16" in str(tile.args) for tile in opened.tile) and opened.mode not in DEEP_MODES
 
 
 def _check_size(width: int, height: int, max_pixels: int) -> None:

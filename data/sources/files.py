@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
-from fedtta.models.preprocessing import FORMATS
+from fedtta.models.preprocessing import FORMATS, has_deep_colours
 
 #: A larger file is not read; 100 megapixels of 16-bit RGB are 600 MB.
 MAX_BYTES = 1 << 30
@@ -119,11 +119,25 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
         raise ValueError(f"too large: {width} x {height} pixels; max-megapixels allows {max_pixels / 1e6:g} million")
 
 
-def _header_size(file: BinaryIO) -> tuple[int, int]:
-    """Return (width, height) from the header; no pixel is decoded."""
+def stands_a_window(file: BinaryIO) -> bool:
+    """Return whether the header is of DICOM, or of an image without 16-bit colours; another file is an error."""
+    if _is_dicom(file):
+        return True
+    with Image.open(file, formats=FORMATS) as image:
+        return not has_deep_colours(image)
+
+
+def _is_dicom(file: BinaryIO) -> bool:
+    """Return whether a file, which is left at its beginning, is DICOM."""
     file.seek(128)
     dicom = file.read(4) == b"DICM"
     file.seek(0)
+    return dicom
+
+
+def _header_size(file: BinaryIO) -> tuple[int, int]:
+    """Return (width, height) from the header; no pixel is decoded."""
+    dicom = _is_dicom(file)
     try:
         if dicom:
             return _dicom_size(file)

@@ -22,11 +22,13 @@ class Index:
         The file, written atomically; None remembers nothing.
     key : dict
         Source, limits and whether there is a window, as JSON values. Entries of another key are forgotten, apart from
-        those without a window, which hold with one, too. `tested` is never forgotten.
+        those without a window, see `windowless`. `tested` is never forgotten.
     entries : dict
         Name → (stamp, identity) of every usable sample.
     tested : set of str
         Identities of all samples that were ever in the test split.
+    windowless : bool
+        Whether the entries are of a scan without a window, and this one has a window: they hold but for 16-bit colours.
     note : str
         What is wrong with the file that was found; "" if nothing is.
     """
@@ -35,6 +37,7 @@ class Index:
     key: dict[str, Any]
     entries: dict[str, tuple[Any, str]] = field(default_factory=dict)
     tested: set[str] = field(default_factory=set)
+    windowless: bool = False
     note: str = ""
 
     @classmethod
@@ -69,12 +72,13 @@ class Index:
             write_atomically(self.path, json.dumps(content).encode())
 
 
-def _parse(content: Any, key: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[str]]:
-    """Return entries and tested identities; an error of some type for another form than that of `save`."""
+def _parse(content: Any, key: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[str], bool]:
+    """Return entries, what was tested, and `windowless`; an error of some type for another form than that of `save`."""
     if content["schema"] != SCHEMA:
         raise ValueError(f"schema {content['schema']}")
     tested = content["tested"]
     if not isinstance(tested, list) or not all(isinstance(one, str) for one in tested):
         raise TypeError("tested")
     entries = {name: (stamp, str(identity)) for name, (stamp, identity) in content["entries"].items()}
-    return entries if content["key"] in (key, {**key, "window": False}) else {}, set(tested)
+    windowless = content["key"] != key and content["key"] == {**key, "windowed": False}
+    return entries if windowless or content["key"] == key else {}, set(tested), windowless

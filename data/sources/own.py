@@ -125,7 +125,7 @@ def own_data(
     max_pixels = int(max_megapixels * 1e6)
     key = {"source": source_text, "preprocessing": preprocessing.to_dict(), "max_pixels": max_pixels}
     # Of the preprocessing, only the window decides whether a sample can be used; contents are hashed before it.
-    known = {"source": source_text, "window": preprocessing.window is not None, "max_pixels": max_pixels}
+    known = {"source": source_text, "windowed": preprocessing.window is not None, "max_pixels": max_pixels}
     index = Index.load(index_file, known)
     reader = Reader(open_source(source_text), preprocessing, max_pixels)
     scanned, entries = scan(reader, index)

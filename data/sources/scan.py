@@ -16,7 +16,7 @@ from fedtta.models.deadline import check_deadline
 from fedtta.models.preprocessing import Preprocessing, RawImage
 
 from .base import EncodedSource, Source, asked, escaped, indices, skipped_of, stated_split
-from .files import check_pixels, read_encoded
+from .files import check_pixels, read_encoded, stands_a_window
 from .index import Index
 
 #: Hexadecimal digits of an identity: 128 bits of SHA-256.
@@ -89,6 +89,16 @@ class Reader:
             raise ValueError(escaped(str(error))) from error
         except Exception as error:  # of a decoder
             raise ValueError(escaped(f"{error or type(error).__name__}")) from error
+
+    def stands_a_window(self, index: int) -> bool:
+        """Return whether a sample that can be used without a window can be used with one; pixels are not read."""
+        if not isinstance(self.source, EncodedSource):
+            return True
+        try:
+            with self.source.open(index) as file:
+                return stands_a_window(file)
+        except Exception:  # of a class of the user's own, or of a decoder: it is read, which tells why
+            return False
 
     def _image(self, index: int) -> RawImage:
         """Return the image of a source that decodes by itself."""
@@ -163,7 +173,7 @@ def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, st
             skipped[name] = "no label"
             continue
         identity = index.identity(name, stamp)
-        if identity is None:
+        if identity is None or (index.windowless and not reader.stands_a_window(i)):
             try:
                 identity, _ = reader.read(i)
             except ValueError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -205,7 +207,7 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
     assert read == ["b/1.png"]  # whatever could not be used may be better now
     for prepared, count in (
         (Preprocessing(image_size=8, channels=1), 1),
-        (Preprocessing(window=(0, 9)), 1),  # what can be used without a window can be used with one
+        (Preprocessing(window=(0, 9)), 1),  # what can be used without a window can be with one, but 16-bit colours
         (Preprocessing(), 1),
     ):
         read.clear()
@@ -217,6 +219,23 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
         read.clear()
         data_of(text, index_file=index, preprocessing=prepared)
         assert len(read) == count
+
+
+def test_an_index_without_a_window_does_not_know_16_bit_colours_with_one(tmp_path: Path) -> None:
+    """They cannot be used with a window; known from the index, they would stop the device when they are read."""
+    colours = bytes.fromhex("100020003000") * 64  # 8 x 8 pixels of 16 bits
+    rows = b"".join(b"\0" + colours[i : i + 48] for i in range(0, len(colours), 48))
+    header = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    body = [struct.pack(">I", len(of)) + kind + of + struct.pack(">I", zlib.crc32(kind + of)) for kind, of in chunks]
+    text = folder(tmp_path / "site", {f"{label}/{i}.png": 10 * i for label in "ab" for i in range(9)})
+    (tmp_path / "site/a/deep.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(body))
+    index = tmp_path / "index.json"
+    assert data_of(text, index_file=index).skipped == {}
+    windowed = data_of(text, index_file=index, preprocessing=Preprocessing(window=(0, 4095)))
+    assert list(windowed.skipped) == ["a/deep.png"]
+    assert windowed.images.pixels[:].shape == (18, 3, 32, 32)
+    assert data_of(text, index_file=index).skipped == {}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"schema": 2}', b'{"schema": 1, "tested": [1]}', b"\xff"])
