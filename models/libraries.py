@@ -37,6 +37,11 @@ OPTIONS: Mapping[str, Option] = {
 #: Networks of these take RGB images.
 LIBRARIES = ("timm:", "torchvision:")
 IMAGENET: Constants = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF: Constants = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+#: Torchvision's networks whose weights were trained on `HALF`. The first two convert images to it from `IMAGENET` by
+#: themselves, by an option that depends on whether weights are downloaded: a network without them would be another one.
+CONVERTING = ("googlenet", "inception_v3")
+ON_HALF = (*CONVERTING, "efficientnet_v2_l")
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def normalization(name: str, options: Mapping[str, Any], channels: int = 3) -> C
     Returns
     -------
     (mean, std), one number per channel, or None
-        Of timm's networks as timm states them, ImageNet's for torchvision's; None where nothing is known.
+        Of timm's networks as timm states them, of torchvision's ImageNet's or `HALF`; None where nothing is known.
     """
     if options.get("pretrained") is None and options.get("weights", "none") != "default":
         return None
@@ -131,7 +136,8 @@ def normalization(name: str, options: Mapping[str, Any], channels: int = 3) -> C
         config = _timm().get_pretrained_cfg(name.removeprefix("timm:"))
         found = (tuple(config.mean), tuple(config.std)) if config is not None else None
     elif name.startswith("torchvision:") or name in ("resnet18", "resnet50"):
-        found = IMAGENET
+        on_half = name.removeprefix("torchvision:") in ON_HALF and not options.get("transform_input")
+        found = HALF if on_half else IMAGENET
     if found is not None and channels == 1:
         return (sum(found[0]) / 3,), (sum(found[1]) / 3,)
     return found
@@ -174,7 +180,9 @@ def _from_torchvision(name: str, size: int, num_classes: int, own: Mapping[str, 
     names = networks.list_models(module=networks)
     if name not in names:
         raise ValueError(f"torchvision has no such classification network{_close(name, names)}")
-    fixed = {"image_size": size} if name.startswith("vit_") else {}
+    fixed: dict[str, Any] = {"image_size": size} if name.startswith("vit_") else {}
+    if name in CONVERTING:
+        fixed["transform_input"] = False
     if not download:
         made = networks.get_model(name, weights=None, num_classes=num_classes, **{**fixed, **own})
         return Source(_without_auxiliary(made, own))

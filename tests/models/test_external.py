@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fedtta import models
+from fedtta.models.libraries import CONVERTING
 from fedtta.models.vectorized import VectorizedNetwork, is_stackable
 from fedtta.tta.modules import differentiable_statistics
 
@@ -318,6 +319,38 @@ def test_auxiliary_classifiers_are_taken_off() -> None:
     assert not any("aux" in name for name in network.global_state())
     with pytest.raises(ValueError, match="in training mode"):
         models.build("torchvision:googlenet", 3, 3, 64, seed=0, aux_logits=True)
+
+
+def test_a_network_does_not_depend_on_whether_its_weights_were_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchvision's Inception converts images only with weights; clients and files have the same network without."""
+    import torchvision
+
+    torch.manual_seed(2)
+    theirs = torchvision.models.get_model("inception_v3", init_weights=False, transform_input=True).eval()
+    monkeypatch.setattr("torchvision.models._api.WeightsEnum.get_state_dict", lambda *_, **__: theirs.state_dict())
+    options = {"weights": "default"}
+    mean, std = models.normalization("torchvision:inception_v3", options) or ((), ())
+    spec = {"name": "torchvision:inception_v3", "num_classes": 1000, "image_size": 75, "mean": mean, "std": std}
+    network = models.build(**spec, **options).eval()
+    x = torch.rand(2, 3, 75, 75)
+    imagenet = torchvision.models.get_model_weights("inception_v3").DEFAULT.transforms()
+    prepared = (x - torch.tensor(imagenet.mean)[:, None, None]) / torch.tensor(imagenet.std)[:, None, None]
+    assert torch.allclose(network(x), theirs(prepared), rtol=1e-3, atol=1e-4)
+    models.save_model(tmp_path / "model.safetensors", network, {**spec, **options})
+    again, _ = models.load_model(tmp_path / "model.safetensors")
+    assert torch.equal(again(x), network(x))
+
+
+def test_normalization_of_torchvision_is_that_of_its_weights() -> None:
+    from torchvision import models as networks
+
+    for name in networks.list_models(module=networks):
+        prepared = networks.get_model_weights(name).DEFAULT.transforms()
+        stated = tuple(prepared.mean), tuple(prepared.std)
+        options = {"weights": "default", "transform_input": True} if name in CONVERTING else {"weights": "default"}
+        assert models.normalization(f"torchvision:{name}", options) == stated
 
 
 def test_normalization_follows_pretrained_weights() -> None:
