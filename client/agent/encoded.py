@@ -45,7 +45,7 @@ class Encoded:
         images = []
         for number, content in enumerate(self.files):
             try:
-                images.append(preprocessing.apply(preprocessing.decode(content, int(megapixels * 1e6))))
+                images.append(preprocessing.apply(preprocessing.decode(content, round(megapixels * 1e6))))
             except (ValueError, ImportError, MemoryError) as error:
                 reason = str(error) or type(error).__name__
                 raise ValueError(f"file {number} of the request: {reason}") from error

@@ -14,7 +14,7 @@ from fedtta.models.preprocessing import Preprocessing
 from fedtta.settings import Settings, parse_class_map
 
 from .base import SPLITS, UnusableData, open_source
-from .own import OwnData, own_data
+from .own import OwnData, own_data, skippable
 
 SHOWN = 20
 
@@ -63,7 +63,7 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
     show_skipped(data.skipped, console, shown)
     for note in data.notes:
         console.print(Text(f"- {note}"))
-    if data.unusable > limits.max_skipped * data.samples:
+    if data.unusable > skippable(limits.max_skipped, data.samples):
         console.print(f"error: a run with max-skipped = {limits.max_skipped:g} refuses these data")
         return 2
     return 0

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def own_data(
         raise ValueError(
             f"data = {source_text!r}: the run has to declare its classes, such as classes = 'covid,normal'"
         )
-    max_pixels = int(max_megapixels * 1e6)
+    max_pixels = round(max_megapixels * 1e6)
     key = {"source": source_text, "preprocessing": preprocessing.to_dict(), "max_pixels": max_pixels}
     # Of the preprocessing, only the window decides whether a sample can be used; contents are hashed before it.
     known = {"source": source_text, "windowed": preprocessing.window is not None, "max_pixels": max_pixels}
@@ -179,11 +180,17 @@ def _assembled(
     )
 
 
+def skippable(max_skipped: float, samples: int) -> int:
+    """Return how many of the samples may be unusable: 29 of 100 for 0.29, where a product of floats is below 29."""
+    return int(Fraction(str(max_skipped)) * samples)
+
+
 def _check_skipped(source_text: str, scanned: Scanned, max_skipped: float) -> None:
     """Raise an error unless enough samples can be used."""
     count, total = len(scanned.skipped), scanned.total
-    if count > max_skipped * total or not scanned.samples:
-        limit = f"; max-skipped = {max_skipped:g} allows {int(max_skipped * total)}" if scanned.samples else ""
+    most = skippable(max_skipped, total)
+    if count > most or not scanned.samples:
+        limit = f"; max-skipped = {max_skipped:g} allows {most}" if scanned.samples else ""
         raise UnusableData(
             f"data = {source_text!r}: {count} of {total} samples cannot be used ({reasons(scanned.skipped)}){limit}. "
             f"`fedtta data {source_text}` names them",

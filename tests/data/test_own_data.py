@@ -326,6 +326,19 @@ def test_too_many_unusable_samples_are_refused_with_the_reasons(tmp_path: Path) 
     assert "Smith" not in str(error.value) + str(data.notes)  # names stay on the device
 
 
+def test_limits_in_decimals_are_exact(tmp_path: Path) -> None:
+    """As floats, 0.29 x 100 is 28.999999999999996, and 0.000249 x 1,000,000 is below 249, too."""
+    text = source([Item(f"{i:03}", -1 if i < 29 else i, "ab"[i % 2]) for i in range(100)])
+    assert len(data_of(text, max_skipped=0.29).skipped) == 29
+    with pytest.raises(ValueError, match=r"29 of 100 samples .* max-skipped = 0.28 allows 28"):
+        data_of(text, max_skipped=0.28)
+    assert shown(text, "--max-skipped", "0.29")[0] == 0
+    for i in range(10):
+        (tmp_path / "ab"[i % 2]).mkdir(exist_ok=True)
+        Image.new("L", (249, 1), i).save(tmp_path / "ab"[i % 2] / f"{i}.png")
+    assert data_of(f"folder:{tmp_path}", max_megapixels=0.000249).skipped == {}
+
+
 def test_samples_that_are_left_out_are_no_damage() -> None:
     twice = [Item("x", 0, split="test"), Item("y", 0, split="train"), Item("z", 1, split="train")]
     assert data_of(twice, max_skipped=0.0).skipped == {"y": TWICE}
