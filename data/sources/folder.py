@@ -211,7 +211,7 @@ class FolderSource:
         walked, self.skipped = self.skipped, {}  # what is not in the table is no sample
         samples = []
         for written, label, group, split in rows:
-            path = written if written in files else written.replace("\\", "/")  # as Windows writes it
+            path = written if written in files else posixpath.normpath(written.replace("\\", "/"))  # as of Windows
             if path in files:
                 samples.append(Sample(escaped(path), files[path], label or None, group, split))
             elif posixpath.isabs(path) or path.split("/")[0] == "..":

@@ -105,11 +105,12 @@ def test_a_table_names_labels_groups_and_splits(tmp_path: Path) -> None:
 
 
 def test_a_table_may_have_paths_of_windows(tmp_path: Path) -> None:
-    for name in ("x/1.png", "x/y\\2.png"):
+    for name in ("x/1.png", "x/y\\2.png", "x/3.png"):
         png(tmp_path / name)
-    (tmp_path / "labels.csv").write_text("path,label\nx\\1.png,a\nx/y\\2.png,b\n..\\out.png,a\n", encoding="utf-8")
+    rows = ("path,label", r"x\1.png,a", r"x/y\2.png,b", r"..\out.png,a", r".\x\3.png,b")
+    (tmp_path / "labels.csv").write_text("\n".join(rows), encoding="utf-8")
     samples, skipped = scanned(tmp_path)
-    assert samples == {"x/1.png": "a", r"x/y\\2.png": "b"}
+    assert samples == {"x/1.png": "a", r"x/y\\2.png": "b", "x/3.png": "b"}
     assert skipped == {"../out.png": "leads out of the folder"}
     assert open_source(f"folder:{tmp_path}").notes == ()  # type: ignore[attr-defined]
 
