@@ -39,13 +39,16 @@ class HuggingFaceSource:
         parts = _load(text)
         stated = "test" in {SPLIT_NAMES.get(name, "") for name in parts}
         self._rows: list[tuple[str, Any, int]] = []
+        self._labels: list[str | None] = []
         self._splits: dict[str, str] = {}
-        for name, part in parts.items():
-            self._image, self._label = _columns(part.features, text)
+        self._images: dict[str, str] = {}  # split → column
+        for name, part in parts.items():  # which may have other columns each
+            image, label = _columns(part.features, text)
+            self._images[name] = image
+            self._labels += _label_names(part, label)
             self._splits[name] = stated_split(SPLIT_NAMES.get(name, ""), text) if stated else ""
-            encoded = part.cast_column(self._image, type(part.features[self._image])(decode=False))
+            encoded = part.cast_column(image, type(part.features[image])(decode=False))
             self._rows += [(name, encoded, i) for i in range(len(encoded))]
-        self._labels = [label for part in parts.values() for label in self._label_names(part)]
         self._groups = [group for part in parts.values() for group in _groups(part)]
         self.classes = tuple(sorted({one for one in self._labels if one is not None}))
 
@@ -66,8 +69,8 @@ class HuggingFaceSource:
 
     def open(self, i: int) -> BinaryIO:
         """Open the encoded image, from the table or from the file that it names."""
-        _, part, row = self._rows[i]
-        stored = part[row][self._image]
+        name, part, row = self._rows[i]
+        stored = part[row][self._images[name]]
         if stored is None:
             raise ValueError("no image")
         if stored.get("bytes") is not None:
@@ -92,16 +95,6 @@ class HuggingFaceSource:
     def stamp(self, i: int) -> str:
         """Return the library's fingerprint of the data."""
         return str(self._rows[i][1]._fingerprint)
-
-    def _label_names(self, part: Any) -> list[str | None]:
-        """Return the class names of a part's rows."""
-        if not self._label:
-            return [None] * len(part)
-        names = getattr(part.features[self._label], "names", None)
-        values = part[self._label][:]
-        if names is None:
-            return [None if value is None else str(value) or None for value in values]
-        return [None if value is None or value < 0 else names[value] for value in values]
 
 
 def _load(text: str) -> dict[str, Any]:
@@ -136,6 +129,17 @@ def _columns(features: Any, text: str) -> tuple[str, str]:
         )
     named = [name for name in ("label", "labels") if name in features]
     return images[0], next(iter([*labels, *named]), "")
+
+
+def _label_names(part: Any, column: str) -> list[str | None]:
+    """Return the class names of a part's rows."""
+    if not column:
+        return [None] * len(part)
+    names = getattr(part.features[column], "names", None)
+    values = part[column][:]
+    if names is None:
+        return [None if value is None else str(value) or None for value in values]
+    return [None if value is None or value < 0 else names[value] for value in values]
 
 
 def _groups(part: Any) -> list[str]:

@@ -483,6 +483,16 @@ def test_hugging_face_from_disk(tmp_path: Path) -> None:
     assert [made.split(i) for i in range(4)] == ["train", "train", "validation", "test"]
     assert (made.classes, made.label(0)) == ((), None)
 
+    # a test split without labels takes none from the others, nor the other way round
+    for name, parts in (
+        ("last", {"train": hugging_face([1, 2], kind=[0, 1]), "test": hugging_face([3])}),
+        ("first", {"test": hugging_face([3]), "train": hugging_face([1, 2], kind=[0, 1])}),
+    ):
+        datasets.DatasetDict(parts).save_to_disk(tmp_path / name)
+        made = open_source(f"hf:{tmp_path / name}")
+        labels = {made.name(i): made.label(i) for i in range(3)}
+        assert labels == {"train/0": "cat", "train/1": "dog", "test/0": None}
+
 
 @pytest.mark.usefixtures("cache")
 def test_hugging_face_by_path(tmp_path: Path) -> None:
