@@ -129,8 +129,9 @@ def _own_class(text: str, module: str, name: str, argument: str | None) -> Sourc
     """Import a class, create it and check that it is a source."""
     try:
         made = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"data = {text!r} cannot be imported: {error}") from error
+    except Exception as error:  # the module may have a bug
+        what = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"data = {text!r} cannot be imported: {what}") from error
     methods = ("__len__", "name", "image", "label", "group", "split")
     with asked(f"data = {text!r}"):
         source: Source = made() if argument is None else made(argument)

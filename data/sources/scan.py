@@ -158,17 +158,18 @@ def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, st
         Two samples have one name, a stated split is another word, or the source fails.
     """
     source = reader.source
+    stamp_of = getattr(source, "stamp", lambda i: None)
     with asked("the source of the data"):
         order = list(indices(source))
         labels = [source.label(i) or None for i in range(len(source))]
         groups = [source.group(i) for i in range(len(source))]
         splits = [stated_split(source.split(i), source.name(i)) for i in range(len(source))]
+        stamps = [stamp_of(i) for i in range(len(source))]
     labelled = any(label is not None for label in labels)
-    stamp_of = getattr(source, "stamp", lambda i: None)
     samples, skipped, entries = [], dict(skipped_of(source)), {}
     for i in order:
         check_deadline()
-        name, stamp = source.name(i), stamp_of(i)
+        name, stamp = source.name(i), stamps[i]
         if labelled and labels[i] is None:
             skipped[name] = "no label"
             continue

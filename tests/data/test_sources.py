@@ -544,3 +544,21 @@ def test_a_class_of_ones_own() -> None:
 def test_sources_that_cannot_be_opened(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_source(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [("class Own(:", "SyntaxError: invalid syntax"), ("1 / 0", "ZeroDivisionError: division by zero")],
+)
+def test_a_module_with_a_bug_is_named(code: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "buggy.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=f"data = 'buggy:Own' cannot be imported: {message}"):
+        open_source("buggy:Own")
+
+
+def test_a_stamp_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = open_source(source([Item("x", 5)]))
+    monkeypatch.setattr(type(made), "stamp", lambda self, i: {}["gone"], raising=False)
+    with pytest.raises(ValueError, match="the source of the data: KeyError: 'gone'"):
+        scan(Reader(made, PREPARED, 100), Index(None, {}))
