@@ -160,7 +160,7 @@ def subfolders(folder: Path) -> list[str]:
 
 
 def labelled_files(folders: Sequence[Path | None]) -> tuple[list[Path], np.ndarray]:
-    """List the image files of one folder per class, in the order of classes and file names.
+    """List the visible image files of one folder per class, in the order of classes and file names.
 
     Parameters
     ----------
@@ -182,7 +182,8 @@ def labelled_files(folders: Sequence[Path | None]) -> tuple[list[Path], np.ndarr
     for label, folder in enumerate(folders):
         if folder is None:
             continue
-        found = sorted(one for one in folder.glob("*") if one.suffix.lower() in SUFFIXES)
+        visible = (one for one in folder.glob("*") if not one.name.startswith("."))  # macOS puts ._1.png beside 1.png
+        found = sorted(one for one in visible if one.suffix.lower() in SUFFIXES)
         if not found:
             raise ValueError(f"{folder} contains no image ({', '.join(SUFFIXES)})")
         files.extend(found)

@@ -266,6 +266,7 @@ def test_folder_of_classes(tmp_path: Path) -> None:
         for number, suffix in enumerate(("png", "webp", "bmp")):
             Image.new("RGB", (5 + number, 9), colour).save(tmp_path / name / f"{number}.{suffix}")
     (tmp_path / "red" / "notes.txt").write_text("no image")
+    (tmp_path / "red" / "._0.png").write_text("what macOS notes on 0.png")
     (tmp_path / ".hidden").mkdir()
     made = load("folder", root=tmp_path, image_size=8)
     assert made.classes == ("blue", "red")
