@@ -150,8 +150,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...] | None]
     try:
         if path.suffix == ".safetensors":
             content = load_file(path)
-            with safe_open(path, framework="pt") as file:
-                classes = json.loads((file.metadata() or {}).get("spec", "{}")).get("classes")
+            classes = stated_spec(path).get("classes")
         else:
             with torch.serialization.safe_globals([argparse.Namespace]):  # many programs save their arguments, too
                 content = torch.load(path, map_location="cpu", weights_only=True)
@@ -167,6 +166,13 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...] | None]
         weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     named = isinstance(classes, list | tuple) and all(isinstance(one, str) for one in classes)
     return weights, tuple(classes) if named else None
+
+
+def stated_spec(path: Path | str) -> dict[str, Any]:
+    """Return the arguments of `build` that a model file of this project states; empty for other safetensors files."""
+    with safe_open(path, framework="pt") as file:
+        spec: dict[str, Any] = json.loads((file.metadata() or {}).get("spec", "{}"))
+    return spec
 
 
 def _wrapped(content: Mapping[Any, Any]) -> Any:

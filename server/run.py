@@ -18,6 +18,7 @@ from fedtta.messages.replies import Identity
 from fedtta.messages.requests import Identify, Observe
 from fedtta.messages.transport import Transport
 from fedtta.models import Preprocessing, TwoHead, build, load_model, save_arrays, save_model
+from fedtta.models.weights import stated_spec
 from fedtta.server.adaptation import (
     Collaboration,
     adaptation_rounds,
@@ -290,10 +291,11 @@ def notes(
     model: TwoHead,
 ) -> list[str]:
     """Return what a reader of the results has to know before them; `model` is the network the run starts from."""
-    pretrained = () if settings.init else model.notes
+    options = assignments(settings.model_options, "model-options")
+    pretrained = "pretrained" in options or options.get("weights") == "default"
     untrained = collaborations and not (settings.init or settings.rounds or pretrained)
     random = "no init: the network that is adapted is random" if untrained else ""
-    texts = (info.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), *pretrained, random)
+    texts = (info.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), *model.notes, random)
     return [text for text in texts if text]
 
 
@@ -324,22 +326,53 @@ def model_spec(settings: Settings, info: FederationInfo) -> dict[str, Any]:
 
 
 def initial_model(settings: Settings, spec: dict[str, Any]) -> TwoHead:
-    """Build the network that training starts from: random from the seed, or the file `init`.
+    """Build the network that training starts from: random from the seed, pretrained, or the file `init`.
+
+    Its `notes` say what images a model file was trained on, if the run's are others.
 
     Raises
     ------
     SettingsError
-        An option does not fit, or the file's network is another one.
+        An option does not fit, the file's network is another one, or it has the run's classes in another order.
     """
     try:
         model = build(**{"seed": settings.seed, **spec})
         if settings.init:
-            other, _ = load_model(settings.init)
+            other, stated = load_model(settings.init)
+            _check_order(stated.get("classes"), spec["classes"])
             model.load_global_state(other.global_state())
+            model.notes = _departures(f"init = {settings.init!r}", stated, spec)
+        elif (file := str(spec.get("pretrained"))).endswith(".safetensors") and (stated := stated_spec(file)):
+            model.notes += _departures(f"pretrained = {file!r}", stated, spec)
     except (ValueError, OSError) as error:
         name = f"init = {settings.init!r}" if settings.init else f"model = {settings.model!r}"
         raise SettingsError(f"{name}: {error}") from error
     return model
+
+
+def _check_order(stated: Sequence[str] | None, classes: Sequence[str]) -> None:
+    """Raise ValueError if a file's classes are those of the run in another order, which its head does not know."""
+    if stated is not None and list(stated) != list(classes) and set(stated) == set(classes):
+        raise ValueError(f"its classes are {', '.join(stated)}; the run has the same in another order")
+
+
+def _departures(file: str, stated: Mapping[str, Any], spec: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note on how the images that a model file was trained on were prepared, if not as those of the run."""
+    there, here = _prepared(stated), _prepared(spec)
+    different = [key for key in here if there.get(key, here[key]) != here[key]]
+    if not different:
+        return ()
+    return (f"{file} was trained with " + "; ".join(f"{one} = {there[one]!r}, not {here[one]!r}" for one in different),)
+
+
+def _prepared(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that prepared the images of a network."""
+    channels = spec.get("in_channels", 3)
+    constants = (spec.get(name, 0.5) for name in ("mean", "std"))
+    numbers = ([one] * channels if isinstance(one, int | float) else one for one in constants)
+    normalization = ";".join(",".join(f"{number:g}" for number in one) for one in numbers)
+    prepared = {key.replace("_", "-"): value for key, value in (spec.get("preprocessing") or {}).items()}
+    return {"normalization": normalization, **prepared}
 
 
 def save_trained(path: Path, model: TwoHead, arrays: Arrays, spec: dict[str, Any]) -> None:

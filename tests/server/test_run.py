@@ -12,12 +12,14 @@ import pytest
 from fedtta.client.node import federation_of
 from fedtta.messages.flower import allow_messages
 from fedtta.messages.requests import Evaluate, Request, Summarize, Train
-from fedtta.models import load_arrays, load_model
+from fedtta.models import build, load_arrays, load_model, save_model
+from fedtta.server.adaptation import check_collaborations
 from fedtta.server.app import run_folder, serve
 from fedtta.server.events import NodesMissing, NoReplies, RunError
 from fedtta.server.members import FederationInfo
+from fedtta.server.methods import plan
 from fedtta.server.report import read_results, table
-from fedtta.server.run import initial_model, model_spec
+from fedtta.server.run import initial_model, model_spec, notes
 from fedtta.settings import Settings, SettingsError
 from tests.transports import devices
 
@@ -252,10 +254,44 @@ def test_bad_model_options_and_init_files_are_settings_errors(tmp_path: Path) ->
         initial_model(settings, model_spec(settings, INFO))
     with pytest.raises(SettingsError, match="window='9,1'"):
         model_spec(Settings(window="9,1"), INFO)
+    spec = {**model_spec(Settings(), INFO), "classes": ["b", "a"]}
+    save_model(tmp_path / "turned.safetensors", build(**spec), spec)
+    with pytest.raises(SettingsError, match=r"turned.* its classes are b, a; the run has the same in another order"):
+        initial_model(Settings(init=str(tmp_path / "turned.safetensors")), model_spec(Settings(), INFO))
     path = tmp_path / "cut.safetensors"
     path.write_bytes(b"half a file")
     with pytest.raises(SettingsError, match=r"cut\.safetensors"):
         initial_model(Settings(init=str(path)), model_spec(Settings(), INFO))
+
+
+def test_a_note_tells_that_the_network_was_trained_on_other_images(tmp_path: Path) -> None:
+    settings = Settings(model="resnet20-bn", model_options="depth=8;width=4")
+    spec = model_spec(settings, INFO)
+    file = tmp_path / "model.safetensors"
+    for stated, words in (
+        (spec, ""),
+        ({**spec, "classes": ["c", "d"], "mean": [0.5, 0.5, 0.5]}, ""),
+        ({**spec, "mean": [0.25, 0.5, 0.5], "std": 0.125},
+         "normalization = '0.25,0.5,0.5;0.125,0.125,0.125', not '0.5,0.5,0.5;0.5,0.5,0.5'"),
+        ({**spec, "preprocessing": {**spec["preprocessing"], "resize": "pad", "window": [0, 9]}},
+         "resize = 'pad', not 'stretch'; window = [0, 9], not None"),
+    ):  # fmt: skip
+        save_model(file, build(**stated), stated)
+        expected = (f" was trained with {words}",) if words else ()
+        initial = initial_model(settings.replace(init=str(file)), spec)
+        assert initial.notes == tuple(f"init = '{file}'{one}" for one in expected)
+        pretrained = initial_model(settings, {**spec, "pretrained": str(file)})
+        assert pretrained.notes == tuple(f"pretrained = '{file}'{one}" for one in expected)
+
+
+@pytest.mark.parametrize(("options", "random"), [("depth=8", True), ("pretrained=w.pth", False)])
+def test_only_a_network_without_training_and_weights_is_called_random(options: str, random: bool) -> None:
+    settings = SMALL.replace(
+        methods="tent", model="resnet20-bn", model_options=options, rounds=0, collaborations="none"
+    )  # fmt: skip
+    trainings = plan(settings)
+    found = notes(settings, trainings, check_collaborations(settings, trainings), INFO, [], build("cnn", 2))
+    assert ("no init: the network that is adapted is random" in found) is random
 
 
 @pytest.mark.parametrize(
