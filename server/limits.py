@@ -18,9 +18,8 @@ from fedtta.messages.arrays import Arrays, layout_of
 from fedtta.messages.replies import Evaluated, Identity
 from fedtta.messages.store import overlaid
 from fedtta.server.checkpoints import STRATEGY, Records
-from fedtta.settings import Settings
+from fedtta.settings import Settings, exactly
 from fedtta.strategies import AGGREGATIONS
-from fedtta.strategies.aggregation import exactly
 from fedtta.strategies.arrays import RUNNING_STATISTICS, Float
 from fedtta.strategies.limits import LEAST, capped, clip, forward
 from fedtta.tta.statistics import STATISTICS

@@ -21,8 +21,7 @@ from fedtta.messages.transport import Addressed, Answer, Transport
 from fedtta.server.events import Events, NodesMissing
 from fedtta.server.identification import Identification
 from fedtta.server.members import FederationInfo, data_of, difference
-from fedtta.settings import Settings, name_order
-from fedtta.strategies.aggregation import exactly
+from fedtta.settings import Settings, exactly, name_order
 
 POLL = 0.2  # seconds between two looks at the connected nodes
 UNIDENTIFIED = -1  # the partition of a node that has not reported one

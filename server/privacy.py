@@ -19,9 +19,8 @@ from fedtta.server.events import Event
 from fedtta.server.nodes import cohorts
 from fedtta.server.report.journal import read_lines
 from fedtta.server.validation import VARIANCES
-from fedtta.settings import Settings, SettingsError
+from fedtta.settings import Settings, SettingsError, exactly
 from fedtta.strategies import AGGREGATIONS
-from fedtta.strategies.aggregation import exactly
 from fedtta.tta.statistics import STATISTICS
 
 LEAST = 3  # clients of a secure sum: with two each learns the other's reply

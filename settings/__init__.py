@@ -11,7 +11,7 @@ from fedtta.settings.parse import (
     to_json,
     to_toml,
 )
-from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, keys_in
+from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, exactly, keys_in
 
 __all__ = [
     "GROUPS",
@@ -21,6 +21,7 @@ __all__ = [
     "add_arguments",
     "assignments",
     "class_names",
+    "exactly",
     "from_arguments",
     "from_config",
     "from_json",

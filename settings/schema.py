@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -601,6 +602,11 @@ def keys_in(*groups: str) -> tuple[str, ...]:
     if unknown := set(groups) - set(GROUPS):
         raise ValueError(f"unknown groups {sorted(unknown)}; there are: {', '.join(GROUPS)}")
     return tuple(key for key, field in fields_by_key().items() if set(field.metadata["groups"]) & set(groups))
+
+
+def exactly(value: float) -> Fraction:
+    """Return a number as the decimal that was written: in floats 0.55 of 100 is more than 55."""
+    return Fraction(str(value))
 
 
 def check(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -20,11 +19,6 @@ from fedtta.strategies.arrays import Arrays, Named, as_numpy, as_record, reply_a
 
 if TYPE_CHECKING:
     from fedtta.settings import Settings
-
-
-def exactly(value: float) -> Fraction:
-    """Return a number as the decimal that was written: in floats 0.55 of 100 is more than 55."""
-    return Fraction(str(value))
 
 
 class RobustAggregator(Protocol):

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from fedtta.messages.arrays import layout_of
 from fedtta.messages.store import blank, overlaid, part, put
-from fedtta.strategies.aggregation import exactly
+from fedtta.settings import exactly
 from fedtta.strategies.arrays import Arrays, Float, Named, named_blocks
 
 #: Fewer clients have no median that one of them does not decide.

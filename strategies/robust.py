@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from fedtta.messages.arrays import layout_of
-from fedtta.strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply, exactly
+from fedtta.settings import exactly
+from fedtta.strategies.aggregation import NumpyAggregation, RobustAggregator, TrainReply
 from fedtta.strategies.arrays import Arrays, Float, Named, blocks, named_blocks
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from fedtta.data.domains import Role
 from fedtta.data.images import Images
 from fedtta.data.split import Split
 from fedtta.models.preprocessing import Preprocessing
+from fedtta.settings import exactly
 
 from .base import SPLITS, UnusableData, notes_of, open_source
 from .index import Index
@@ -182,7 +182,7 @@ def _assembled(
 
 def skippable(max_skipped: float, samples: int) -> int:
     """Return how many of the samples may be unusable: 29 of 100 for 0.29, where a product of floats is below 29."""
-    return int(Fraction(str(max_skipped)) * samples)
+    return int(exactly(max_skipped) * samples)
 
 
 def _check_skipped(source_text: str, scanned: Scanned, max_skipped: float) -> None:
