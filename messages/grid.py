@@ -172,7 +172,7 @@ class GridTransport:
                         else:
                             yield answer
                         del answer, sent, read  # a large reply must not be here while the next one comes
-                    elif reminders:
+                    elif reminders and ticket in reminders.tickets:  # not one of former reminders that comes late
                         reminders.tickets.remove(ticket)
                 if self._clock() >= end:
                     break

@@ -29,7 +29,7 @@ from fedtta.messages import grid, inbox
 from fedtta.messages.flower import allow_messages, reply_message, secret_of
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import Identity, Reply, Trained
-from fedtta.messages.requests import Adapt, Evaluate, Identify, Train, TrainingTask
+from fedtta.messages.requests import Adapt, Evaluate, Identify, Observe, Train, TrainingTask
 from fedtta.messages.transport import Addressed, Answer
 from fedtta.server.app import serve
 from fedtta.server.events import Leak
@@ -178,6 +178,25 @@ def test_a_reply_that_is_announced_and_never_sent_holds_up_nobody(others: int) -
     assert sorted(order[-2:]) == [1, 50]
     assert 25 <= clock.now <= 26
     assert link.forgotten >= 2, "the SuperLink keeps what was announced"
+
+
+def test_a_reply_to_a_reminder_that_ends_after_the_next_reminders_is_no_error() -> None:
+    """It is announced at 60 s, the next reminders go out at 180 s, and at 240 s the SuperLink has dropped it."""
+    clock = Clock()
+
+    class Dropping(SuperLink):
+        def PullObject(self, request: Any) -> Any:
+            response = super().PullObject(request)
+            if clock.now > 240:
+                response.object_found = False
+            return response
+
+    def silent(message: Message) -> Pushed | None:
+        return withheld(message, REPLY) if message.metadata.message_type == Observe.kind else None
+
+    transport = GridTransport(Dropping({1: silent}).grid(), None, clock, clock.sleep)
+    (answer,) = transport.exchange([Addressed(1, TRAIN)], 600)
+    assert (answer.kind, answer.reason) == ("late", "no reply within 600 s")
 
 
 def test_objects_that_come_one_by_one_make_a_reply() -> None:
