@@ -17,7 +17,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -150,8 +150,8 @@ class GridTransport:
         reminders = _Reminders(min(REMIND, REMIND_PART * timeout), self._clock()) if self._reminds else None
         try:
             while queued or waiting:
-                if queued and (free := BATCH if self.window is None else self.window - len(waiting)) > 0:
-                    batch = _batch(queued, min(free, BATCH))
+                if queued and (free := self._free(waiting)):
+                    batch = _batch(queued, free)
                     yield from (unknown_node(one) for one, _ in batch if one.node not in connected)
                     batch = [(one, times) for one, times in batch if one.node in connected]
                     for one in self._send(batch, timeout, waiting):
@@ -178,7 +178,7 @@ class GridTransport:
                     break
                 if waiting and reminders:
                     reminders.send(self.grid, waiting.values(), self._clock())
-                if waiting and not queued:
+                if waiting and not (queued and self._free(waiting)):
                     took = time.perf_counter() - began
                     self._sleep(min(max(POLL, min(REST, IDLE * took)), max(0.0, end - self._clock())))
             for ticket, sent in waiting.items():
@@ -187,6 +187,10 @@ class GridTransport:
                 yield late(one, timeout)
         finally:
             inbox.close()
+
+    def _free(self, waiting: Sized) -> int:
+        """Return how many requests may be sent now."""
+        return BATCH if self.window is None else min(BATCH, self.window - len(waiting))
 
     def _most_bytes(self) -> int:
         return REPLY_BYTES + REPLY_TIMES * self._largest

@@ -71,6 +71,24 @@ def test_a_window_bounds_the_messages_under_way() -> None:
         GridTransport(grid, 0)
 
 
+def test_a_full_window_is_looked_at_now_and_then_while_more_requests_wait() -> None:
+    """The replies are there after a second: some 20 looks, `POLL` apart, and not as many as a core can do."""
+    looks = 0
+
+    class Slow(LocalGrid):
+        def pull_messages(self, message_ids: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            assert looks < 100, "the server spins"
+            return super().pull_messages(message_ids) if clock.now >= 1 else []
+
+    clock = Clock()
+    grid = Slow(dict.fromkeys(range(3), lambda message: to_content(trained().to_record(), secret_of(message.content))))
+    requests = [Addressed(node, training()) for node in range(3)]
+    answers = list(GridTransport(grid, 2, clock, clock.sleep).exchange(requests, 60))
+    assert [one.kind for one in answers] == [""] * 3
+
+
 def test_requests_are_pushed_in_batches_and_those_not_taken_fail_alone() -> None:
     sizes = []
 
