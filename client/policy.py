@@ -171,7 +171,7 @@ class Policy:
         ------
         PolicyError
         """
-        if (phase := phase_of(kind)) not in _names(self.phases) and self.phases != ANY:
+        if not _has(self.phases, phase := phase_of(kind)):
             raise PolicyError("phases", phase, self.phases or "none")
         if size > self.most_message_mb * MIB:
             raise PolicyError("most-message-mb", f"{size / MIB:.0f} MiB", f"at most {self.most_message_mb}")
@@ -269,7 +269,7 @@ class Policy:
         self.check_names(request)
         if settings.clients < self.least_clients:
             raise PolicyError("least-clients", f"clients = {settings.clients}", f"{self.least_clients} or more")
-        if settings.collaborations and "adapt" not in _names(self.phases) and self.phases != ANY:
+        if settings.collaborations and not _has(self.phases, "adapt"):
             raise PolicyError("phases", f"collaborations = {settings.collaborations!r} needs adapt", self.phases)
 
     def _check_division(self, settings: Settings) -> None:

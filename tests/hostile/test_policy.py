@@ -168,6 +168,12 @@ def test_a_list_of_names_has_everything_or_what_it_names(agents: Any) -> None:
     assert "label_prior" in agent.perform(summary(["label_prior"], methods="em")).statistics
 
 
+@pytest.mark.parametrize("phases", ["*", " * ", "*,identify"])
+def test_a_star_among_phases_stands_for_all_of_them(phases: str) -> None:
+    Policy(phases=phases).check_kind(ADAPTATION.kind, 0)
+    Policy(phases=phases)._check_run(Identify(**common()), RUN.replace(collaborations="fedavg"))
+
+
 # Images and labels
 
 
