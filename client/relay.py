@@ -16,14 +16,15 @@ from fedtta.messages import agent_pb2_grpc, protobuf
 from fedtta.messages.replies import Reply
 from fedtta.messages.requests import Request
 from fedtta.messages.transport import Addressed, Answer, late, read_answer, reason_of, unknown_node
-from fedtta.settings import SettingsError
+from fedtta.settings import SettingsError, keys_in
 
 READY = 60.0  # seconds for an agent to be reachable: one that has just been restarted loads its model first
 LOOK = 0.1  # seconds between two looks
 MAX_BYTES = 1 << 30  # of a message, in either direction
 SOCKET_PATH = 107  # bytes in the path of a Unix socket, at most
-#: Keys of the node config that belong in the agent's own file.
-AGENT_KEYS = ("data", "class-map", "role", "state-dir", "data-dir", "device")
+#: Keys of the node config that belong in the agent's own file, and those beside it; Flower sets the last two.
+AGENT_KEYS = ("data", "class-map", "role", *keys_in("node"))
+NODE_KEYS = ("agent", "name", "partition-id", "num-partitions")
 OPTIONS = [
     ("grpc.max_send_message_length", MAX_BYTES),
     ("grpc.max_receive_message_length", MAX_BYTES),
@@ -100,7 +101,7 @@ def relay(request: Request, node_config: Mapping[str, Any], timeout: float, read
     Raises
     ------
     SettingsError
-        The node config has keys that belong in the agent's own file.
+        The node config has keys that belong in the agent's own file, or unknown ones.
     ValueError
         The address is not that of a Unix socket, the agent refuses the request, or its reply cannot be read.
     FloatingPointError, RuntimeError
@@ -114,6 +115,8 @@ def relay(request: Request, node_config: Mapping[str, Any], timeout: float, read
     """
     if foreign := [key for key in AGENT_KEYS if key in node_config]:
         raise SettingsError(f"node config: {', '.join(foreign)} beside agent; it belongs in the agent's own file")
+    if unknown := [key for key in node_config if key not in NODE_KEYS]:
+        raise SettingsError(f"the node config has {', '.join(unknown)}; allowed are {', '.join(NODE_KEYS)}")
     name = str(node_config["name"]) if "name" in node_config else None
     message = protobuf.to_work(request.to_record(), name)
     done = _call(str(node_config["agent"]), message, timeout, ready)

@@ -224,6 +224,8 @@ def test_the_app_relays_and_counts_its_own_context() -> None:
         ({"name": "site-b"}, "the node config says name = 'site-b', the agent's own file 'site-a'"),
         ({"data": "folder:/d"}, "node config: data beside agent"),
         ({"role": "source", "state-dir": "x"}, "node config: role, state-dir beside agent"),
+        ({"max-skipped": 0.5}, "node config: max-skipped beside agent"),
+        ({"nmae": "site-a"}, "the node config has nmae; allowed are agent, name, partition-id, num-partitions"),
     ],
 )
 def test_a_node_config_that_contradicts_the_agents_file_is_refused(given: dict[str, Any], told: str) -> None:
