@@ -177,11 +177,14 @@ def text_of(line: Mapping[str, Any]) -> str:
 
 
 def folder_of(config: str) -> Path:
-    """Return the state directory that a device's file names; SettingsError if it names none."""
+    """Return the state directory that a device's file names; SettingsError if it names none, or one of no user."""
     content = from_toml(config, TABLES)
     if not isinstance(content.get("state-dir"), str):
         raise SettingsError(f"{config}: state-dir must be set")
-    return Path(config).parent / Path(content["state-dir"]).expanduser()
+    try:
+        return Path(config).parent / Path(content["state-dir"]).expanduser()
+    except RuntimeError as error:  # "~" of no user
+        raise SettingsError(f"{config}: state-dir = {content['state-dir']!r}: {error}") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -230,6 +230,10 @@ def test_the_audit_log_has_what_left_and_no_values(agents: Any, capsys: pytest.C
     assert audit.main(["--state-dir", folder, "--json"]) == 0
     assert [json.loads(line)["run"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
     assert audit.main(["--state-dir", f"{folder}/nowhere"]) == 2
+    device = Path(folder, "device.toml")
+    device.write_text('state-dir = "~nobody-of-this-name/state"\n')
+    assert audit.main(["--config", str(device)]) == 2
+    assert "state-dir = '~nobody-of-this-name/state'" in capsys.readouterr().err
 
 
 def test_what_the_audit_log_cannot_record_does_not_leave(agents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
