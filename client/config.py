@@ -228,6 +228,11 @@ class AgentConfig:
             self._check_runs(candidate, {})
             if "candidates" in info(candidate).needs:
                 raise SettingsError(f"adapter = {self.adapter!r}: {candidate} cannot be a candidate")
+            if "datastore" in info(candidate).needs:
+                raise SettingsError(
+                    f"adapter = {self.adapter!r}: {candidate} cannot be a candidate of an agent, which keeps no "
+                    "samples to choose its weight on"
+                )
 
     def _check_runs(self, name: str, options: Mapping[str, Any]) -> None:
         """Refuse an adapter that does not exist, that the runtime cannot run, or that needs a whole test set."""

@@ -417,7 +417,7 @@ class Device:
             raise ValueError(f"base = personalised trains on labels, and {self.name} is a target; use base = global")
         private, statistics = self._trained(request)
         algorithm = request.task.algorithm
-        if missing := missing_heads(row.adapter, self._algorithm(request.task)):
+        if missing := missing_heads(row, self._algorithm(request.task)):
             raise ValueError(f"{row.adapter} needs a {missing[0]}, which local algorithm {algorithm!r} does not train")
         if row.base == "personalised":
             self._personalize(request, private)

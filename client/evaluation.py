@@ -28,7 +28,7 @@ from fedtta.tta.auto import NONE, USUAL, Gains, calibrate_gains
 from fedtta.tta.estimates import Calibration, Signals, calibrations, estimates, signals
 from fedtta.tta.heads import two_heads
 from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
-from fedtta.tta.registry import info
+from fedtta.tta.registry import candidates_of, info, needs_of
 from fedtta.tta.statistics import STATISTICS_NEEDS
 
 #: Name → (probabilities [n, K], labels [n]) → number, averaged over clients by their test samples.
@@ -97,8 +97,8 @@ class Calibrated:
 
 
 def memorizes(row: AdapterRow) -> bool:
-    """Return whether a row's adapter needs the client's memorized samples."""
-    return "datastore" in info(row.adapter).needs
+    """Return whether a row's adapter, or a candidate that it names, needs the client's memorized samples."""
+    return "datastore" in needs_of(row.adapter, row.options)
 
 
 @torch.no_grad()
@@ -205,11 +205,9 @@ def gains_of(
     if not len(samples.y):
         raise ValueError(f"{row.label}: this client has no validation samples to calibrate candidates on")
     settings = settings.replace(tune_samples=0)  # all candidates see the same samples
-    named = [name for name in str(row.options.get("among", "")).split("+") if name]
+    named = candidates_of(row.adapter, row.options)
     names = dict.fromkeys((NONE, *named)) if named else _fitting(usual, model, statistics)
     rows = {name: candidate_row(name) for name in names}
-    if nested := [name for name, one in rows.items() if chooses(one)]:
-        raise ValueError(f"{row.label}: {nested[0]} cannot be a candidate")
     known = samples, model, statistics, settings, rates, neighbours
     predicted = {name: to_host(torch.cat(predicted_by(one, *known)[0])) for name, one in rows.items()}
     return calibrate_gains(predicted, to_host(samples.y))

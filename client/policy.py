@@ -359,14 +359,18 @@ class Policy:
 
 
 def statistics_of(methods: str) -> set[str]:
-    """Return the statistics on request that methods of a run need; those methods have the names of their adapters."""
+    """Return the statistics on request that methods of a run need; those methods have the names of their adapters.
+
+    So do the candidates of a method that chooses among others.
+    """
     from fedtta.tta.registry import ADAPTERS
     from fedtta.tta.statistics import STATISTICS
 
+    candidates = {name for listed in re.findall(r"among=([\w+]*)", methods) for name in listed.split("+")}
     plain = methods
     while plain != (shorter := re.sub(r"\[[^\[\]]*\]", "", plain)):
         plain = shorter
-    named = {name.strip() for name in plain.split(",")}
+    named = candidates | {name.strip() for name in plain.split(",")}
     chosen = [ADAPTERS[name] for name in ADAPTERS if name in named or "all" in named]
     needs = frozenset[str]().union(*(adapter.needs for adapter in chosen))
     return {name for name, statistic in STATISTICS.items() if statistic.on_request and statistic.need in needs}

@@ -27,7 +27,7 @@ from fedtta.settings import Settings
 from fedtta.tta import Statistics
 from fedtta.tta.auto import Gains
 from fedtta.tta.knn_per import Datastore, KNNPer
-from fedtta.tta.registry import info
+from fedtta.tta.registry import info, needs_of
 
 UNLABELLED = 1000  # images without labels that a baseline is computed from, at most
 
@@ -110,7 +110,7 @@ def serve(
     made = make_adapter(row, network, settings, statistics, rates, neighbours, gains)
     chosen = {"weight": made.weight} if isinstance(made, KNNPer) else {}
     variant = str(row.options.get("adapt", "all"))
-    own = {variant: dict((rates or {})[variant])} if "rates" in info(row.adapter).needs else None
+    own = {variant: dict((rates or {})[variant])} if "rates" in needs_of(row.adapter, row.options) else None
     store = neighbours.store if neighbours else None
     served = Served(row, network, dict(spec), followed, classes, baseline, statistics, own, store, chosen, gains)
     served.build()
@@ -147,10 +147,10 @@ def from_file(path: Path, row: AdapterRow, device: torch.device) -> tuple[Served
     return served, digest
 
 
-def missing_heads(adapter: str, algorithm: LocalAlgorithm) -> list[str]:
-    """Return the heads that an adapter needs and a local algorithm does not train."""
+def missing_heads(row: AdapterRow, algorithm: LocalAlgorithm) -> list[str]:
+    """Return the heads that a row's adapter needs, or a candidate that it names, and an algorithm does not train."""
     heads = {"personal_head", "residual_head", "rotation_head"}
-    return sorted((info(adapter).needs & heads) - algorithm.heads)
+    return sorted((needs_of(row.adapter, row.options) & heads) - algorithm.heads)
 
 
 @torch.no_grad()

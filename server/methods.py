@@ -18,7 +18,7 @@ from fedtta.server.privacy import check_privacy
 from fedtta.server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
 from fedtta.settings import Settings, SettingsError, assignments
 from fedtta.strategies import AGGREGATIONS
-from fedtta.tta.registry import ADAPTERS, parse_options
+from fedtta.tta.registry import ADAPTERS, needs_of, parse_options
 from fedtta.tta.statistics import OWN_NEEDS, STATISTICS_NEEDS
 
 Options = dict[str, bool | int | float | str | None]
@@ -127,8 +127,8 @@ class MethodRow:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return what its adapter needs."""
-        return ADAPTERS[self.method.adapter].needs
+        """Return what its adapter needs, and the candidates that it names."""
+        return needs_of(self.method.adapter, self.options)
 
     @property
     def collaborates(self) -> bool:
@@ -197,6 +197,7 @@ def _parse_row(part: str, named: bool) -> MethodRow:
     base = _choice(label, "base", str(options.pop("base", method.base)), get_args(Base))
     try:
         typed = parse_options(method.adapter, {name: str(value) for name, value in options.items()})
+        needs_of(method.adapter, typed)  # raises for what cannot be a candidate
     except ValueError as error:
         raise SettingsError(f"methods: {label}: {error}") from error
     return MethodRow(label, method, training, cast(Options, typed), cast(Base, base), named)
@@ -282,14 +283,14 @@ def _misfit(row: MethodRow, settings: Settings) -> str:
     """Return why a row does not fit the network or the aggregation, and what would; empty if it fits."""
     own = str(row.recipe.changes.get("aggregation", settings.aggregation))
     network = _abilities(settings)
-    if "nonnegative" in ADAPTERS[row.method.adapter].needs and not network.features_nonnegative:
+    if "nonnegative" in row.needs and not network.features_nonnegative:
         return (
             f"needs features that are not negative, which those of {settings.model} may be; fitting: {settings.model} "
             "with model-options features=relu"
         )
     if not network.batchnorm:
         lacking = f"BatchNorm{{}}, which {settings.model} lacks; fitting: {', '.join(_with_batchnorm())}"
-        if "batchnorm" in ADAPTERS[row.method.adapter].needs:
+        if "batchnorm" in row.needs:
             return f"adapts {lacking.format('')}"
         if any(stage.local == BATCHNORM for stage in row.recipe.stages):
             return f"keeps {lacking.format(' on the clients')}"

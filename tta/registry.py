@@ -84,6 +84,27 @@ def info(name: str) -> type[Adapter]:
     return ADAPTERS[name]
 
 
+def candidates_of(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the candidates that the options of an adapter name, if it chooses among others (`fedtta.tta.auto`).
+
+    Raises
+    ------
+    ValueError
+        There is no such adapter, or a candidate is none or chooses among others itself.
+    """
+    if "candidates" not in info(name).needs:
+        return ()
+    named = tuple(filter(None, str(options.get("among", "")).split("+")))
+    if nested := [one for one in named if "candidates" in info(one).needs]:
+        raise ValueError(f"{nested[0]} cannot be a candidate")
+    return named
+
+
+def needs_of(name: str, options: Mapping[str, Any]) -> frozenset[str]:
+    """Return what an adapter needs, and the candidates that its options name; raises as `candidates_of`."""
+    return info(name).needs.union(*(info(one).needs for one in candidates_of(name, options)))
+
+
 def create(
     name: str,
     model: nn.Module,

@@ -78,6 +78,7 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ('adapter = "auto"\nrole = "target"', "adapter = 'auto': with role = 'target' there are no labels"),
         ('adapter = "auto[among=tent+fedthee]"', "unknown adapter 'fedthee'; there are:"),
         ('adapter = "auto[among=auto]"', "auto cannot be a candidate"),
+        ('adapter = "auto[among=knn_per]"', "knn_per cannot be a candidate of an agent"),
         ('adapter = "auto[among=tent]"\nruntime = "onnx"', "tent adapts the network itself"),
         ('listen = "localhost"', "allowed are unix:<path> and <host>:<port>"),
         ('listen = "0.0.0.0:7000"', "TCP needs mutual TLS; set certificate, key, client-ca"),

@@ -109,12 +109,18 @@ def test_what_is_usual_is_the_clients_own_mix() -> None:
     ],
 )
 def test_heads_that_a_training_does_not_make_are_named(adapter: str, algorithm: str, missing: list[str]) -> None:
-    assert missing_heads(adapter, find_algorithm(algorithm)) == missing
+    assert missing_heads(AdapterRow(adapter, adapter), find_algorithm(algorithm)) == missing
     node, request = trained()
     if missing:
         other = replace(request, task=replace(request.task, algorithm=algorithm))
         with pytest.raises(ValueError, match=f"{adapter} needs a {missing[0]}.*{algorithm!r}"):
             make_device(other, node).serve(other, AdapterRow(adapter, adapter))
+
+
+def test_heads_that_candidates_need_are_named() -> None:
+    row = AdapterRow("auto", "auto", {"among": "t3a+fedrod"})
+    assert missing_heads(row, find_algorithm("fedavg")) == ["residual_head"]
+    assert missing_heads(AdapterRow("auto", "auto"), find_algorithm("fedavg")) == []
 
 
 def test_an_adapter_without_its_statistics_is_not_served() -> None:

@@ -154,6 +154,8 @@ def test_statistics_on_request_belong_to_methods_of_their_adapters_names() -> No
     for name, method in METHODS.items():
         wanted = {one for one, it in STATISTICS.items() if it.on_request and it.need in info(method.adapter).needs}
         assert statistics_of(f"fedavg, {name}[training=a[b=c],d]") == wanted, name
+    assert statistics_of("auto[probe=100;among=t3a+em],auto[among=bbse]") == {"label_prior", "confusion"}
+    assert statistics_of("auto") == statistics_of("auto[among=t3a]") == set()
     assert statistics_of("all") == {"label_prior", "confusion", "block_scores"}
 
 

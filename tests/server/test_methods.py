@@ -88,6 +88,8 @@ def test_what_a_training_changes_and_keeps_on_clients() -> None:
         ({"methods": "fedrod[training=ditto]"}, "training = 'ditto'; allowed: fedrod"),
         ({"methods": "btfl[training=ditto]"}, "training = 'ditto'; with a personal head are: cross_entropy, "),
         ({"methods": "fedbn"}, "fedbn keeps BatchNorm on the clients, which cnn lacks"),
+        ({"methods": "auto[among=tent]"}, "tent] adapts BatchNorm, which cnn lacks"),
+        ({"methods": "auto[among=fedrod]"}, "training = 'cross_entropy'; allowed: fedrod"),
         (
             {"methods": "fedrep", "aggregation": "gma"},
             "fedrep keeps arrays on the clients: aggregation = 'gma'; allowed is fedavg",
@@ -116,6 +118,8 @@ def test_adapters_and_trainings_that_do_not_fit(settings: dict[str, Any], told: 
         ("fedthe[training=mse]", ["training = 'mse'", "balanced_softmax"]),
         ("fedthe,fedthe", ["twice"]),
         ("fedthe[beta]", ["name=value"]),
+        ("auto[among=fedthe+tnet]", ["auto[among=fedthe+tnet]: unknown adapter 'tnet'", "tent"]),
+        ("auto[among=auto]", ["auto cannot be a candidate"]),
     ],
 )
 def test_refusals(methods: str, parts: list[str]) -> None:
@@ -320,6 +324,16 @@ def test_a_run_of_all_methods_fills_the_whole_table(tmp_path: Path) -> None:
     cells = {(event["method"], event["partition"]) for event in found if event["event"] == "evaluation"}
     assert cells == {(method, client) for method in METHODS for client in range(2)}
     assert notes_of(folder) == ["memo, fedthe_plus, ttt: measured on the first 2 samples of each stream and client"]
+
+
+def test_a_run_brings_candidates_what_they_need(tmp_path: Path) -> None:
+    """Statistics on request, memorized samples and learned rates: none of which the others of `auto` need."""
+    few = {"clients": 2, "fraction": 0.1, "rounds": 1, "rates_rounds": 1}
+    methods = "auto[among=em+bbse+surgical+knn_per+atp]"
+    folder = run(tmp_path / "r", SMALL.replace(methods=methods, shifts="original", **few))
+    found = events(folder)
+    assert not [event for event in found if event["event"] in ("failed", "late", "refused")]
+    assert [event["method"] for event in found if event["event"] == "evaluation"] == [methods] * 2
 
 
 @pytest.mark.drawn
