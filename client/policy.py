@@ -343,9 +343,12 @@ class Policy:
                 raise PolicyError("least-noise", f"z = {noise:g} on {what}", f"{self.least_noise:g} or more")
 
     def _check_rows(self, rows: Sequence[AdapterRow]) -> None:
+        from fedtta.tta.registry import candidates_of
+
         for row in rows:
-            if not _has(self.adapters, row.adapter):
-                raise PolicyError("adapters", row.adapter[:80], self.adapters or "none")
+            for name in (row.adapter, *candidates_of(row.adapter, row.options)):
+                if not _has(self.adapters, name):
+                    raise PolicyError("adapters", name[:80], self.adapters or "none")
             for name, value in row.options.items():
                 if isinstance(value, int) and name != "seed" and abs(value) > LARGEST_OPTION:
                     raise PolicyError("adapters", f"{row.adapter}[{name}={value}]", f"at most {LARGEST_OPTION}")

@@ -165,6 +165,11 @@ def test_a_list_of_names_has_everything_or_what_it_names(agents: Any) -> None:
         agent.perform(dataclasses.replace(training(), task=TrainingTask("t", "ditto")))
     with pytest.raises(PolicyError, match=r"^policy adapters: memo; allowed is none,tent$"):
         agent.perform(evaluation(AdapterRow("r", "memo")))
+    with pytest.raises(PolicyError, match=r"^policy adapters: auto; allowed is none,tent$"):
+        agent.perform(evaluation(AdapterRow("r", "auto", {"among": "tent"})))
+    with pytest.raises(PolicyError, match=r"^policy adapters: memo; allowed is auto,tent$"):
+        Policy(adapters="auto,tent")._check_rows([AdapterRow("r", "auto", {"among": "tent+memo"})])
+    Policy(adapters="auto,tent")._check_rows([AdapterRow("r", "auto", {"among": "tent"})])
     with pytest.raises(PolicyError, match=r"^policy statistics: confusion; allowed is label_prior$"):
         agent.perform(summary(["confusion"], methods="bbse"))
     assert "label_prior" in agent.perform(summary(["label_prior"], methods="em")).statistics
