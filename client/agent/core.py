@@ -24,7 +24,7 @@ from fedtta.client.agent.manifest import Model
 from fedtta.client.agent.observation import Observation
 from fedtta.client.agent.predictions import NoModel, Prediction, joined, parts_of
 from fedtta.client.agent.scans import Scan, Scans
-from fedtta.client.agent.status import Saved, Status
+from fedtta.client.agent.status import Saved, Status, of_any_adapter
 from fedtta.client.agent.store import Store
 from fedtta.client.agent.work import Work
 from fedtta.client.config import AgentConfig
@@ -184,9 +184,14 @@ class Agent:
         )
 
     def _check_of(self, live: Live | None) -> Mapping[str, float]:
-        """Return the figures of the live model's check; none while another one replaces it."""
+        """Return the figures of the live model's check; none while another one replaces it.
+
+        Of a model that was checked with another adapter they are those of the network alone.
+        """
         model = self._store.served
-        return model.check if live and model and model.origin == live.served.origin else {}
+        if live is None or model is None or model.origin != live.served.origin:
+            return {}
+        return model.check if model.digest == live.digest else of_any_adapter(model.check)
 
     def _status(self, live: Live | None) -> Status:
         """Return the state of the agent; numbers are those of one moment while `predicting` is held."""

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 #: Figures of a model's check that calibrate the estimated accuracy, which only a program reads: prefix and names.
 CALIBRATED, CALIBRATION = "adapted_", ("samples", "offset", "variance")
+
+
+def of_any_adapter(check: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of a model's check that hold whatever adapter it is served with."""
+    return {name: value for name, value in check.items() if not name.startswith(CALIBRATED)}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedtta.client.agent.manifest import SCHEMA, Entry, Manifest, Model, NewerSchema, State, rebuilt
+from fedtta.client.agent.status import of_any_adapter
 from fedtta.client.served import ServedModel
 from fedtta.messages.arrays import Arrays
 from fedtta.models import load_arrays, save_arrays
@@ -190,7 +191,8 @@ class Store:
             (model for model in self.models if model.state in ("served", "kept")),
             key=lambda model: (model.digest == digest, model.origin == served.origin, model.state == "served"),
         )
-        model = replace(old, name=self._next_name(), digest=digest)
+        check = old.check if old.digest == digest else of_any_adapter(old.check)
+        model = replace(old, name=self._next_name(), digest=digest, check=check)
         manifest = self._manifest.without(old.name).with_model(model)
         self._put(served, model.name, manifest if old == self.served else _served(manifest, model.name, UNREADABLE))
 

@@ -282,6 +282,26 @@ def test_a_model_whose_images_are_prepared_otherwise_waits_for_approval(agents: 
     assert agent.status().version == before
 
 
+def test_an_estimate_that_another_adapter_was_calibrated_for_is_dropped(agents: Any) -> None:
+    before = agents(adapter="fedthe")
+    predicted(before, 0, 100)
+    assert before.status().estimated_accuracy
+    before.close()
+    after = agents(adapter="t3a")
+    predicted(after, 0, 100)
+    assert after.status().estimated_accuracy == ()
+    assert after.telemetry().estimated_accuracy is not None  # that of the network
+    after.snapshot()
+    (model, _), *_ = after.models()
+    assert after.status().estimated_accuracy == ()
+    assert {"accuracy", "confidence"} <= model.check.keys()
+    assert not [name for name in model.check if name.startswith("adapted_")]
+    after.close()
+    again = agents(adapter="t3a")
+    predicted(again, 0, 100)
+    assert again.status().estimated_accuracy == ()
+
+
 def test_the_last_models_are_kept(folder: Path, start: tuple[Path, Evaluate], agents: Any) -> None:
     agent = agents(models_kept=2)
     versions = [agent.status().version]
