@@ -226,9 +226,20 @@ class StatisticsLimits(Limits):
 
 @dataclass
 class RatesLimits(Limits):
-    """Limits of adaptation rates, which are one vector."""
+    """Limits of adaptation rates, which are one vector.
+
+    Of a client whose samples count as fewer, as large a share of these is right.
+    """
 
     arrays = "rates"
+
+    def __call__(self, replies: Sequence[Any]) -> list[Limited]:
+        """See `Limits.__call__`."""
+        limited = []
+        for one, sent in zip(super().__call__(replies), replies, strict=True):
+            correct = round(sent.correct * one.reply.num_examples / sent.num_examples)
+            limited.append(replace(one, reply=replace(one.reply, correct=correct)))
+        return limited
 
     def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
         """See `Limits.groups`."""

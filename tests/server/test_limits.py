@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedtta.messages.replies import Evaluated, EvaluationResult, Summarized
+from fedtta.messages.replies import Evaluated, EvaluationResult, RefinedRates, Summarized
 from fedtta.server.limits import EvaluationLimits, Limits, RatesLimits, SharedLimits, StatisticsLimits, TrainLimits
+from fedtta.server.rates import _summary
+from fedtta.server.rounds import Outcome, Replied
 from fedtta.settings import Settings
 from tests.server.test_nodes import IDENTITY
 
@@ -58,6 +60,19 @@ def test_results_on_other_images_than_the_clients_own() -> None:
     assert why_refused(Settings(), 200, 220, 700, own=40)[:2] == [None] * 2
     assert why_refused(Settings(), 200, 220, 700, own=40)[2] is not None
     assert why_refused(Settings(max_share=0.0), 200, 220, 700, own=40) == [None] * 3
+
+
+def test_a_client_with_most_samples_makes_no_accuracy_of_rates_above_one() -> None:
+    """The third client counts as 3 * 10 = 30 samples, of which 90 % = 27 are right: (5 + 5 + 27) / 50."""
+    replies = [
+        RefinedRates(rates={"a": np.zeros(())}, num_examples=n, loss=1.0, correct=right, seconds=0.1)
+        for n, right in ((10, 5), (10, 5), (100, 90))
+    ]
+    limited = [one.reply for one in RatesLimits(3.0, 3.0)(replies)]
+    assert [(one.num_examples, one.correct) for one in limited] == [(10, 5), (10, 5), (30, 27)]
+    outcome = Outcome([0, 1, 2], [], [Replied(i, 1, one, 0) for i, one in enumerate(limited)])
+    assert _summary(outcome, False)["accuracy"] == 37 / 50
+    assert RatesLimits(0.0, 3.0)(replies)[2].reply == replies[2]
 
 
 def test_a_distribution_that_is_pulled_back_still_sums_to_one() -> None:
