@@ -237,8 +237,9 @@ class RatesLimits(Limits):
         """See `Limits.__call__`."""
         limited = []
         for one, sent in zip(super().__call__(replies), replies, strict=True):
-            correct = round(sent.correct * one.reply.num_examples / sent.num_examples)
-            limited.append(replace(one, reply=replace(one.reply, correct=correct)))
+            if (count := one.reply.num_examples) < sent.num_examples:
+                one = replace(one, reply=replace(one.reply, correct=sent.correct * count // sent.num_examples))
+            limited.append(one)
         return limited
 
     def groups(self, arrays: Arrays) -> Iterable[Sequence[str]]:
