@@ -44,6 +44,7 @@ from fedtta.server.secure import SecureAggregation
 from fedtta.server.training import train
 from fedtta.settings import Settings, SettingsError, assignments, is_number
 from fedtta.strategies import Broadcast
+from fedtta.tta.trial import check_options
 
 
 def run(
@@ -95,6 +96,7 @@ def run(
         events("clients", class_counts=_counts_of(class_counts, info.names), classes=info.classes, **about)
     elif info.note and "note" not in checkpoints.resumed.world:
         events("note", text=info.note)  # of a fork, whose clients have not been asked before
+    check_rows(trainings, model, settings.clients)
     modules = list(model.global_state())
     del model  # of which the rounds have their own copy
     for variant in (variant for training in trainings for variant in training.variants):
@@ -348,6 +350,15 @@ def initial_model(settings: Settings, spec: dict[str, Any]) -> TwoHead:
         name = f"init = {settings.init!r}" if settings.init else f"model = {settings.model!r}"
         raise SettingsError(f"{name}: {error}") from error
     return model
+
+
+def check_rows(trainings: Sequence[Training], model: TwoHead, clients: int) -> None:
+    """Raise SettingsError if options of a row are out of range, or do not fit the network: not after all rounds."""
+    for row in (row for training in trainings for row in training.rows if row.options):
+        try:
+            check_options(row.method.adapter, model, clients, **row.options)
+        except ValueError as error:
+            raise SettingsError(f"methods: {row.label}: {error}") from error
 
 
 def _check_order(stated: Sequence[str] | None, classes: Sequence[str]) -> None:

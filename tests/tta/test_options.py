@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from fedtta import tta
 from fedtta.tta import ADAPTERS
 from fedtta.tta.modules import zero_rates
 from fedtta.tta.registry import create, parse_options
+from fedtta.tta.trial import check_options
 from tests.tta.networks import CLASSES, images
 from tests.tta.test_adapter_contract import known, network, store
 
@@ -158,6 +160,33 @@ def test_options_out_of_range_are_named(name: str, option: str, value: Any) -> N
     accepted = inspect.signature(ADAPTERS[name]).parameters
     with pytest.raises(ValueError, match=option):
         ADAPTERS[name](model, **{key: one for key, one in given.items() if key in accepted}, **{option: value})
+
+
+@pytest.mark.parametrize("name", list(ADAPTERS))
+def test_a_trial_makes_every_adapter_and_names_what_is_out_of_range(name: str) -> None:
+    model = network()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    check_options(name, model, 3)
+    for option, values in OUT_OF_RANGE.get(name, {}).items():
+        for value in values:
+            with pytest.raises(ValueError, match=option):
+                check_options(name, model, 3, **{option: value})
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert model.training == network().training
+
+
+def test_a_trial_names_what_does_not_fit_candidates_or_the_network() -> None:
+    model = network()
+    check_options("auto", model, 3, among="none+btfl+knn_per+atp")
+    for options, told in (
+        ({"every": 10}, "every=10: allowed is 0, or at least probe=200"),
+        ({"among": "none+auto"}, "auto cannot be a candidate"),
+        ({"among": "nobody"}, "unknown adapter 'nobody'"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_options("auto", model, 3, **options)
+    with pytest.raises(ValueError, match="block=3"):
+        check_options("surgical", model, 3, block=3)
 
 
 @pytest.mark.parametrize("name", ["rotta", "roid", "bbn", "eata"])
