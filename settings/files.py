@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
@@ -43,10 +44,11 @@ def write_atomically(
     try:
         handle = os.open(temporary, WRITE | os.O_EXCL, 0o600 if private else 0o666)
         try:
-            for part in content:
-                _write(handle, part)
-            if durable:
-                os.fsync(handle)
+            with _named(path):
+                for part in content:
+                    _write(handle, part)
+                if durable:
+                    os.fsync(handle)
         finally:
             os.close(handle)
         temporary.replace(path)
@@ -105,7 +107,8 @@ def sync_folder(folder: Path) -> None:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with _named(folder):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -144,11 +147,12 @@ class Lines:
             size = self._good = os.fstat(handle).st_size
             half = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
             try:
-                _write(handle, b"\n" + lines if half else lines)
-                if self._sync:
-                    os.fsync(handle)
-                    if new:
-                        sync_folder(self.path.parent)
+                with _named(self.path):
+                    _write(handle, b"\n" + lines if half else lines)
+                    if self._sync:
+                        os.fsync(handle)
+                if self._sync and new:
+                    sync_folder(self.path.parent)
                 self._good = None
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -163,6 +167,16 @@ class Lines:
             if os.fstat(handle).st_size > self._good:
                 os.ftruncate(handle, self._good)
             self._good = None
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let an error of a file's handle, such as that of a full disk, name the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _write(handle: int, content: bytes | memoryview) -> None:

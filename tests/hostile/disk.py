@@ -74,7 +74,8 @@ class Disk:
 
     def _error(self, name: str, file: Any) -> OSError:
         number = errno.ENOSPC if name in ("open", "write", "mkdir") else errno.EIO
-        return OSError(number, os.strerror(number), str(file))
+        named = () if isinstance(file, int) else (str(file),)  # the system knows no name of a handle
+        return OSError(number, os.strerror(number), *named)
 
     def _by_path(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def called(path: Any, *rest: Any, **more: Any) -> Any:

@@ -208,7 +208,11 @@ def test_init_starts_from_a_file_without_training(finished: Path, tmp_path: Path
 def test_an_option_out_of_range_is_refused_before_training(tmp_path: Path) -> None:
     folder, settings = tmp_path / "r", SMALL.replace(methods="fedavg,fedthe[beta=-1]")
     with pytest.raises(SettingsError, match=r"methods: fedthe\[beta=-1\]: beta=-1"):
-        run(folder, settings, watch=lambda partition, request: pytest.fail() if isinstance(request, Train) else None)
+        run(
+            folder,
+            settings,
+            watch=lambda partition, request: pytest.fail("trained") if isinstance(request, Train) else None,
+        )
     assert not [event for event in events(folder) if event["event"] == "round"]
 
 

@@ -41,7 +41,7 @@ def test_a_folder_that_was_not_flushed_is_made_again(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, number: int) -> None:
     path = write_atomically(tmp_path / "f", b"old", private=True)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with Disk(tmp_path).failing(once(number)), pytest.raises(OSError, match="Errno"):
+    with Disk(tmp_path).failing(once(number)), pytest.raises(OSError, match=r"Errno.*\bf\b"):
         write_atomically(path, b"new")
     if number < 3:  # there is no flush
         with Disk(tmp_path).failing(once(number)), pytest.raises(OSError, match="Errno"):
@@ -54,7 +54,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, number: in
 def test_a_line_that_fails_is_taken_back(tmp_path: Path, number: int) -> None:
     lines, path = Lines(tmp_path / "f"), tmp_path / "f"
     lines.append(b"one\n")
-    with Disk(tmp_path).failing(once(number)), pytest.raises(OSError, match="Errno"):
+    with Disk(tmp_path).failing(once(number)), pytest.raises(OSError, match=r"Errno.*/f'"):
         lines.append(b"two two\n")
     assert path.read_bytes() == b"one\n"
     with Disk(tmp_path).failing(from_on(number)), pytest.raises(OSError, match="Errno"):
