@@ -22,6 +22,8 @@ from fedtta.settings.files import write_atomically
 
 #: Settings that have no effect before the last training round is complete.
 LATER = keys_in("evaluation", "rates")
+#: Events about clients and the run, whatever the training; all others that name a training are its results.
+OF_ANY = ("joined", "left", "rejoined", "left_alone", "resumed")
 #: Fields of `FederationInfo` that follow from them: the clients report them when the fork is resumed.
 LATER_INFO: dict[str, Any] = {"shifts": [], "note": ""}
 
@@ -56,7 +58,9 @@ def fork(source: Path, target: Path, settings: Settings) -> Settings:
         raise SettingsError(f"methods = {settings.methods!r}: allowed are rows of one training, without collaborations")
     found = _trained(source, trainings[0], settings)
     _require_same_training(found.settings, settings, trainings[0], source)
-    earlier = earlier_events(source, found.offset)
+    name = trainings[0].name
+    before = earlier_events(source, found.offset)
+    earlier = [one for one in before if one["event"] in OF_ANY or one.get("training", name) == name]
     info = FederationInfo(**{**found.world, **LATER_INFO})
     events = _events(earlier, settings, trainings, info)
     content, digest = b"", ""

@@ -62,6 +62,12 @@ def test_later_tests_are_those_of_a_run_of_their_own(name: str, tmp_path: Path) 
         assert_same(evaluate_again(source, tmp_path / again, settings.replace(**tests)), alone)
 
 
+def test_of_a_run_of_several_trainings_only_one_is_told(tmp_path: Path) -> None:
+    source, settings = trained(tmp_path, methods="fedavg,fedthe", rounds=1)  # fedthe's training comes second
+    tests = settings.replace(methods="fedthe")
+    assert_same(evaluate_again(source, tmp_path / "later", tests), run(tmp_path / "alone", tests))
+
+
 def test_a_fork_can_be_forked(tmp_path: Path) -> None:
     source, settings = trained(tmp_path, shifts="brfl")
     first = evaluate_again(source, tmp_path / "one", settings)
@@ -174,6 +180,14 @@ def test_epsilon_of_a_fork_counts_what_was_cut_off_or_damaged(tmp_path: Path) ->
     journal.write_bytes(whole.replace(third, b"?" + third[1:]))  # the copy beside the checkpoints has it
     fork(source, tmp_path / "other", short)
     assert released(tmp_path / "other", settings) == {"model": 4}
+
+
+def test_epsilon_of_a_fork_counts_the_other_trainings(tmp_path: Path) -> None:
+    noise = {"differential_privacy": "model=2/0.5;statistics=2/0.5"}
+    source, settings = trained(tmp_path, methods="fedavg,fedthe", **noise)
+    fork(source, tmp_path / "later", settings.replace(methods="fedthe"))
+    assert released(source, settings) == {"model": 4, "statistics": 1}  # two rounds of each training
+    assert released(tmp_path / "later", settings) == released(source, settings)
 
 
 def test_without_noise_a_fork_has_no_releases(tmp_path: Path) -> None:
