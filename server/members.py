@@ -41,7 +41,7 @@ class FederationInfo:
     corruptions : list of str
         Of the test-time streams; empty without collaborations.
     stream_rounds : int
-        Length of the shortest of these streams; 0 without collaborations.
+        Length of the shortest of these streams, of the clients that test; 0 without collaborations.
     images, pixel_mean : int, float
         Of the data set that the run divides; 0 if every device has its own data.
     names : list of str
@@ -75,13 +75,14 @@ class FederationInfo:
         """Return what clients that fit each other report, in the order given."""
         first = next((one for one in identities if one.labelled), identities[0])
         divided = next((one for one in identities if one.images), first)
+        testers = [one for one in identities if one.role != "source"] or identities
         return cls(
             **{name: getattr(first, name) for name in COMMON},
             shifts=first.shifts if first.labelled else [],
             note="; ".join(dict.fromkeys(part for one in identities if one.note for part in one.note.split("; "))),
             sizes=[list(one.sizes) for one in identities],
             roles=[one.role for one in identities],
-            stream_rounds=min(one.stream_rounds for one in identities),
+            stream_rounds=min(one.stream_rounds for one in testers),
             images=divided.images,
             pixel_mean=divided.pixel_mean,
             names=[one.name for one in identities],
@@ -117,7 +118,7 @@ class FederationInfo:
         """Return why a client cannot take part in this run; empty if it can."""
         if reason := _other(self, identity):
             return reason
-        if identity.stream_rounds < self.stream_rounds:
+        if identity.role != "source" and identity.stream_rounds < self.stream_rounds:
             return f"stream-rounds = {identity.stream_rounds}, the run has {self.stream_rounds}"
         return ""
 

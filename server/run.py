@@ -168,7 +168,8 @@ def unfit(settings: Settings) -> Callable[[Identity], str]:
             return f"role = 'target': {', '.join(personal)} need clients that train"
         if collaborative and settings.rounds and not one.own_data:
             return "no data of its own, which keep the streams apart from what is trained on"
-        return "stream-rounds = 0: allowed is 1 or more" if collaborative and not one.stream_rounds else ""
+        tests = not settings.rounds or one.role != "source"  # a source has no test images to make a stream of
+        return "stream-rounds = 0: allowed is 1 or more" if collaborative and tests and not one.stream_rounds else ""
 
     return why
 

@@ -41,6 +41,9 @@ def test_the_shortest_stream_of_devices_with_their_own_data_is_that_of_the_run()
     info = FederationInfo.agreed(own)
     assert info.stream_rounds == 5
     assert not any(map(info.misfit, own))
+    sources = [named("d", own_data=True, role="source", stream_rounds=0), *own]  # have no test images
+    assert FederationInfo.agreed(sources).stream_rounds == 5
+    assert not any(map(info.misfit, sources))
     parts = [named(name, stream_rounds=rounds) for name, rounds in (("a", 9), ("b", 5), ("c", 9))]
     info = FederationInfo.agreed(parts)
     assert info.stream_rounds == 9
@@ -122,6 +125,9 @@ OWN = Settings(devices="*.toml", collaborations="fedavg", rounds=1, clients=4, m
         (COLLABORATIVE, {"stream_rounds": 0}, "stream-rounds = 0: allowed is 1 or more"),
         (OWN, {}, "no data of its own"),
         (OWN, {"own_data": True}, ""),
+        (OWN, {"own_data": True, "stream_rounds": 0}, "stream-rounds = 0: allowed is 1 or more"),
+        (OWN, {"own_data": True, "stream_rounds": 0, "role": "source"}, ""),
+        (COLLABORATIVE, {"stream_rounds": 0, "role": "source"}, "stream-rounds = 0: allowed is 1 or more"),
     ],
 )
 def test_one_client_that_fits_no_part_of_a_run_does_not_end_it(

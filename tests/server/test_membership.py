@@ -379,6 +379,20 @@ def test_a_client_without_labels_takes_part_in_test_time_rounds(tmp_path: Path) 
     assert "no labels" in (tmp_path / "r" / "report.html").read_text()
 
 
+def test_a_client_that_only_trains_has_no_part_in_test_time_rounds(tmp_path: Path) -> None:
+    """A source device has no test images, and so no stream."""
+
+    def owning(clients: dict[int, Client]) -> None:
+        for node, client in clients.items():
+            only_trains = {"role": "source", "stream_rounds": 0} if node == 899 else {}
+            clients[node] = says_also(client, True, None, **only_trains)
+
+    run(tmp_path, COLLABORATIVE.replace(rounds=1, classes=",".join("0123456789")), change=owning)
+    assert not events(tmp_path, "left_alone", "failed", "refused", "late")
+    assert [event["replied"] for event in events(tmp_path, "round")] == [[0, 1, 2]]
+    assert [event["replied"] for event in events(tmp_path, "adapt_round")] == [[0, 2]] * 4  # two rules, two rounds
+
+
 def test_a_federation_without_any_labels_is_refused_before_training(tmp_path: Path) -> None:
     def all_of_them(clients: dict[int, Client]) -> None:
         clients.update({node: unlabelled(client) for node, client in clients.items()})
