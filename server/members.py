@@ -150,7 +150,8 @@ def known_members(world: Mapping[str, Any], identities: Mapping[str, Identity]) 
         Name → identity of the clients that are there, at least one.
     """
     names = member_names(world)
-    some = next(iter(identities.values()))
+    there = list(identities.values())
+    some = next((one for one in there if one.labelled), there[0])  # one without labels knows no shifts
     data = world.get("data") or [data_of(some)] * len(names)
     rows = zip(names, world["sizes"], world.get("roles") or ["both"] * len(names), data, strict=True)
     common = {name: getattr(some, name) for name in (*COMMON, "channels")}
@@ -158,7 +159,7 @@ def known_members(world: Mapping[str, Any], identities: Mapping[str, Identity]) 
         name: identities.get(name)
         or Identity(
             **common, name=name, sizes=sizes, role=role, **about, shifts=list(world.get("shifts", some.shifts)),
-            note="", stream_rounds=some.stream_rounds,
+            note="", stream_rounds=world.get("stream_rounds", some.stream_rounds),
         )
         for name, sizes, role, about in rows
     }  # fmt: skip

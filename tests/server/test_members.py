@@ -89,6 +89,20 @@ def test_members_of_a_checkpoint_are_known_also_when_they_are_not_there() -> Non
     assert [(one.name, one.role, one.sizes) for one in known.values()][1] == ("1", "source", [2, 2, 2])
 
 
+def test_members_that_are_not_there_change_nothing_of_the_run() -> None:
+    """Its rounds do not get more without the device of the shortest stream, nor its distributions fewer."""
+    clients = [
+        named("a", labelled=False, role="target", shifts=[], own_data=True, stream_rounds=9),
+        named("b", own_data=True, stream_rounds=5),
+        named("c", own_data=True, stream_rounds=7),
+    ]
+    world = asdict(FederationInfo.of(clients))
+    there = {one.name: one for one in clients if one.name != "b"}
+    assert FederationInfo.of(list(known_members(world, there).values())).stream_rounds == 5
+    del world["shifts"]  # as of a fork
+    assert FederationInfo.of(list(known_members(world, there).values())).shifts == ["original"]
+
+
 def test_a_client_that_divides_another_data_set_is_told_how_to_name_its_own() -> None:
     a, b = named("a", images=9, pixel_mean=100.0), named("b", images=9, pixel_mean=100.2)
     info = FederationInfo.agreed([a, b])
