@@ -70,6 +70,8 @@ class Nodes:
     unfit : callable
         Returns why a client cannot take part in what the run does, or an empty text. Without it one client with another
         role, or without data of its own, would end a run for all.
+    barred : callable
+        Returns why a client of the run cannot come back, although its data are the same, or an empty text.
 
     Attributes
     ----------
@@ -86,6 +88,7 @@ class Nodes:
     sleep: Callable[[float], None] = time.sleep
     most: int = 0
     unfit: Callable[[Identity], str] = lambda identity: ""
+    barred: Callable[[Identity], str] = lambda identity: ""
     unknown: dict[int, Identity | None] = field(default_factory=dict)
     _again: dict[int, tuple[int, float]] = field(default_factory=dict)  # node id → times asked in vain, when next
     _reasons: dict[int, str] = field(default_factory=dict)  # node id → why it does not take part
@@ -337,7 +340,7 @@ class Nodes:
             holder = self.by_partition[partition]
             if holder in connected:
                 return _same_name(identity.name, holder)
-            return _named(identity.name, difference(self.identities[partition], identity))
+            return _named(identity.name, difference(self.identities[partition], identity) or self.barred(identity))
         if info is None:
             return ""
         if reason := info.misfit(identity) or self.unfit(identity):

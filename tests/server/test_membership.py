@@ -262,6 +262,27 @@ def test_a_member_that_is_not_there_when_a_run_is_resumed_may_come_back(tmp_path
     assert [(event["name"], event["round"]) for event in events(tmp_path, "rejoined")] == [("0", 4)]
 
 
+def test_a_member_whose_private_state_is_lost_is_left_out_until_it_is_restored(tmp_path: Path) -> None:
+    settings = SMALL.replace(methods="fedrep", rounds=5)
+    with pytest.raises(Killed):
+        run(tmp_path, settings, then=killed_at("round", 3, lambda event, doors: None))
+    (lost,) = (tmp_path / "state").glob("*/0")
+    lost.rename(tmp_path / "lost")
+
+    def restore(event: Event, doors: Doors) -> None:
+        if event["event"] == "round" and event["round"] == 3:
+            doors.away.add(900)
+            (tmp_path / "lost").rename(lost)
+        opens(900, "round", round=4)(event, doors)
+
+    run(tmp_path, settings.replace(resume=str(tmp_path / "r")), then=restore)
+    replied = [event["replied"] for event in events(tmp_path, "round")]
+    assert replied == [[0, 1, 2], [0, 1, 2], [1, 2], [1, 2], [0, 1, 2]]
+    assert any("client 0: the private state of fedrep" in event["text"] for event in events(tmp_path, "note"))
+    assert "private state of fedrep" in events(tmp_path, "left_alone")[0]["reason"]
+    assert [(event["name"], event["round"]) for event in events(tmp_path, "rejoined")] == [("0", 5)]
+
+
 def test_other_devices_than_those_of_a_run_do_not_resume_it(tmp_path: Path) -> None:
     settings = SMALL.replace(methods="fedrep", clients=2, min_clients=0)
     with pytest.raises(Killed):
