@@ -6,8 +6,9 @@ from typing import Any
 
 from flwr.serverapp.strategy import Strategy
 
+from fedtta.messages.record import MOST
 from fedtta.messages.replies import Identity
-from fedtta.messages.requests import Adapt, RefineRates, Request, Summarize, Train
+from fedtta.messages.requests import Adapt, Evaluate, RefineRates, Request, Summarize, Train
 from fedtta.server.checkpoints import STRATEGY, Records
 from fedtta.server.nodes import cohorts
 from fedtta.server.privacy import least_replies
@@ -101,7 +102,13 @@ def needed_replies(settings: Settings, kind: type[Request], asked: int) -> int:
 
 
 def most_examples(settings: Settings, kind: type[Request], identity: Identity | None) -> int:
-    """Return how many examples a client may claim: at most those of its identity, and `max-examples`."""
+    """Return how many examples a client may claim: at most those of its identity, and `max-examples`.
+
+    Those of an evaluation are of all test distributions together, and weigh nothing: its results have limits of their
+    own (`fedtta.server.limits.EvaluationLimits`).
+    """
+    if kind is Evaluate:
+        return MOST
     if kind is Adapt:
         return min(settings.max_examples, settings.stream_batch)
     if kind not in AGGREGATED or identity is None:

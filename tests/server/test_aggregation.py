@@ -10,6 +10,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedtta.messages.flower import NodesView
+from fedtta.messages.record import MOST
 from fedtta.messages.requests import Adapt, Evaluate, RefineRates, Request, Summarize, Train
 from fedtta.server.aggregation import (
     check_aggregation,
@@ -88,12 +89,17 @@ def test_needed_replies() -> None:
     assert [needed_replies(robust, kind, 10) for kind in kinds] == [5, 5, 5, 4, 4]
 
 
-@pytest.mark.parametrize(("kind", "most"), [(Train, 5), (Summarize, 5), (RefineRates, 4), (Adapt, 20), (Evaluate, 50)])
+@pytest.mark.parametrize(("kind", "most"), [(Train, 5), (Summarize, 5), (RefineRates, 4), (Adapt, 20)])
 def test_claims_are_bounded_by_the_sizes_in_a_clients_identity(kind: type[Request], most: int) -> None:
     settings = Settings(max_examples=50, stream_batch=20)
     assert most_examples(settings, kind, IDENTITY) == most
     assert most_examples(settings.replace(max_examples=2), kind, IDENTITY) == 2
     assert most_examples(settings, Train, None) == 50
+
+
+def test_an_evaluation_has_as_many_samples_as_its_distributions_together() -> None:
+    """With `max-examples` above each split, yet below the sum of all test streams, none was left of the results."""
+    assert most_examples(Settings(max_examples=50), Evaluate, IDENTITY) == MOST
 
 
 # -- checkpoints
