@@ -51,7 +51,8 @@ def make_adapter(
     variant_rates = (rates or {}).get(str(row.options.get("adapt", "all")))
     declared_options = info(row.adapter).options
     applied = {name: value for name, value in given.items() if name in declared_options}
-    follow = _defaults(row, settings)
+    clients = int((statistics and statistics.clients) or settings.clients)
+    follow = _defaults(row, settings, clients)
     options = {**follow, **applied, **row.options}
     if options.get("augment", "") is None:  # a row's "none": the usual views, here the data set's
         options["augment"] = follow["augment"]
@@ -62,7 +63,7 @@ def make_adapter(
         return lambda network: make_adapter(candidate_row(name), network, settings, statistics, rates, neighbours)
 
     candidates = None if gains is None else Candidates({name: maker(name) for name in gains.of}, gains)
-    adapter = create(row.adapter, network, statistics, variant_rates, store, candidates, settings.clients, **options)
+    adapter = create(row.adapter, network, statistics, variant_rates, store, candidates, clients, **options)
     if neighbours is not None and "weight" not in row.options:
         from fedtta.tta.knn_per import KNNPer
 
@@ -86,8 +87,11 @@ def candidate_row(name: str) -> AdapterRow:
     return AdapterRow(name, name, {"record": False})
 
 
-def _defaults(row: AdapterRow, settings: Settings) -> dict[str, Any]:
-    """Return the options of a row's adapter that follow from the run's settings, where the row does not set them."""
+def _defaults(row: AdapterRow, settings: Settings, clients: int) -> dict[str, Any]:
+    """Return the options of a row's adapter that follow from the run's settings, where the row does not set them.
+
+    `clients`: how many the means of statistics are over.
+    """
     follow: dict[str, Any] = {"seed": settings.seed}
     adapter = info(row.adapter)
     if views := adapter.views:
@@ -96,5 +100,5 @@ def _defaults(row: AdapterRow, settings: Settings) -> dict[str, Any]:
         dataset_info = DATASETS[settings.dataset]
         follow["augment"] = views.for_data(flip=dataset_info.flip, crop=dataset_info.crop)
     if settings.leave_one_out:
-        follow["leave_one_out"] = settings.clients
+        follow["leave_one_out"] = clients
     return {name: value for name, value in follow.items() if name in adapter.options}

@@ -483,7 +483,8 @@ class Device:
         if request.statistics is None:
             return private, None
         trains = self.role != "target"
-        return private, join_statistics(private, request.statistics, request.round, self.device, trains)
+        means, over = request.statistics, request.means_over
+        return private, join_statistics(private, means, request.round, self.device, trains, over)
 
     def _personalize(self, request: Evaluate, private: Arrays) -> None:
         """Personalize the network in place, as the training's local algorithm does."""

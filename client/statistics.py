@@ -7,7 +7,7 @@ features: they are sent only if a method of the run needs them, and only their m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -115,8 +115,9 @@ def join_statistics(
     round: int,
     device: torch.device,
     trains: bool = True,
+    means_over: int | None = None,
 ) -> Statistics:
-    """Join the client's own statistics of a round with the means over clients.
+    """Join the client's own statistics of a round with the means over clients, and how many these are over, if told.
 
     A client that never `trains` has none of its own: it gets the pooled means (`client.pooled`) alone.
 
@@ -133,7 +134,7 @@ def join_statistics(
         raise ValueError(f"this client has no statistics of round {round}")
     own = {name.removeprefix(OWN): value for name, value in private.items() if name.startswith(OWN)}
     check_means({name: value for name, value in means.items() if name not in ON_REQUEST}, own)
-    return Statistics.combine(own, means, device)
+    return replace(Statistics.combine(own, means, device), clients=means_over)
 
 
 @dataclass(frozen=True)

@@ -291,6 +291,8 @@ class Evaluate(Request):
         The final global model, or its aggregated part.
     statistics : dict or None
         Means of the clients' statistics.
+    means_over : int or None
+        How many clients these are over, where it is not `clients` of the settings.
     rates : dict
         Variant → learned adaptation rates, one float64 number per module.
     rows : list of AdapterRow
@@ -307,6 +309,7 @@ class Evaluate(Request):
     rows: list[AdapterRow]
     shifts: list[str]
     statistics: Arrays | None = None
+    means_over: Count | None = None
     rates: dict[str, Arrays] = field(default_factory=dict)
 
 

@@ -212,6 +212,10 @@ class Checkpoints:
         found = self.replied.get(_rounds_key(training))
         return set(self.replied.get(training, {}) if found is None else found)  # earlier versions did not tell apart
 
+    def summarized(self, training: str, round: int) -> int:
+        """Return how many clients replied in a training's statistics round, which has this number."""
+        return sum(last == round for last in self.replied.get(training, {}).values())
+
     def seconds(self) -> float:
         """Return the run's time so far, without pauses."""
         return time.perf_counter() - self._start

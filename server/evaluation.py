@@ -99,6 +99,7 @@ def evaluation_round(
     rates: Mapping[Variant, Rates],
     shifts: Sequence[str],
     trained: Collection[int],
+    means_over: int = 0,
 ) -> None:
     """Run every adapter of a training on every test distribution at every client; results are events.
 
@@ -108,6 +109,8 @@ def evaluation_round(
     ----------
     trained : collection of int
         See `statistics_round`.
+    means_over : int
+        How many clients the statistics are means over; 0: `clients`.
 
     Raises
     ------
@@ -124,6 +127,7 @@ def evaluation_round(
         "round": round,
         "task": _final_task(training),
         "statistics": statistics,
+        "means_over": means_over if means_over not in (0, federation.settings.clients) else None,
         "rates": {variant: rate_arrays(learned) for variant, learned in rates.items()},
     }
 

@@ -102,6 +102,8 @@ class Statistics:
         Frequencies P(ŷ = i, y = j) on validation data, mean over clients (BBSE).
     block_scores : Tensor [blocks] or None
         Accuracy on validation data after adapting one block alone, mean over clients (Surgical).
+    clients : float or None
+        How many clients these means are over, where it is not known otherwise.
     """
 
     descriptor_local: Tensor | None = None
@@ -113,6 +115,7 @@ class Statistics:
     label_prior: Tensor | None = None
     confusion: Tensor | None = None
     block_scores: Tensor | None = None
+    clients: float | None = None
 
     def require(self, method: str, *names: str) -> None:
         """Raise ValueError naming every statistic that `method` needs and that is missing here."""

@@ -74,7 +74,7 @@ EXAMPLES: list[Typed] = [
         send_normalization=True, send_start=True, **ABOUT,
     ),
     Evaluate(
-        round=1, task=TrainingTask("t"), arrays=ONE, rows=[ROW], shifts=["s"], statistics=ONE,
+        round=1, task=TrainingTask("t"), arrays=ONE, rows=[ROW], shifts=["s"], statistics=ONE, means_over=2,
         rates={"all": ONE, "params": {}}, **ABOUT,
     ),
     IDENTITY,

@@ -392,6 +392,16 @@ def test_a_client_without_labels_gets_the_model_and_is_never_asked_for_what_need
     assert "no labels" in (tmp_path / "r" / "report.html").read_text()
 
 
+def test_clients_are_told_how_many_the_means_are_over(tmp_path: Path) -> None:
+    """The client without labels has no part in the statistics, of which BTFL takes a client's own share out."""
+    settings = SMALL.replace(leave_one_out=True, methods="btfl")
+    doors = run(tmp_path / "targets", settings, change=without_labels, targets=[1])
+    assert [one.means_over for one in doors.requests(Evaluate, 900)] == [2]
+    assert not events(tmp_path / "targets", "failed")
+    doors = run(tmp_path / "all", settings)
+    assert [one.means_over for one in doors.requests(Evaluate, 900)] == [None]  # 3, as the settings say
+
+
 @pytest.mark.drawn
 def test_a_client_without_labels_takes_part_in_test_time_rounds(tmp_path: Path) -> None:
     run(tmp_path, COLLABORATIVE, change=without_labels, targets=[1])

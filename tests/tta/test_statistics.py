@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from tests.tta.networks import two_head_network
 
 def test_every_field_comes_from_one_statistic_and_every_need_is_asked_for() -> None:
     filled = [name for known in STATISTICS.values() for name in (known.own, known.mean) if name]
-    assert sorted(filled) == sorted(field.name for field in fields(Statistics))
+    assert sorted([*filled, "clients"]) == sorted(field.name for field in fields(Statistics))
     asked = frozenset().union(*(kind.needs for kind in ADAPTERS.values()))
     assert asked >= STATISTICS_NEEDS
     assert {"descriptor", "dle", "entropy"} == OWN_NEEDS
@@ -82,7 +82,7 @@ def test_own_values_and_means_fill_their_fields() -> None:
 
 
 def test_arrays_there_and_back() -> None:
-    known = Statistics.combine(arrays(0), arrays(1))
+    known = replace(Statistics.combine(arrays(0), arrays(1)), clients=4.0)
     again = Statistics.from_arrays(known.to_arrays())
     assert known.to_arrays().keys() == {field.name for field in fields(Statistics)}
     for field in fields(Statistics):
