@@ -18,7 +18,7 @@ from fedtta.messages.arrays import digest
 from fedtta.models import Preprocessing, TwoHead, build, normalization, without_weights
 from fedtta.models.libraries import IMAGENET
 from fedtta.models.memory import take_share
-from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config
+from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config, words
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,7 @@ def natural_of(settings: Settings) -> Images | None:
     """
     if given := _GIVEN.get(tuple(settings.select("data").items())):
         return given.natural
-    options = assignments(settings.dataset_options, "dataset-options")
+    options = words(settings.dataset_options, "dataset-options")
     chosen: Any = options.get("natural", "")
     return load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=chosen)
 
@@ -258,7 +258,7 @@ def _set_switches(deterministic: bool) -> None:
 def _federation(chosen: tuple[tuple[str, Scalar], ...]) -> Federation:
     """Load the images and divide them among the clients."""
     settings = from_config(dict(chosen))
-    options: dict[str, Any] = dict(assignments(settings.dataset_options, "dataset-options"))
+    options: dict[str, Any] = dict(words(settings.dataset_options, "dataset-options"))
     images = load(
         settings.dataset,
         root=settings.data_dir or None,

@@ -10,6 +10,7 @@ from fedtta.settings.parse import (
     from_toml,
     to_json,
     to_toml,
+    words,
 )
 from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, exactly, keys_in
 
@@ -32,4 +33,5 @@ __all__ = [
     "parse_class_map",
     "to_json",
     "to_toml",
+    "words",
 ]

@@ -140,10 +140,10 @@ def convert(key: str, word: str) -> Scalar:
         raise SettingsError(_unknown(key, fields))
     kind = types_of_fields()[fields[key].name]
     if kind is bool:
-        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if word.lower() not in words:
+        meant = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if word.lower() not in meant:
             raise SettingsError(f"{key} = {word!r}: allowed are true and false")
-        return words[word.lower()]
+        return meant[word.lower()]
     try:
         return kind(word)
     except ValueError as error:
@@ -158,16 +158,27 @@ def assignments(text: str, key: str) -> dict[str, Scalar]:
     Raises
     ------
     SettingsError
+        As `words`.
+    """
+    return {name: _literal(word) for name, word in words(text, key).items()}
+
+
+def words(text: str, key: str) -> dict[str, str]:
+    """Return options such as `assignments` parses, each as it was written: a folder may be called 007.
+
+    Raises
+    ------
+    SettingsError
         A part is not of the form name=value, or a name occurs twice.
     """
-    values: dict[str, Scalar] = {}
+    values: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, equals, word = (piece.strip() for piece in part.partition("="))
         if not (name and equals and word):
             raise SettingsError(f"{key}: {part!r} is not of the form name=value")
         if name in values:
             raise SettingsError(f"{key}: {name} is given twice")
-        values[name] = _literal(word)
+        values[name] = word
     return values
 
 

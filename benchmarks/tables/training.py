@@ -29,7 +29,7 @@ from fedtta.client.resources import network_spec, resolve_device
 from fedtta.data import DATASETS, CropFlip, Federation, Images, load
 from fedtta.models import TwoHead, build
 from fedtta.models.arrays import load_arrays, save_arrays
-from fedtta.settings import Settings, SettingsError, assignments
+from fedtta.settings import Settings, SettingsError, words
 
 #: Of one epoch: loss, validation_accuracy (None without validation samples), images_per_second, seconds.
 Epoch = dict[str, float | None]
@@ -159,7 +159,7 @@ def source_parts(settings: Settings) -> Parts:
     SettingsError
         The data cannot be read.
     """
-    options: dict[str, Any] = {**assignments(settings.dataset_options, "dataset-options")}
+    options: dict[str, Any] = {**words(settings.dataset_options, "dataset-options")}
     try:
         training = _load(settings, options)
         if "part" in options:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,6 +101,23 @@ class Dataset:
         bound = self.loader.keywords if isinstance(self.loader, partial) else {}
         parameters = signature(self.loader).parameters.values()
         return tuple(one.name for one in parameters if one.kind is one.KEYWORD_ONLY and one.name not in bound)
+
+    def typed(self, option: str, value: Any) -> Any:
+        """Return the value of an option, which may be given as text.
+
+        Raises
+        ------
+        ValueError
+            The text is no value of the option's type.
+        """
+        kind = type(signature(self.loader).parameters[option].default)
+        if kind not in (bool, int) or not isinstance(value, str):
+            return value
+        try:
+            return {"true": True, "false": False}[value] if kind is bool else int(value)
+        except (KeyError, ValueError) as error:
+            allowed = "true or false" if kind is bool else "a whole number"
+            raise ValueError(f"{option}={value!r}: allowed is {allowed}") from error
 
     def normalisation(self, channels: int = 3) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return (mean, std) for 3 channels, or their averages for grayscale images."""

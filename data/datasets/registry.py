@@ -69,7 +69,7 @@ def load(
     seed : int
         Decides only which images `fraction` keeps.
     options
-        Options of this data set (`DATASETS[name].options`).
+        Options of this data set (`DATASETS[name].options`), typed or as text.
 
     Raises
     ------
@@ -83,10 +83,11 @@ def load(
     if unknown:
         there = ", ".join(described.options) or "none"
         raise ValueError(f"unknown option {unknown[0]!r} of data set {name!r}; there are: {there}")
+    typed = {option: described.typed(option, value) for option, value in options.items()}
     found = _root(root)
     # Without a fraction the seed has no effect and must not create a second copy.
     used_seed = 0 if fraction == 1.0 else seed
-    return _load(name, found, image_size, channels, download, fraction, used_seed, tuple(sorted(options.items())))
+    return _load(name, found, image_size, channels, download, fraction, used_seed, tuple(sorted(typed.items())))
 
 
 def load_natural(

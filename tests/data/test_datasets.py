@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedtta.client.resources import federation_of
 from fedtta.data import DATASETS, load, load_natural
 from fedtta.data.datasets.multi_domain import balanced_sample
+from fedtta.settings import Settings
 from tests.data.files import WRITERS
+from tests.data.files import folders as colour_folders
 
 FROM_FILES = [name for name in DATASETS if name != "digits"]
 MULTI_DOMAIN = [name for name, one in DATASETS.items() if "domains" in one.options]
@@ -55,6 +58,21 @@ def test_declarations(name: str) -> None:
     there = ", ".join(declared.options) or "none"
     with pytest.raises(ValueError, match=f"unknown option 'sorce' of data set '{name}'; there are: {there}"):
         load(name, sorce="web")
+
+
+def test_options_may_be_texts(tmp_path: Path) -> None:
+    """A folder may be called 007, which is no number; a number of images is one."""
+    colour_folders(tmp_path / "007" / "1", ("blue", "red"))
+    assert load("folder", root=tmp_path, path="007", domain="1", image_size=8).classes == ("blue", "red")
+    settings = Settings(dataset="folder", data_dir=str(tmp_path), dataset_options="path=007;domain=1", clients=1)
+    assert federation_of(settings).images.classes == ("blue", "red")
+    pacs = DATASETS["pacs"]
+    given = {"per_domain": "20", "copies": "true", "domains": "1", "draw": 3}
+    assert [pacs.typed(option, value) for option, value in given.items()] == [20, True, "1", 3]
+    with pytest.raises(ValueError, match="per_domain='many': allowed is a whole number"):
+        load("pacs", root=tmp_path, per_domain="many")
+    with pytest.raises(ValueError, match="copies='1': allowed is true or false"):
+        load("pacs", root=tmp_path, copies="1")
 
 
 def test_options_are_those_of_the_loader() -> None:

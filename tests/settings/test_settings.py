@@ -16,6 +16,7 @@ from fedtta.settings import (
     from_config,
     from_toml,
     to_toml,
+    words,
 )
 
 
@@ -136,6 +137,7 @@ def test_assignments() -> None:
     parsed = assignments("width=4; norm=batch;bias=false; lr=1e-2", "model-options")
     assert parsed == {"width": 4, "norm": "batch", "bias": False, "lr": 0.01}
     assert type(parsed["width"]) is int
+    assert words("path=007; draw=1_0", "dataset-options") == {"path": "007", "draw": "1_0"}
     assert assignments("", "x") == {}
     for bad in ("width", "width=", "=4", "a=1;a=2"):
         with pytest.raises(SettingsError, match="model-options"):
