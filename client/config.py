@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from fedtta.client.names import LEFT, TABLES, absolute_source, check_name
 from fedtta.client.policy import Policy
 from fedtta.models.exported import PRECISIONS
-from fedtta.settings import Scalar, SettingsError, assignments, from_toml, parse_class_map
+from fedtta.settings import Scalar, SettingsError, from_toml, parse_class_map, words
 from fedtta.settings.logs import FORMATS, LEVELS
 from fedtta.settings.names import is_loopback
 from fedtta.settings.schema import REQUIRED, by_field, check, key_of, setting
@@ -270,9 +270,9 @@ class AgentConfig:
 
         match = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", self.adapter)
         name = match[1] if match else self.adapter
-        words = assignments((match[2] if match else "") or "", f"adapter: {name}")
+        options = words((match[2] if match else "") or "", f"adapter: {name}")
         try:
-            return name, parse_options(name, {option: _word(value) for option, value in words.items()})
+            return name, parse_options(name, options)
         except ValueError as error:
             raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
 
@@ -364,8 +364,3 @@ def _absolute(name: str, text: str, folder: Path) -> str:
     if name in PATHS:
         return str(folder / Path(text).expanduser())
     return f"{UNIX}{folder / Path(text.removeprefix(UNIX)).expanduser()}" if text.startswith(UNIX) else text
-
-
-def _word(value: Scalar) -> str:
-    """Return an option as written in the file."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -16,7 +16,7 @@ from fedtta.models.registry import MODELS, Abilities, abilities
 from fedtta.server.aggregation import check_aggregation
 from fedtta.server.privacy import check_privacy
 from fedtta.server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
-from fedtta.settings import Settings, SettingsError, assignments
+from fedtta.settings import Settings, SettingsError, assignments, words
 from fedtta.strategies import AGGREGATIONS
 from fedtta.tta.registry import ADAPTERS, needs_of, parse_options
 from fedtta.tta.statistics import OWN_NEEDS, STATISTICS_NEEDS
@@ -192,11 +192,11 @@ def _parse_row(part: str, named: bool) -> MethodRow:
     if not match or match[1] not in METHODS:
         raise SettingsError(f"methods: unknown method {part!r}; there are: {ALL}, {', '.join(METHODS)}")
     method, label = METHODS[match[1]], part.replace(" ", "")
-    options = dict(assignments(match[2] or "", f"methods: {match[1]}"))
-    training = _choice(label, "training", str(options.pop("training", method.training)), tuple(TRAININGS))
-    base = _choice(label, "base", str(options.pop("base", method.base)), get_args(Base))
+    options = words(match[2] or "", f"methods: {match[1]}")
+    training = _choice(label, "training", options.pop("training", method.training), tuple(TRAININGS))
+    base = _choice(label, "base", options.pop("base", method.base), get_args(Base))
     try:
-        typed = parse_options(method.adapter, {name: str(value) for name, value in options.items()})
+        typed = parse_options(method.adapter, options)
         needs_of(method.adapter, typed)  # raises for what cannot be a candidate
     except ValueError as error:
         raise SettingsError(f"methods: {label}: {error}") from error

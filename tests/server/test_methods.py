@@ -45,6 +45,7 @@ def test_rows_with_options_are_typed() -> None:
 
 def test_rows_as_in_published_code_are_parsed() -> None:
     norms = "tent[layers=batchnorm2d],eata[layers=batchnorm2d]"
+    assert parse_rows("roid[use_consistency=false]")[0].options == {"use_consistency": False}
     rows = parse_rows(f"roid[divide=batch],bbn[between=sample],surgical[adapt=params],{norms}")
     options = [{"divide": "batch"}, {"between": "sample"}, {"adapt": "params"}, *2 * [{"layers": "batchnorm2d"}]]
     assert [row.options for row in rows] == options
