@@ -550,7 +550,7 @@ class Settings:
             )
 
     def check_clients(self) -> None:
-        """Raise SettingsError where a number of clients or replies does not fit `clients`."""
+        """Raise SettingsError where `clients` does not fit another number of clients or replies, or leave-one-out."""
         if self.min_replies > max(self.clients, self.max_clients):
             limit = f"max-clients = {self.max_clients}" if self.max_clients else f"clients = {self.clients}"
             raise SettingsError(f"min-replies = {self.min_replies}: allowed is at most {limit}")
@@ -558,6 +558,8 @@ class Settings:
             raise SettingsError(f"min-clients = {self.min_clients}: allowed is at most clients = {self.clients}")
         if self.max_clients and self.max_clients < self.clients:
             raise SettingsError(f"max-clients = {self.max_clients}: allowed is at least clients = {self.clients}, or 0")
+        if self.leave_one_out and self.clients == 1:
+            raise SettingsError("leave-one-out = True: allowed with clients = 2 or more")
 
     def replace(self, **changes: Any) -> Settings:
         """Return a validated copy with some fields changed (Python names)."""

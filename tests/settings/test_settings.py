@@ -61,6 +61,7 @@ def test_toml_round_trip(
         ({"device": "gpu"}, ["device", "'gpu'", "auto, cpu, cuda"]),
         ({"momentum": 0.9, "optimizer": "adam"}, ["momentum", "0.9", "sgd"]),
         ({"leave-one-out": True, "statistics-weighting": "examples"}, ["leave-one-out", "uniform"]),
+        ({"leave-one-out": True, "clients": 1}, ["leave-one-out = True", "clients = 2 or more"]),
         ({"clients": 3, "min-replies": 4}, ["min-replies", "4", "at most clients = 3"]),
         ({"clients": 3, "max-clients": 4, "min-replies": 5}, ["min-replies", "5", "at most max-clients = 4"]),
         ({"split": "twice"}, ["split", "'twice'", "once, published"]),
