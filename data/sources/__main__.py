@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtta.models.preprocessing import Preprocessing
-from fedtta.settings import Settings, parse_class_map
+from fedtta.settings import Settings, class_names, parse_class_map
 
 from .base import SPLITS, UnusableData, open_source
 from .own import OwnData, own_data, skippable
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     made = argparse.ArgumentParser(prog="fedtta data", description="Show what a device's data hold.")
     made.add_argument("source", help="folder:PATH, npz:FILE, hf:PATH or package.module:Class")
-    made.add_argument("--classes", default="", help="the run's classes, comma-separated (default: the source's own)")
+    made.add_argument("--classes", default="", help="the run's classes, or their file (default: the source's own)")
     made.add_argument("--class-map", default="", metavar="OWN=RUN;...", help="the device's class names → the run's")
     made.add_argument("--role", choices=("both", "source", "target"), help="default: both with labels, else target")
     made.add_argument("--window", default="", metavar="LOW,HIGH", help="raw values that become black and white")
@@ -41,7 +41,7 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
     try:
         limits = Settings(max_megapixels=arguments.max_megapixels, max_skipped=arguments.max_skipped)
         class_map = parse_class_map(arguments.class_map)
-        classes = tuple(name.strip() for name in arguments.classes.split(",") if name.strip())
+        classes = tuple(filter(None, class_names(arguments.classes).split(",")))
         if not classes:
             own = open_source(arguments.source).classes
             classes = tuple(sorted({class_map.get(name, name) for name in own})) or ("unknown",)

@@ -521,6 +521,11 @@ def test_the_command_names_foreign_classes(tmp_path: Path) -> None:
     assert status == 2
     assert "b (20 samples); allowed are a, c" in output
     assert shown(text, "--classes", "a,c", "--class-map", "b=c")[0] == 0
+    (tmp_path / ".classes").write_text("a\nb\n\nc\n")
+    status, output = shown(text, "--classes", str(tmp_path / ".classes"))
+    assert (status, "no sample of c" in output) == (0, True)
+    status, output = shown(text, "--classes", "nowhere.txt")
+    assert (status, "classes = 'nowhere.txt': no such file" in output) == (2, True)
     status, output = shown(text, "--class-map", "b")
     assert status == 2
     assert "class-map: 'b' is not of the form own=run's" in output
