@@ -240,6 +240,7 @@ def test_an_agent_answers_its_owner() -> None:
         ("report nowhere", "nowhere"),
         ("watch --listen 0.0.0.0:1", "--listen 0.0.0.0:1"),
         ("keys --nodes 0 --folder k", "0"),
+        ("data folder:nowhere --classes a,b", "nowhere"),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(

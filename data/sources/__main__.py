@@ -57,16 +57,20 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
     except (ValueError, OSError) as error:
         if isinstance(error, UnusableData):
             show_skipped(error.skipped, console, shown)
-        console.print(Text(f"error: {error}"))
-        return 2
+        return refuse(str(error))
     show(data, console)
     show_skipped(data.skipped, console, shown)
     for note in data.notes:
         console.print(Text(f"- {note}"))
     if data.unusable > skippable(limits.max_skipped, data.samples):
-        console.print(f"error: a run with max-skipped = {limits.max_skipped:g} refuses these data")
-        return 2
+        return refuse(f"a run with max-skipped = {limits.max_skipped:g} refuses these data")
     return 0
+
+
+def refuse(reason: str) -> int:
+    """Print why on stderr, in one line, and return the exit status."""
+    Console(stderr=True).print(Text(f"error: {reason}"), soft_wrap=True)
+    return 2
 
 
 def show(data: OwnData, console: Console) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import struct
 import zlib
@@ -489,9 +491,12 @@ def test_the_command_refuses_limits_that_no_run_can_have(tmp_path: Path, option:
 
 
 def shown(*words: str) -> tuple[int, str]:
+    """Return the exit status, and stdout; with the one line of stderr, if what it shows is refused."""
     console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    status = main(words, console)
-    return status, console.export_text()
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        status = main(words, console)
+    assert (stderr.getvalue().count("\n"), stderr.getvalue()[:7]) == ((1, "error: ") if status else (0, ""))
+    return status, console.export_text() + stderr.getvalue()
 
 
 def test_the_command_shows_what_a_device_holds(tmp_path: Path) -> None:
