@@ -39,7 +39,8 @@ class Group(TyperGroup):
         except click.ClickException as error:
             where = getattr(error, "ctx", None)
             more = f" (see {where.command_path} --help)" if where else ""
-            print(f"error: {error.format_message().rstrip('.')}{more}", file=sys.stderr)
+            if text := error.format_message().rstrip("."):  # none where the help was shown
+                print(f"error: {text}{more}", file=sys.stderr)
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)

@@ -256,6 +256,13 @@ def test_wrong_usage_is_one_line_and_status_2(
     assert told in line
 
 
+@pytest.mark.parametrize("words", ["", "devices"])
+def test_without_a_command_there_is_the_help_alone(words: str) -> None:
+    done = invoke(*words.split())
+    assert (done.exit_code, done.stderr) == (2, "")
+    assert "Usage: fedtta" in done.stdout
+
+
 def test_a_superlink_that_does_not_answer_is_status_1(tmp_path: Path) -> None:
     done = invoke("devices", "list", "--superlink", "127.0.0.1:1", "--insecure", width=200)
     assert done.exit_code == 1
