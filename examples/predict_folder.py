@@ -20,7 +20,7 @@ def images(folder: Path, preprocessing: Preprocessing) -> Iterator[tuple[str, Te
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         try:
             yield path.name, torch.tensor(preprocessing.apply(preprocessing.decode(path.read_bytes())))
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             yield path.name, str(error)
 
 
@@ -40,4 +40,9 @@ def main(model: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m examples.predict_folder MODEL FOLDER")
+    try:
+        main(*sys.argv[1:])
+    except (ValueError, OSError) as error:  # a damaged model file, or no such file or folder
+        sys.exit(str(error))

@@ -21,7 +21,7 @@ ENDINGS = (".bmp", ".dcm", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".w
 
 def requests(folder: Path) -> Iterator[pb.PredictRequest]:
     """Yield one request for each file, in the order of the file names."""
-    for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in ENDINGS):
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix.lower() in ENDINGS):
         images = pb.Images(kind=pb.Images.ENCODED, files=[path.read_bytes()])
         yield pb.PredictRequest(id=path.name, images=images)
 
@@ -39,4 +39,11 @@ def main(folder: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m examples.stream_images FOLDER ADDRESS")
+    if not Path(sys.argv[1]).is_dir():
+        sys.exit(f"{sys.argv[1]}: no such folder")
+    try:
+        main(*sys.argv[1:])
+    except grpc.RpcError as error:
+        sys.exit(f"the agent at {sys.argv[2]} does not answer: {error.details()}")

@@ -98,6 +98,22 @@ def test_the_example_predicts_a_folder(tmp_path: Path) -> None:
         assert line == f"{Path(name).name} {CLASSES[int(p.argmax())]} {float(p.max()):.3f}"
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("predict_folder model", "usage: python -m examples.predict_folder MODEL FOLDER"),
+        ("predict_folder nowhere.safetensors .", "nowhere.safetensors"),
+        ("stream_images .", "usage: python -m examples.stream_images FOLDER ADDRESS"),
+        ("stream_images nowhere unix:/nowhere", "nowhere: no such folder"),
+    ],
+)
+def test_the_examples_say_in_one_line_what_they_lack(words: str, told: str) -> None:
+    command = [sys.executable, "-m", f"examples.{words.split()[0]}", *words.split()[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, told in line) == (1, True)
+
+
 def test_the_examples_are_short() -> None:
     for path in (ROOT / "examples").glob("*.py"):
         assert len(path.read_text().splitlines()) < 60, path
