@@ -500,3 +500,11 @@ def test_api_pages_name_every_public_module() -> None:
     assert "_pb2" not in pages["api/messages.md"]
     assert generated._defined(ROOT / "client/algorithms/__init__.py") == ["ALGORITHMS", "find_algorithm"]
     assert generated._defined(ROOT / "strategies/__init__.py") == []  # what it only re-exports
+
+
+def test_adapters_that_need_no_training_are_listed() -> None:
+    text = (ROOT / "docs/deployment/models.md").read_text()
+    (listed,) = re.findall(r"Adapters that need no training fit: (.*?)\.\n", text)
+    assert set(re.findall(r"`(\w+)`", listed)) == {
+        name for name, adapter in ADAPTERS.items() if adapter.needs <= {"gradients", "batchnorm"}
+    }
