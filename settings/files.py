@@ -175,7 +175,8 @@ def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None and error.filename is None:  # the system's, of a handle
+            error.filename = str(path)
         raise
 
 
