@@ -214,7 +214,7 @@ class AgentConfig:
 
     def _check_adapter(self) -> None:
         """Refuse an adapter that cannot run here, or one that chooses among others that cannot."""
-        from fedtta.tta.registry import info
+        from fedtta.tta.registry import candidates_of, info
 
         name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
         self._check_runs(name, options)
@@ -224,10 +224,12 @@ class AgentConfig:
             raise SettingsError(
                 f"adapter = {self.adapter!r}: with role = 'target' there are no labels to calibrate its candidates on"
             )
-        for candidate in filter(None, str(options.get("among", "")).split("+")):
+        try:
+            candidates = candidates_of(name, options)
+        except ValueError as error:
+            raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
+        for candidate in candidates:
             self._check_runs(candidate, {})
-            if "candidates" in info(candidate).needs:
-                raise SettingsError(f"adapter = {self.adapter!r}: {candidate} cannot be a candidate")
             if "datastore" in info(candidate).needs:
                 raise SettingsError(
                     f"adapter = {self.adapter!r}: {candidate} cannot be a candidate of an agent, which keeps no "

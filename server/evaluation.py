@@ -148,6 +148,11 @@ def evaluation_round(
         if one.reply.served:
             federation.events("served", training=name, partition=one.partition, served=one.reply.served)
     _note_outlying(federation, name, outcome)
+    _check_leaks(federation, name, outcome)
+
+
+def _check_leaks(federation: Federation, name: str, outcome: Outcome) -> None:
+    """Report how many test samples had been trained on; raise Leak for any, unless splits are redrawn."""
     checked = sum(one.reply.checked for one in outcome.replies)
     leaked = sum(one.reply.leaked for one in outcome.replies)
     federation.events("leak_check", training=name, checked=checked, leaked=leaked)

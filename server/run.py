@@ -96,11 +96,8 @@ def run(
         events("clients", class_counts=_counts_of(class_counts, info.names), classes=info.classes, **about)
     elif info.note and "note" not in checkpoints.resumed.world:
         events("note", text=info.note)  # of a fork, whose clients have not been asked before
-    check_rows(trainings, model, settings.clients)
-    modules = list(model.global_state())
+    check_rows(trainings, model, settings)
     del model  # of which the rounds have their own copy
-    for variant in (variant for training in trainings for variant in training.variants):
-        initial_rates(settings.rates_init, modules, variant)  # refused before training, not after
     checkpoints.begin(info)
     with observed(federation, folder) as federation:
         for position, training in enumerate(trainings):
@@ -152,7 +149,7 @@ def connect(
             events("note", text=f"resume: {line}; the run goes on without")
         there = {name: node for name, node in found.items() if name in fitting}
         nodes.begin(there, known_members(resumed.world, fitting), wanted)
-        # whoever is left out stays so, unless its private state is there again
+        # a client that is left out stays so, unless its private state is there again
         nodes.barred = lambda one: misfits(resumed, {one.name: one}).get(one.name, "") if one.name in other else ""
     return federation, nodes.info
 
@@ -356,11 +353,17 @@ def initial_model(settings: Settings, spec: dict[str, Any]) -> TwoHead:
     return model
 
 
-def check_rows(trainings: Sequence[Training], model: TwoHead, clients: int) -> None:
-    """Raise SettingsError if options of a row are out of range, or do not fit the network: not after all rounds."""
+def check_rows(trainings: Sequence[Training], model: TwoHead, settings: Settings) -> None:
+    """Raise SettingsError, before any training, if options of a row or given rates do not fit the network.
+
+    Options out of range are refused, too.
+    """
+    modules = list(model.global_state())
+    for variant in (variant for training in trainings for variant in training.variants):
+        initial_rates(settings.rates_init, modules, variant)
     for row in (row for training in trainings for row in training.rows if row.options):
         try:
-            check_options(row.method.adapter, model, clients, **row.options)
+            check_options(row.method.adapter, model, settings.clients, **row.options)
         except ValueError as error:
             raise SettingsError(f"methods: {row.label}: {error}") from error
 

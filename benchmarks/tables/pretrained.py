@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fedtta.benchmarks.provenance import differing, write_json
 from fedtta.data import Federation, Images
-from fedtta.settings import Settings, SettingsError, assignments
+from fedtta.settings import Settings, SettingsError, words
 
 #: Kind of training → what a label calls it.
 KINDS = {"federated": "federated", "central": "centrally trained", "source": "source model"}
@@ -138,7 +138,7 @@ def _check_part(model: Path, label: Mapping[str, Any], settings: Settings) -> No
     """Raise SettingsError unless a source model was trained on part=train and the run uses part=test of its data."""
     if label.get("measured_on") != MEASURED_ON:
         raise SettingsError(f"init = '{model}': its label does not say that {MEASURED_ON} was left out of its training")
-    part = assignments(settings.dataset_options, "dataset-options").get("part")
+    part = words(settings.dataset_options, "dataset-options").get("part")
     if label["settings"].get("dataset") != settings.dataset or part != "test":
         raise SettingsError(
             f"init = '{model}': a source model of {label['settings'].get('dataset')!r}; allowed is the same data set "

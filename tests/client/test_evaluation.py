@@ -211,7 +211,7 @@ def test_the_published_btfl_gets_the_number_of_clients(trained: tuple[Device, Ar
 
 @pytest.mark.parametrize("row", [Row("btfl", "btfl"), Row("btfl", "btfl", {"reading": "published"})])
 def test_the_own_share_is_that_of_the_clients_that_replied(row: Row, trained: tuple[Device, Arrays, Arrays]) -> None:
-    """Of 3 clients 2 replied in the statistics round: (2 p - p_l) / 1 is the other's, (3 p - p_l) / 2 nobody's."""
+    """Of 3 clients 2 replied in the statistics round: (2 p - p_l) / 1 is the other's, (3 p - p_l) / 2 no client's."""
     model, known = prepared(*trained)
     told = dataclasses.replace(known, clients=2)
     made = adapters.make_adapter(row, model, settings(leave_one_out="reading" not in row.options), told)

@@ -181,7 +181,7 @@ def test_a_trial_names_what_does_not_fit_candidates_or_the_network() -> None:
     for options, told in (
         ({"every": 10}, "every=10: allowed is 0, or at least probe=200"),
         ({"among": "none+auto"}, "auto cannot be a candidate"),
-        ({"among": "nobody"}, "unknown adapter 'nobody'"),
+        ({"among": "tnet"}, "unknown adapter 'tnet'"),
     ):
         with pytest.raises(ValueError, match=told):
             check_options("auto", model, 3, **options)
