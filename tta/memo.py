@@ -171,7 +171,8 @@ def by_loop(readout: Readout, views: Tensor, x: Tensor, weight: Tensor, lr: floa
 
 def by_vmap(readout: Readout, views: Tensor, x: Tensor, weight: Tensor, lr: float) -> tuple[Tensor, Tensor]:
     """Return what `by_loop` does, for all samples at once: B copies of the weights are in memory."""
-    start = {name: value.detach() for name, value in readout.named_parameters()}
+    # cuDNN's BatchNorm refuses channels-last images within vmap, and convolutions give those where their weights are so
+    start = {name: value.detach().contiguous() for name, value in readout.named_parameters()}
 
     def loss_of(params: dict[str, Tensor], batch: Tensor, e: Tensor) -> Tensor:
         return marginal_entropy_of_logits(functional_call(readout, params, (batch, e)))
@@ -185,7 +186,7 @@ def by_vmap(readout: Readout, views: Tensor, x: Tensor, weight: Tensor, lr: floa
         logits = functional_call(readout, params, (x.unsqueeze(0), e)).squeeze(0)  # [K]
         return logits, torch.stack(losses) if losses else views.new_zeros(0)
 
-    return vmap(one)(views, x, weight)
+    return vmap(one)(views.contiguous(), x.contiguous(), weight)
 
 
 def sample_bytes(readout: Readout, x: Tensor, weight: Tensor, tuning: Tuning) -> int:

@@ -47,7 +47,7 @@ WINDOW = {"stream_size": 12, "stream_batch": 6, "stream_concentration": 1.0, "co
 
 def adapter(case: contract.Case, device: torch.device, **options: Any) -> Adapter:
     """The adapter of a case of the contract, on a device; its random views are the product's own."""
-    model, store = contract.network().to(device), contract.store()
+    model, store = contract.network().to(device).to(memory_format=torch.channels_last), contract.store()  # as in a run
     statistics = Statistics.from_arrays(contract.known().to_arrays(), device)
     rates = {name: 0.1 * (1 - 2 * (i % 2)) for i, name in enumerate(zero_rates(model))}
     neighbours = Datastore(store.features.to(device), store.labels.to(device))
@@ -58,7 +58,7 @@ def adapter(case: contract.Case, device: torch.device, **options: Any) -> Adapte
 def adapted(case: contract.Case, device: torch.device) -> Results:
     """Predictions of a stream, with a state that is saved and loaded and arrays of other clients in between."""
     one, two = adapter(case, device), adapter(case, device)
-    first, second, third = (part.to(device) for part in contract.stream())
+    first, second, third = (part.to(device).to(memory_format=torch.channels_last) for part in contract.stream())
     found: Results = {"first": one.predict(first), "second": one.predict(second)}
     two.load_state_dict(one.state_dict())
     if isinstance(two, Collaborator):

@@ -6,9 +6,10 @@
 
 `Pretended` wraps a CPU tensor below autograd and the transforms of `torch.func`: every ATen operation on it arrives at
 `PretendedGPU.run`, also within vmap and in backward passes. Refused is what CUDA refuses: operands on two devices,
-`.numpy()`, a CPU generator for numbers drawn on the device. Counted is what makes the host wait: `.item()` and
-`bool()`, shapes that depend on values (`nonzero`, boolean indices), blocking copies and those of pageable memory. A
-non-blocking copy to the host holds no values until something has waited, as it may on a GPU.
+`.numpy()`, a CPU generator for numbers drawn on the device, BatchNorm of channels-last images within vmap. Counted is
+what makes the host wait: `.item()` and `bool()`, shapes that depend on values (`nonzero`, boolean indices), blocking
+copies and those of pageable memory. A non-blocking copy to the host holds no values until something has waited, as it
+may on a GPU.
 
 To C++ a `Pretended` is on the CPU, because autograd has no thread for a device that is not there. What Python asks of
 it (`.device`, `.is_cuda`, `.to`) is answered above, by a mode; threads that begin while the GPU is there enter it, too.
@@ -50,6 +51,7 @@ WAITS: dict[Any, int] = {
 #: Operations that take indices on the CPU, too, and copy them to the device.
 WRITES = (aten.index_put, aten.index_put_, aten._index_put_impl_)
 INDEXING = (aten.index, aten._unsafe_index, *WRITES)
+BATCH_NORM = (torch.batch_norm, torch.nn.functional.batch_norm)
 #: Operations beside pointwise ones that take a number on the CPU, a tensor without dimensions.
 TAKE_NUMBERS = (*INDEXING, aten.fill, aten.fill_, aten.masked_fill, aten.masked_fill_, aten.where)
 
@@ -139,6 +141,8 @@ class PretendedGPU:
         """Call a function of torch's; answer itself what it would answer for the CPU."""
         if func in ANSWERS:
             return ANSWERS[func](self, func, *args, **kwargs)
+        if func in BATCH_NORM and on_device(args[0]) and channels_last_within_vmap(args[0]):
+            raise RuntimeError(f"cuda: NYI: Tensor.clone(memory_format) inside vmap, got ChannelsLast (at {site()})")
         home = None
         if kwargs.get("device") is not None:
             home = torch.device(kwargs["device"]).type
@@ -436,6 +440,14 @@ def on_device(value: object) -> bool:
     while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
     return isinstance(value, Pretended)
+
+
+def channels_last_within_vmap(value: Tensor) -> bool:
+    """Tell whether images are in channels-last format within `vmap`, which cuDNN's BatchNorm refuses."""
+    functorch, inner, batched = torch._C._functorch, value, False
+    while functorch.is_functorch_wrapped_tensor(inner):
+        batched, inner = batched or functorch.is_batchedtensor(inner), functorch.get_unwrapped(inner)
+    return batched and value.dim() == 4 and value.stride(1) < value.stride(3)
 
 
 def leaves(values: Any) -> Iterator[Any]:

@@ -17,6 +17,10 @@ from tests.gpu.pretended import CUDA, PretendedGPU
 HOST = torch.arange(3.0)
 
 
+def normalized(images: Tensor) -> Tensor:
+    return nn.functional.batch_norm(images, None, None, training=True)
+
+
 @pytest.mark.parametrize(
     "work",
     [
@@ -39,6 +43,8 @@ HOST = torch.arange(3.0)
         lambda x: np.asarray(x),
         lambda x: torch.from_numpy(np.ones(3)).to(x) + np.ones(3),
         lambda x: x.pin_memory(),
+        lambda x: vmap(normalized)(x.expand(2, 4, 5, 5, 3).contiguous().movedim(-1, 2)),
+        lambda x: vmap(grad(lambda y: normalized(y).sum()))(x.expand(2, 4, 5, 5, 3).contiguous().movedim(-1, 2)),
     ],
 )
 def test_what_cuda_refuses_is_refused(work: Callable[[Tensor], object]) -> None:
