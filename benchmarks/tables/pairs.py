@@ -264,6 +264,8 @@ def leaders_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]],
 def parts_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -> str:
     """Return a table of what each part of pFedBBN brings in each cell that has its rows; empty without any.
 
+    Numbers of seeds are listed, one for each difference, where they differ.
+
     Parameters
     ----------
     kept : mapping
@@ -280,7 +282,9 @@ def parts_table(protocol: Protocol, kept: Mapping[str, Mapping[int, Content]]) -
         found = [difference(rows.get(more, {}), rows.get(less, {})) for more, less in PARTS.values()]
         if measured := [one for one in found if one]:
             texts = [str(one) if one else "" for one in found]
-            lines.append([f"`{cell.name}`", *texts, str(max(one.seeds for one in measured))])
+            counts = [one.seeds for one in measured]
+            seeds = ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+            lines.append([f"`{cell.name}`", *texts, seeds])
     return _markdown(["cell", *PARTS, "seeds"], ["---", *["--:"] * (len(PARTS) + 1)], lines)
 
 

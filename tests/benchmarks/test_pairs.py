@@ -248,7 +248,7 @@ def test_what_each_part_brings_is_paired_within_a_cell() -> None:
     second = {"bbn": row(a="50 60"), "bbn @ fedavg": row(a="60 70")}
     kept = {"c": {1: {"rows": first}, 2: {"rows": second}}, "d": {1: {"rows": {"bbn": row(a="50 60")}}}}
     assert parts_table(protocol, kept).splitlines()[2:] == [
-        "| `c` | +10.00 [+10.00, +10.00] | +2.00 [+1.00, +3.00] |  | 2 |",
+        "| `c` | +10.00 [+10.00, +10.00] | +2.00 [+1.00, +3.00] |  | 2, 1 |",
     ]
     assert parts_table(protocol, {}) == ""
 
