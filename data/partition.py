@@ -112,6 +112,11 @@ def partition(
     if SCHEMES[scheme].by_domain and domain is None:
         raise ValueError(f"partition {scheme!r} needs images with domains")
     clients = SCHEMES[scheme].assign(task, generator("partition", scheme, seed))
+    if (smallest := min(map(len, clients))) < min_size:  # of few samples, "step" rounds some shares down to none
+        raise ValueError(
+            f"partition {scheme!r} leaves one of {num_clients} clients with {smallest} samples, fewer than "
+            f"min_size={min_size}; use fewer clients"
+        )
     return [np.sort(np.asarray(own, dtype=np.int64)) for own in clients]
 
 

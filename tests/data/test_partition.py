@@ -184,6 +184,13 @@ def test_step_is_proportional_to_its_weights(labels: np.ndarray, clients: int, r
     assert (np.abs(counts_of(parts, labels) - quotas) < 1 + 1e-5).all()
 
 
+def test_step_refuses_clients_below_the_smallest_size() -> None:
+    labels = np.arange(20, dtype=np.int64) % 10  # two of each class, of which most of 20 clients get none
+    assert min(map(len, partition(labels, 20, "step", min_size=0))) == 0
+    with pytest.raises(ValueError, match="leaves one of 20 clients with 0 samples, fewer than min_size=1; use fewer"):
+        partition(labels, 20, "step")
+
+
 def test_domain_step_is_the_step_partition_of_each_domain() -> None:
     """The same generator, domain by domain."""
     domain, labels = np.arange(900) % 3, np.arange(900) // 3 % 5
