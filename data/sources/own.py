@@ -226,9 +226,10 @@ def _splits(source_text: str, scanned: Scanned, role: Role, index: Index) -> tup
         return ["test"] * len(scanned.samples), {}
     splits, left_out = assign(scanned.samples, role, index.tested)
     if role != "target" and "train" not in splits:
+        why = "; ".join(_left_out(left_out))
         raise ValueError(
-            f"data = {source_text!r}: none of {len(splits)} samples is in the training split; state the splits in "
-            "labels.csv, or use smaller groups"
+            f"data = {source_text!r}: none of {len(splits)} samples is in the training split{why and f' ({why})'}; add "
+            "samples, state the splits in labels.csv, or use smaller groups"
         )
     return splits, left_out
 
@@ -237,6 +238,11 @@ def _counts(scanned: Scanned, left_out: Mapping[str, str]) -> Iterator[str]:
     """Yield notes on samples that are not used, by reason."""
     if scanned.skipped:
         yield f"{len(scanned.skipped)} of {scanned.total} samples cannot be used: {reasons(scanned.skipped)}"
+    yield from _left_out(left_out)
+
+
+def _left_out(left_out: Mapping[str, str]) -> Iterator[str]:
+    """Yield how many samples are left out, by reason."""
     for reason, count in Counter(left_out.values()).items():
         yield f"{count} samples left out: {reason}"
 

@@ -173,6 +173,13 @@ def test_what_was_tested_never_trains(tmp_path: Path) -> None:
     assert splits(data_of(changed))["v"] == "validation"  # without an index nothing is remembered
 
 
+def test_a_device_whose_samples_were_all_tested_says_why_none_trains(tmp_path: Path) -> None:
+    index = tmp_path / "index.json"
+    assert len(data_of(MANY, role="target", index_file=index).split.test) == len(MANY)
+    with pytest.raises(ValueError, match=rf"training split \(\d+ samples left out: {TESTED}\); add samples"):
+        data_of(MANY, role="both", index_file=index)
+
+
 def test_samples_without_labels_were_never_tested(tmp_path: Path) -> None:
     index = tmp_path / "index.json"
     unlabelled = [Item(item.name, item.content, None) for item in MANY]
@@ -303,7 +310,7 @@ def test_a_target_counts_the_classes_of_its_test_split() -> None:
 
 
 def test_a_device_that_trains_needs_training_samples() -> None:
-    with pytest.raises(ValueError, match="none of 1 samples is in the training split; state the splits"):
+    with pytest.raises(ValueError, match="none of 1 samples is in the training split; add samples, state the splits"):
         data_of([Item("x", 1, split="test")])
     notes = data_of([Item("x", 1, split="train")]).notes
     assert notes == ("no sample of b", "no sample in the validation split", "no sample in the test split")
