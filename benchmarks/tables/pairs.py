@@ -130,7 +130,7 @@ def compared_columns(table: Table, found: Comparison) -> list[str]:
 
 
 def baselines(table: Table, found: Comparison, column: str) -> list[str]:
-    """Return the rows that the others are compared with: those that the table names, and the best baseline."""
+    """Return the rows that the others are compared with: those that the table names, and last the best baseline."""
     known = [label for label in table.against if column in found.values.get(label, {})]
     means = {
         label: mean
@@ -138,7 +138,7 @@ def baselines(table: Table, found: Comparison, column: str) -> list[str]:
         if label != AUTO and not is_proposed(label)
     }
     best = max(means, key=lambda label: means[label], default=None)
-    return list(dict.fromkeys([*known, *([best] if best else [])]))
+    return [*(label for label in known if label != best), *([best] if best else [])]
 
 
 def comparable_means(found: Comparison, column: str, over: Collection[int] = ()) -> dict[str, float]:

@@ -144,6 +144,14 @@ def test_baselines_are_the_named_ones_and_the_best_other() -> None:
     assert baselines(table, found, "average") == ["fedavg", "tent"]
 
 
+def test_the_best_baseline_is_last_where_the_table_names_it_too() -> None:
+    table = table_of(Cell("c", "C", Settings()), against=("tent", "fedavg", "btfl"))
+    kept = {"c": {1: {"rows": ROWS}}}
+    found = compare(table, kept)
+    assert baselines(table, found, "average") == ["fedavg", "btfl", "tent"]
+    assert "| row | − `fedavg` | − `btfl` | − `tent` |" in differences_table(table, found, kept)
+
+
 def test_the_best_baseline_is_chosen_over_equal_seeds() -> None:
     """T3A ran on the easy seed alone: its mean is above Tent's. Without FedAvg, shared seeds count."""
     easy = {**ROWS, "t3a": row(a="59 59 59", b="55 55 55")}
