@@ -49,13 +49,16 @@ class Comparison:
         return found if len(found) == 1 else [*found, AVERAGE]
 
     def gains(self, label: str, column: str) -> list[float]:
-        """Return value minus baseline for each seed that has both."""
+        """Return value minus baseline for each seed that has both; none of a row on a part of the samples."""
+        if {label, self.baseline} & self.partial:
+            return []
         own, base = (self.values.get(row, {}).get(column, {}) for row in (label, self.baseline))
         return [own[seed] - base[seed] for seed in own if seed in base]
 
     def best(self, column: str) -> str:
-        """Return the best mean of a column, as displayed."""
-        means = [_mean(row[column]) for label, row in self.values.items() if row.get(column) and label != CONSTANT]
+        """Return the best mean of a column, as displayed, of the rows that are compared."""
+        left_out = {CONSTANT, *self.partial}
+        means = [_mean(row[column]) for label, row in self.values.items() if row.get(column) and label not in left_out]
         return f"{max(means, default=math.nan):.2f}"
 
 
@@ -123,9 +126,13 @@ def _paper(cell: Cell, label: str, column: str, baseline: bool = False) -> Print
 def recovered(table: Comparison, column: str = "out_of_client") -> dict[str, list[float]]:
     """Return method → share in percent, by seed, of the gap personal → FedAvg that it recovers in a column.
 
-    NaN where FedAvg is not better than the personal head. Methods without all seeds are left out.
+    NaN where FedAvg is not better than the personal head. Methods without all seeds or samples are left out.
     """
-    rows = {name: row[column] for name, row in table.values.items() if len(row.get(column, ())) == len(table.seeds)}
+    rows = {
+        name: row[column]
+        for name, row in table.values.items()
+        if name not in table.partial and len(row.get(column, ())) == len(table.seeds)
+    }
     if not {"personal", "fedavg"} <= rows.keys():
         return {}
     low, high = rows.pop("personal"), rows.pop("fedavg")
@@ -174,7 +181,8 @@ def entry_text(table: Comparison, label: str, column: str) -> tuple[str, bool]:
     if theirs is not None:
         text += f" | {theirs.mean:.2f}"
         text += f" ({theirs.mean - base.mean:+.2f})" if base is not None and label != table.baseline else ""
-    return text, bool(values) and f"{_mean(values):.2f}" == table.best(column)
+    best = bool(values) and label not in table.partial and f"{_mean(values):.2f}" == table.best(column)
+    return text, best
 
 
 def _mean(values: Mapping[int, float]) -> float:

@@ -54,6 +54,16 @@ def test_share_of_the_gap_by_hand(found: Comparison) -> None:
     assert recovered(compare(one_cell(), {"c": {1: kept(1, ("fedavg", "btfl"))}})) == {}
 
 
+def test_a_row_on_fewer_samples_is_neither_the_best_nor_gains() -> None:
+    rows = kept(1)["rows"] | {"memo": row_content(results(1).evaluations, "btfl", "t")}
+    for shift in rows["memo"]["shifts"].values():
+        shift |= {"accuracy_percent": 99.0, "samples": 1}
+    made = compare(table_of(Cell("c", "C", Settings()), baseline="fedavg"), {"c": {1: {"rows": rows}}})
+    assert entry_text(made, "memo", "original") == ("99.00", False)
+    assert entry_text(made, "personal", "original") == ("87.50 (+37.50)", True)
+    assert recovered(made) == {"btfl": [50]}
+
+
 def test_markdown_by_hand(found: Comparison) -> None:
     # Standard deviations are divided by n: of 62.5 and 75 it is 6.25. 59.375 is displayed as 59.38, twice the best.
     assert markdown_table(found).splitlines() == [
