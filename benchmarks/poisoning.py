@@ -260,6 +260,6 @@ def _cell(column: str, pairs: Sequence[tuple[Measured, Measured | None]]) -> str
         return ""
     if all(one.case.attack == NONE for one, _ in both):
         values = [one.accuracy[column] for one, _ in both]
-        return f"{fmean(values):.1f} ± {pstdev(values):.1f}"
+        return f"{fmean(values):.1f} ± {pstdev(values):.1f}" if len(values) > 1 else f"{values[0]:.1f}"
     changes = [one.accuracy[column] - base.accuracy[column] for one, base in both]
     return f"{fmean(changes):+.1f} ({min(changes):+.1f})" if len(changes) > 1 else f"{changes[0]:+.1f}"

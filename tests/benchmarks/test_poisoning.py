@@ -52,6 +52,7 @@ def test_the_page_has_accuracies_and_what_attacks_add(tmp_path: Path) -> None:
     page = poisoning_page(read_poisoning(tmp_path / poisoning.FILE))
     assert "| equal parts | no attack | 91.0 ± 1.0 | 2 |" in page
     assert "| equal parts | sign flip × 1 | -0.2 (-1.0) | 2 |" in page
+    assert "| equal parts | no attack | 91.0 | 1 |" in page  # one seed has no standard deviation
     assert "| equal parts | sign flip × 1 | -80.0 | 1 |" in page
     assert "Two poisoners" not in page
 
