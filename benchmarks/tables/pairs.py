@@ -202,9 +202,10 @@ def differences_table(table: Table, found: Comparison, cells: Mapping[str, Mappi
         return ""
     over = " or ".join(f"{clients} clients in {seeds} seed{'s'[: seeds > 1]}" for seeds, clients in sorted(counts))
     column = "" if several else f", {pairs[0][1]}"
+    means = ", means over clients and not over samples as above" if table.cells[0].weighting == "samples" else ""
     return "\n".join(
         [
-            f"Paired differences in points{column}, with 95 % bootstrap intervals over {over}; the last baseline is "
+            f"Paired differences in points{column}{means}, with 95 % bootstrap intervals over {over}; the last baseline is "
             "the best row that none of the papers proposes:",
             "",
             f"| row | {' | '.join(heads)} |",

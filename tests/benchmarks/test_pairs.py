@@ -188,6 +188,13 @@ def test_pages_state_differences_and_orders() -> None:
     assert told == [("fedavg", "btfl", -1), ("fedavg", "fedthe", -1), ("btfl", "fedthe", 0)]
 
 
+def test_differences_beside_means_over_samples_are_said_to_be_over_clients() -> None:
+    kept = {"c": {1: {"rows": ROWS}}}
+    tables = [table_of(Cell("c", "C", Settings(), weighting=weighting)) for weighting in ("clients", "samples")]
+    told = ["over clients and not over samples" in differences_table(one, compare(one, kept), kept) for one in tables]
+    assert told == [False, True]
+
+
 def test_a_line_names_the_orders() -> None:
     table, kept = table_of(Cell("c", "C", Settings())), {"c": {1: {"rows": ROWS}}}
     found = compare(table, kept)
