@@ -205,8 +205,8 @@ def differences_table(table: Table, found: Comparison, cells: Mapping[str, Mappi
     means = ", means over clients and not over samples as above" if table.cells[0].weighting == "samples" else ""
     return "\n".join(
         [
-            f"Paired differences in points{column}{means}, with 95 % bootstrap intervals over {over}; the last baseline is "
-            "the best row that none of the papers proposes:",
+            f"Paired differences in points{column}{means}, with 95 % bootstrap intervals over {over}; the last "
+            "baseline is the best row that none of the papers proposes:",
             "",
             f"| row | {' | '.join(heads)} |",
             "| --- |" + " --: |" * len(heads),

@@ -42,7 +42,7 @@ from tests.benchmarks.fabricated import results
 
 KEPT = read_results_of(RESULTS)
 FILES = [(name, cell, seed) for name, cells in KEPT.items() for cell, seeds in cells.items() for seed in seeds]
-#: protocol, cell, seed, row, column → accuracy in percent, from the files of 2026-11-22; those of BTGFL and pFedBBN are of 2026-11-28.
+#: protocol, cell, seed, row, column → accuracy in percent, from files of 2026-11-22 (BTGFL, pFedBBN: of 2026-11-28).
 KNOWN = {
     ("brfl", "cnn-dir-0.1", 1, "fedavg", "original"): 42.1333,
     ("brfl", "cnn-dir-0.1", 1, "fedavg", "out_of_client"): 42.45,
