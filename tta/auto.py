@@ -366,16 +366,30 @@ class Auto(Adapter):
             check_finite("the network's output", namespace(z).concat((z, logits), axis=1))
             if len(x) == 0:
                 return self.candidates[NONE].predict(x)
-            parts, end = [], 0
-            while end < len(x):
-                parts.append(self._predict_some(x[end:], z[end:]))
-                end += len(parts[-1])
-            return namespace(parts[0]).concat(parts, axis=0)
+            return self._predict_all(x, z)
         finally:
             self._once.forget()
 
-    def _predict_some(self, x: Tensor, z: Tensor) -> Tensor:
+    def _predict_all(self, x: Tensor, z: Tensor) -> Tensor:
+        """Predict a batch part by part, or leave everything as it was."""
+        before = self.state_dict() if self._pausing else {}  # a candidate that trains may fail when others have moved
+        parts, choices = [], list[int]()
+        try:
+            while len(choices) < len(x):
+                rows, chosen = self._predict_some(x[len(choices) :], z[len(choices) :])
+                parts.append(rows)
+                choices += chosen
+        except Exception:
+            if before:
+                self._load(before)
+            raise
+        self._note(choice=np.array(choices, np.int64))
+        return namespace(parts[0]).concat(parts, axis=0)
+
+    def _predict_some(self, x: Tensor, z: Tensor) -> tuple[Tensor, list[int]]:
         """Predict the first samples of a batch, up to one after which other candidates run; all if they go by batches.
+
+        The choices are positions among the names, one a sample.
 
         They run on ahead of the choice: where that changes who runs before the last of these samples, they go back.
         """
@@ -394,8 +408,7 @@ class Auto(Adapter):
             for name in running:
                 self.candidates[name].load_state_dict(before[name])
             self._rows(running, x[:taken], z[:taken])
-        self._note(choice=np.array(choices, np.int64))
-        return rows[[running.index(self.names[one]) for one in choices], list(range(taken))]
+        return rows[[running.index(self.names[one]) for one in choices], list(range(taken))], choices
 
     @property
     def _running(self) -> tuple[str, ...]:

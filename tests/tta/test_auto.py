@@ -31,6 +31,7 @@ from fedtta.tta.auto import (
 from fedtta.tta.drift import DriftTest, outputs
 from fedtta.tta.estimates import Calibration, class_shares, judged, with_new_shares
 from fedtta.tta.modules import zero_rates
+from tests.tta.networks import images, two_head_network
 
 K = 4
 ALL = ("none", "personal", "fixed_mix", "t3a", "pausing")
@@ -427,6 +428,20 @@ def test_states_with_a_choice_or_windows_that_do_not_fit_are_refused() -> None:
             adapter.load_state_dict({**state, name: value})
     again = adapter.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in state.items())
+
+
+def test_a_candidate_that_fails_leaves_the_others_as_they_were() -> None:
+    options: dict[str, dict[str, Any]] = {"none": {}, "t3a": {"support": 3}, "tent": {"lr": 1e308}}
+    makers: dict[str, Any] = {
+        name: (lambda model, name=name: tta.create(name, model, record=False, **options[name])) for name in options
+    }
+    adapter = Auto(two_head_network(), Candidates(makers, Gains(dict.fromkeys(makers, Calibration(0.0, 0.0)))))
+    before = adapter.state_dict()
+    with pytest.raises(ValueError, match="left the finite numbers"):
+        adapter.predict(images(6))
+    after = adapter.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert adapter.report() == {}
 
 
 def test_each_candidate_checks_its_own_state() -> None:
