@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -214,9 +215,15 @@ class AgentConfig:
 
     def _check_adapter(self) -> None:
         """Refuse an adapter that cannot run here, or one that chooses among others that cannot."""
+        if self.runtime == "torch" and find_spec("torch") is None:
+            raise SettingsError("runtime = 'torch': PyTorch is not installed here; runtime = 'onnx' does without it")
         from fedtta.tta.registry import candidates_of, info
 
-        name, options = self.adapter_name, self.adapter_options  # raises for what does not exist
+        name = self.adapter_name
+        self._check_light(name)
+        options = self.adapter_options  # raises for what does not exist
+        for candidate in str(options.get("among", "")).split("+"):
+            self._check_light(candidate)
         self._check_runs(name, options)
         if "candidates" not in info(name).needs:
             return
@@ -236,19 +243,24 @@ class AgentConfig:
                     "samples to choose its weight on"
                 )
 
+    def _check_light(self, name: str) -> None:
+        """Refuse an adapter that the runtime cannot run, before its class is imported, which needs torch."""
+        from fedtta.tta.registry import LIGHT, PATHS
+
+        if self.runtime == "onnx" and name in PATHS and name not in LIGHT:
+            raise SettingsError(
+                f"adapter = {self.adapter!r}: {name} adapts the network itself, which runtime = onnx has as a fixed "
+                f"graph; allowed there are {', '.join(LIGHT)}"
+            )
+
     def _check_runs(self, name: str, options: Mapping[str, Any]) -> None:
-        """Refuse an adapter that does not exist, that the runtime cannot run, or that needs a whole test set."""
-        from fedtta.tta.registry import LIGHT, info
+        """Refuse an adapter that does not exist or that needs a whole test set."""
+        from fedtta.tta.registry import info
 
         try:
             adapter = info(name)
         except ValueError as error:
             raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
-        if self.runtime == "onnx" and name not in LIGHT:
-            raise SettingsError(
-                f"adapter = {self.adapter!r}: {name} adapts the network itself, which runtime = onnx has as a fixed "
-                f"graph; allowed there are {', '.join(LIGHT)}"
-            )
         if whole_set := adapter.whole_set:
             option, value = whole_set
             if options.get(option, adapter.options[option][1]) == value:
@@ -259,24 +271,23 @@ class AgentConfig:
     @property
     def adapter_name(self) -> str:
         """Return the adapter's name."""
-        return self._parsed()[0]
+        return self._words()[0]
 
     @property
     def adapter_options(self) -> dict[str, Any]:
         """Return the adapter's options, typed."""
-        return self._parsed()[1]
-
-    def _parsed(self) -> tuple[str, dict[str, Any]]:
-        """Return name and options of `adapter`; SettingsError lists the known ones."""
         from fedtta.tta.registry import parse_options
 
+        try:
+            return parse_options(*self._words())
+        except ValueError as error:  # which lists the known ones
+            raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
+
+    def _words(self) -> tuple[str, dict[str, str]]:
+        """Return name and options of `adapter` as they are written."""
         match = re.fullmatch(r"([\w.-]+)(?:\[(.*)\])?", self.adapter)
         name = match[1] if match else self.adapter
-        options = words((match[2] if match else "") or "", f"adapter: {name}")
-        try:
-            return name, parse_options(name, options)
-        except ValueError as error:
-            raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
+        return name, words((match[2] if match else "") or "", f"adapter: {name}")
 
     @property
     def state_folder(self) -> Path:

@@ -25,6 +25,7 @@ ENCODER = "encoder.safetensors"  # beside the model's file
 FORMAT, VERSION = "fedtta-encoder", "1"
 Precision = Literal["float32", "int8"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+MISSING = "runtime = onnx needs onnxruntime: pip install 'fedtta[onnx]'"
 IMAGES, FEATURES = "images", "features"  # names in the graph
 
 
@@ -158,7 +159,7 @@ def session_of(graph: bytes, name: str) -> InferenceSession:
     try:
         import onnxruntime
     except ImportError as error:
-        raise ImportError("runtime = onnx needs onnxruntime: pip install 'fedtta[onnx]'") from error
+        raise ImportError(MISSING) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.enable_cpu_mem_arena = False  # which would keep the memory of the largest batch

@@ -41,7 +41,7 @@ from fedtta.messages.replies import Reply
 from fedtta.messages.requests import AdapterRow, Request
 from fedtta.models import load_arrays, save_arrays
 from fedtta.models.deadline import Stopped, check_deadline
-from fedtta.models.exported import ENCODER, ExportedNetwork, Precision, load_network
+from fedtta.models.exported import ENCODER, MISSING, ExportedNetwork, Precision, load_network
 from fedtta.settings import SettingsError
 from fedtta.settings.files import make_folder, write_atomically
 from fedtta.tta import Statistics
@@ -120,9 +120,16 @@ class Light:
         The device's adapter.
     note : callable
         Called with a line of text for the owner.
+
+    Raises
+    ------
+    ValueError
+        onnxruntime is missing.
     """
 
     def __init__(self, config: AgentConfig, row: AdapterRow, note: Callable[[str], None]) -> None:
+        if find_spec("onnxruntime") is None:  # or the first model would tell, after its training
+            raise ValueError(MISSING)
         self.config, self.row = config, row
         self._precision = cast(Precision, config.precision)
         self._children, self._offered = Children(config, note), config.state_folder / OFFERED

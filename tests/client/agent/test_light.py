@@ -244,6 +244,27 @@ def test_a_process_that_predicts_has_neither_torch_nor_flower(tmp_path: Path, ad
     assert (imported, closed) == ("[] None", "True")
 
 
+@pytest.mark.parametrize(
+    ("missing", "keys", "said"),
+    [
+        ("torch", "", "runtime = 'torch': PyTorch is not installed here"),
+        ("torch", 'runtime = "onnx"\nadapter = "tent"', "tent adapts the network itself"),
+        ("torch", 'runtime = "onnx"\nadapter = "auto[among=fedthe+tent]"', "tent adapts the network itself"),
+        ("onnxruntime", 'runtime = "onnx"', "runtime = onnx needs onnxruntime"),
+    ],
+)
+def test_a_runtime_that_is_not_installed_is_told_at_the_start(
+    tmp_path: Path, missing: str, keys: str, said: str
+) -> None:
+    (tmp_path / "device.toml").write_text(f'name = "0"\nstate-dir = "state"\n{keys}\n')
+    code = f"import sys; sys.modules[{missing!r}] = None; from fedtta.client.agent.__main__ import main; exit(main())"
+    command = [sys.executable, "-c", code, "--config", str(tmp_path / "device.toml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (1, 2)
+    (line,) = done.stderr.splitlines()
+    assert said in line
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Evaluate, Evaluated]]:
     """A light agent that a federation has trained through the child."""
@@ -349,7 +370,7 @@ def test_without_pytorch_an_agent_starts_with_the_model_that_it_can_read(
     export_encoder(made("cnn").network, (3, SIZE, SIZE), tmp_path / "state/models/1" / NETWORK)
     store.close()
     (tmp_path / "new.safetensors").touch()
-    monkeypatch.setattr("fedtta.client.agent.light.find_spec", {}.get)
+    monkeypatch.setattr("fedtta.client.agent.light.find_spec", {"onnxruntime": True}.get)
     agent = Agent(config(tmp_path, runtime="onnx", adapter="btfl", model=str(tmp_path / "new.safetensors")))
     notes = " ".join(agent.status().notes)
     assert agent.status().version.startswith("r/t/1/")
