@@ -1,6 +1,7 @@
 """Vectorized forward pass: N networks of one architecture, stacked along a first dimension (torch.func.vmap).
 
-Batches may be padded: a mask marks the real samples, and BatchNorm computes its statistics over those only.
+Batches may be padded: a mask marks the real samples, and BatchNorm computes its statistics over those only. It is
+computed here in either mode: on a GPU torch's own refuses, within vmap, what is in the memory format channels-last.
 """
 
 from __future__ import annotations
@@ -127,12 +128,8 @@ class VectorizedNetwork:
 
     @contextmanager
     def _masking(self) -> Iterator[None]:
-        """Make BatchNorm layers in training mode use the mask inside the block."""
-        layers = [
-            (name, layer)
-            for name, layer in self.network.named_modules()
-            if isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
-        ]
+        """Make BatchNorm layers use the mask, in training mode, inside the block."""
+        layers = [(name, layer) for name, layer in self.network.named_modules() if isinstance(layer, BatchNorm)]
         try:
             for name, layer in layers:
                 layer.__dict__["forward"] = self._masked(name, layer)
@@ -145,21 +142,12 @@ class VectorizedNetwork:
         """Return a forward function of a BatchNorm layer that ignores padding."""
 
         def forward(x: Tensor) -> Tensor:
-            assert self._mask is not None
-            dimensions = [0, *range(2, x.ndim)]
             shape = [1, -1, *[1] * (x.ndim - 2)]
             values = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-            there = self._mask.reshape([-1] + [1] * (x.ndim - 1)).to(values.dtype)
-            count = self._mask.sum() * (values[0, 0].numel())
-            mean = (values * there).sum(dimensions) / count
-            centred = (values - mean.reshape(shape)) * there
-            squares = (centred * centred).sum(dimensions)
-            if layer.running_mean is not None and layer.running_var is not None and layer.momentum is not None:
-                measured = {"running_mean": mean, "running_var": squares / (count - 1)}
-                for own, new in measured.items():
-                    old = layer.get_buffer(own)
-                    self._moved[f"{name}.{own}"] = old + layer.momentum * (new.detach() - old)
-            out = (values - mean.reshape(shape)) * torch.rsqrt(squares / count + layer.eps).reshape(shape)
+            mean, variance = layer.running_mean, layer.running_var
+            if layer.training or mean is None or variance is None:
+                mean, variance = self._measured(name, layer, values)
+            out = (values - mean.reshape(shape)) * torch.rsqrt(variance + layer.eps).reshape(shape)
             if layer.weight is not None:
                 out = out * layer.weight.reshape(shape)
             if layer.bias is not None:
@@ -167,3 +155,19 @@ class VectorizedNetwork:
             return out.to(x.dtype)
 
         return forward
+
+    def _measured(self, name: str, layer: BatchNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and variance [C] of x [B, C, ...] without padding; move the layer's running statistics."""
+        assert self._mask is not None
+        dimensions = [0, *range(2, x.ndim)]
+        there = self._mask.reshape([-1] + [1] * (x.ndim - 1)).to(x.dtype)
+        count = self._mask.sum() * (x[0, 0].numel())
+        mean = (x * there).sum(dimensions) / count
+        centred = (x - mean.reshape([1, -1, *[1] * (x.ndim - 2)])) * there
+        squares = (centred * centred).sum(dimensions)
+        if layer.running_mean is not None and layer.running_var is not None and layer.momentum is not None:
+            measured = {"running_mean": mean, "running_var": squares / (count - 1)}
+            for own, new in measured.items():
+                old = layer.get_buffer(own)
+                self._moved[f"{name}.{own}"] = old + layer.momentum * (new.detach() - old)
+        return mean, squares / count

@@ -157,14 +157,15 @@ def refined(device: torch.device) -> Results:
     return {**prefixed("rate", rates), **prefixed("metric", metrics)}
 
 
-def vectorised(device: torch.device) -> Results:
-    """A round of three clients of different sizes at once."""
-    model, task = tiny.network(norm=True).to(device), tiny.Task("t")
+def vectorised(device: torch.device, same: bool = True) -> Results:
+    """A round of three clients of different sizes at once; if not all are `same`, each keeps its BatchNorm (FedBN)."""
+    model = tiny.network(norm=True).to(device).to(memory_format=torch.channels_last)
     splits = tiny.federation_of_splits(tiny.images(31), (9, 3, 2), (5, 2, 2), (4, 2, 2))
     settings = {"augment": True, "personal_epochs": 1}
     members = [tiny.device(i, MemoryState(), splits, model, **settings) for i in range(3)]
     members = [tiny.Client(replace(one.inner, device=device)) for one in members]
     arrays = tiny.global_arrays(tiny.network(norm=True))
+    task = tiny.Task("t", aggregated=None if same else [name for name in arrays if ".norm." not in name])
     requests = [one.request(1, task, arrays, proximal_mu=0.1) for one in members]
     replies = cohort.train([one.inner for one in members], requests)
     found: Results = {}
@@ -252,6 +253,7 @@ CASES: dict[str, Work] = {
     **{f"collaborative {name}": partial(collaborated, name) for name in ("tent", "bbn")},
     "refined rates": refined,
     "vectorised training": vectorised,
+    "vectorised training of networks that differ": partial(vectorised, same=False),
     "corruptions": corrupted,
     **{f"agent {name}": partial(answered, name) for name in ("btfl", "fedthe", "tent", "none", "knn_per")},
     "files": stored,
