@@ -232,6 +232,7 @@ class Lifecycle:
                 raise ValueError(f"no older model {version or 'that was served before'}; there are: {there}")
             live = self._loaded(found[0])
             self._serve(live, lambda: self.store.promote(found[0].name, ROLLED_BACK, decided(found[0])), "rolled back")
+            self._try_again(live)
             return Changed(live.version, "served", live.samples)
 
     def conclude(self) -> None:
@@ -309,6 +310,21 @@ class Lifecycle:
             self._shadow = Shadow(live, self.config.shadow_samples, "accuracy" in model.check)
         else:
             self.store.mark(model.name, state, model.check)
+
+    def _try_again(self, live: Live) -> None:
+        """Begin a candidate's trial again, beside a model that was restored; one unlike that waits for approval."""
+        shadow, model = self._shadow, self.store.candidate
+        if shadow is None or model is None:
+            return
+        alike = comparable(shadow.live.served, live.served)
+        with self.predicting:
+            self._shadow = Shadow(shadow.live, self.config.shadow_samples, shadow.labelled) if alike else None
+        if not alike:
+            self.log.write("waiting for approval", version=model.version)
+            try:
+                self.store.mark(model.name, "candidate", model.check)
+            except OSError as error:  # after a restart it waits, too
+                self._note(f"model {model.version} waits: {error}")
 
     def _serve(self, live: Live, commit: Callable[[], object], event: str, **values: Any) -> None:
         """Put a model into service, on disk and then in memory; `saving` is held.

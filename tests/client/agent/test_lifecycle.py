@@ -282,6 +282,26 @@ def test_a_model_whose_images_are_prepared_otherwise_waits_for_approval(agents: 
     assert agent.status().version == before
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_after_a_rollback_a_trial_begins_again_and_a_candidate_unlike_the_restored_model_waits(
+    agents: Any, alike: bool
+) -> None:
+    agent, model, samples = agents(shadow_samples=30), served("fedthe"), Samples(sample_images())
+    first, names = agent.status().version, model.classes if alike else tuple("abcdefghij")
+    agent._models.offer(replace(model, classes=names, origin="r/t/1"), samples)
+    agent.approve()
+    version = agent._models.offer(replace(model, classes=names, origin="r/t/2"), samples).removeprefix("shadow ")
+    predicted(agent, 0, 20)
+    agent.restore_model()
+    predicted(agent, 20, 40)
+    agent._models.conclude()
+    assert agent.status().version == first
+    assert agent.status().candidate == f"{'shadow' if alike else 'waiting for approval'} {version}"
+    predicted(agent, 40, 60)
+    agent._models.conclude()
+    assert agent.status().version == (version if alike else first)
+
+
 def test_an_estimate_that_another_adapter_was_calibrated_for_is_dropped(agents: Any) -> None:
     before = agents(adapter="fedthe")
     predicted(before, 0, 100)
