@@ -1,7 +1,7 @@
 """The agent's predictor service: predictions, status and models for the device's owner.
 
-All handlers run on one event loop, predictions on the thread of the queue, everything else on the loop's default
-threads. A waiting request is a future, and cancelling it removes it from the queue.
+All handlers run on one event loop, predictions on the thread of the queue, scans on another, everything else on the
+loop's default threads. A waiting request is a future, and cancelling it removes it from the queue.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
@@ -139,6 +139,7 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
         self._accepted: set[Future[Prediction]] = set()  # and not answered
         self._moved = asyncio.Event()  # one of them has been answered or withdrawn
         self._share = max(1, self.config.queue_limit * STREAMS_SHARE // 100)
+        self._scanner = ThreadPoolExecutor(1, "rescan")  # of the loop's few threads, slow scans would leave none
 
     async def Predict(self, request: pb.PredictRequest, context: Any) -> pb.PredictReply:
         """Predict one request; busy if the queue is full."""
@@ -220,7 +221,8 @@ class Predictor(agent_pb2_grpc.PredictorServicer):
     async def Rescan(self, request: pb.RescanRequest, context: Any) -> pb.RescanReply:
         """Look at the device's own data again."""
         async with self.calls.answered(context):
-            return pb.RescanReply(**dataclasses.asdict(await asyncio.to_thread(self.agent.rescan)))
+            scan = await asyncio.get_running_loop().run_in_executor(self._scanner, self.agent.rescan)
+            return pb.RescanReply(**dataclasses.asdict(scan))
         raise AssertionError("unreachable: the call has been aborted")
 
     def _due(self) -> float:

@@ -37,6 +37,29 @@ def agent() -> Iterator[tuple[FakeAgent, agent_pb2_grpc.PredictorStub]]:
         yield fake, predictor(line)
 
 
+def test_slow_scans_keep_nobody_from_asking_for_the_status(agent: Any) -> None:
+    """They would take all of the loop's threads, of which there are few."""
+    fake, stub = agent
+    gate, scan = threading.Event(), fake.rescan
+    begun: list[int] = []
+
+    def slow() -> Any:
+        begun.append(1)
+        assert gate.wait(TIMEOUT)
+        return scan()
+
+    fake.rescan = slow
+    scans = [stub.Rescan.future(pb.RescanRequest(), timeout=TIMEOUT) for _ in range(40)]
+    until(lambda: bool(begun))
+    try:
+        for one in scans[1:]:
+            one.cancel()
+        assert stub.Status(pb.StatusRequest(), timeout=TIMEOUT / 4).model_version == "run/ce/3/abcd"
+    finally:
+        gate.set()
+    assert scans[0].result().samples == 61
+
+
 def test_a_prediction_says_all_that_the_agent_says(agent: Any) -> None:
     _, stub = agent
     stub.Predict(request(0.125, shape=(2, 1, 2, 2)), timeout=TIMEOUT)
