@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(export(given.model, given.out, given.format))
     except (ValueError, OSError, ImportError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, FileNotFoundError) else 1
     return 0
 
 

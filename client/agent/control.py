@@ -23,6 +23,7 @@ import grpc
 from fedtta.client.agent.status import CALIBRATED
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc
+from fedtta.settings import SettingsError
 
 LIMIT = 64 << 20  # bytes of a reply
 
@@ -53,8 +54,10 @@ class Connection:
 
         Raises
         ------
+        SettingsError
+            TCP without certificates, or with files that cannot be read.
         ValueError
-            TCP without certificates, or the agent refuses a call; the text is its reason.
+            The agent refuses a call; the text is its reason.
         ConnectionError
             The agent cannot be reached.
         """
@@ -72,8 +75,11 @@ class Connection:
         if self.address.startswith("unix:"):
             return grpc.insecure_channel(self.address, options)
         if not (self.ca and self.certificate and self.key):
-            raise ValueError(f"{self.address}: an agent on TCP needs --ca, --certificate and --key")
-        ca, key, certificate = (Path(path).read_bytes() for path in (self.ca, self.key, self.certificate))
+            raise SettingsError(f"{self.address}: an agent on TCP needs --ca, --certificate and --key")
+        try:
+            ca, key, certificate = (Path(path).read_bytes() for path in (self.ca, self.key, self.certificate))
+        except OSError as error:
+            raise SettingsError(str(error)) from error
         return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(ca, key, certificate), options)
 
 
@@ -168,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(functions[chosen.command](agent, *given))
     except (ValueError, OSError) as error:  # ConnectionError too
         print(error, file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, SettingsError) else 1
     return 0
 
 

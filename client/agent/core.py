@@ -267,7 +267,7 @@ class Agent:
             try:
                 with live.undone_on_error():
                     live.load(arrays, entry.samples)
-                    self._store.forget_after(entry.name)
+                    self._store.forget_after(entry)
             except OSError:
                 live.saved, live.tried, live.changed = before
                 raise

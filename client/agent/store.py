@@ -278,9 +278,10 @@ class Store:
                     self._note(f"snapshot refused: {error}")
         return None
 
-    def forget_after(self, name: str) -> None:
-        """Remove the served model's snapshots that are newer than `name`."""
-        gone = set(self.names[self.names.index(name) + 1 :])
+    def forget_after(self, entry: Entry) -> None:
+        """Remove a model's snapshots that are newer than `entry`."""
+        names = self.snapshots(entry.model)
+        gone = set(names[names.index(entry.name) + 1 :])
         self._commit(
             replace(self._manifest, snapshots=tuple(one for one in self._manifest.snapshots if one.name not in gone))
         )

@@ -157,6 +157,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     assert main([str(tmp_path / name), "--format", "huggingface", "--out", str(tmp_path / "out")]) == 1
     assert "out exists" in capsys.readouterr().err
+    assert main([str(tmp_path / "absent"), "--format", "onnx", "--out", str(tmp_path / "out")]) == 2
     assert set(FORMATS) == set(READERS)
 
 

@@ -63,8 +63,11 @@ def test_a_refusal_and_a_missing_agent_are_told(capsys: pytest.CaptureFixture[st
     with folder() as path:
         assert main(["--socket", f"unix:{path}/none.sock", "status"]) == 1
         assert f"no agent answers at unix:{path}/none.sock" in capsys.readouterr().err
-    assert main(["--socket", "localhost:7000", "status"]) == 1
+    assert main(["--socket", "localhost:7000", "status"]) == 2
     assert "needs --ca, --certificate and --key" in capsys.readouterr().err
+    files = [word for name in ("ca", "certificate", "key") for word in (f"--{name}", "/no/such.pem")]
+    assert main(["--socket", "localhost:7000", *files, "status"]) == 2
+    assert "/no/such.pem" in capsys.readouterr().err
 
 
 def test_an_agent_on_tcp_is_reached_with_certificates(tmp_path: Path) -> None:

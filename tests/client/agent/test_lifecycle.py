@@ -412,6 +412,8 @@ def test_where_a_full_disk_keeps_that_from_being_written_it_is_written_later(
         patched.setattr("fedtta.client.agent.store.write_atomically", full)
         two = agents()
     assert two.status().version == first
+    two.rollback()
+    assert f"rolled back to snapshot {two._store.snapshots(model.digest)[-1]}" in two.status().notes
     predicted(two, 0, 20)
     two.snapshot()
     assert [(one.version, one.state, one.reason, one.time, one.check) for one, _ in two.models()] == [
