@@ -217,7 +217,7 @@ def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -
     ------
     SettingsError
         An unknown protocol, section, key or table of a paper, or a value of the wrong type or that is not allowed; the
-        section is named.
+        section is named. Or `quick` without a small version.
     """
     path = PROTOCOLS / f"{name}.toml"
     if not path.exists():
@@ -232,6 +232,8 @@ def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -
     flat = {key: value for key, value in content.items() if key not in sections}
     check_types(name, {key: flat[key] for key in SECTIONS if key in flat}, dict.fromkeys(SECTIONS, (dict,)))
     check_types(f"{name}: [quick]", sections.get("quick", {}), {"cells": (list,)}, settings=True)
+    if quick and "quick" not in sections:
+        raise SettingsError(f"{name}: --quick: allowed with a section [quick]")
     small = dict(sections.get("quick", {})) if quick else {}
     wanted = small.pop("cells", None)
     described = dict(_expanded(name, "cell", sections.get("cells", {MAIN: {}}), CELL_KEYS))

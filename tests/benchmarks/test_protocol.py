@@ -39,6 +39,14 @@ def test_every_cell_of_every_protocol_is_valid(name: str, quick: bool) -> None:
     assert sorted(listed) == sorted(cell.name for cell in protocol.cells)
 
 
+def test_a_protocol_without_a_small_version_is_not_run_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.toml").write_text('# Mine.\ndataset = "digits"\nrounds = 100\n')
+    monkeypatch.setattr("fedtta.benchmarks.tables.protocol.PROTOCOLS", tmp_path)
+    assert read_protocol("mine").cells
+    with pytest.raises(SettingsError, match=r"mine: --quick: allowed with a section \[quick\]"):
+        read_protocol("mine", quick=True)
+
+
 def test_changes_win_over_the_file_and_the_last_one_counts() -> None:
     cells = {cell.name: cell.settings for cell in read_protocol("brfl", ["rounds=4", "autocast=false"]).cells}
     assert {(settings.rounds, settings.autocast) for settings in cells.values()} == {(4, False)}
