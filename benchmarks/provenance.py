@@ -15,6 +15,8 @@ from fedtta.settings import Settings
 from fedtta.settings.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
+#: What runs did before a setting existed, where its default is something else: the mean had no limits.
+BEFORE: dict[str, Any] = {"clip-factor": 0.0, "max-share": 0.0}
 
 
 def provenance() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from fedtta.benchmarks.provenance import RESULTS, differing, provenance, provenance_of_run
+from fedtta.benchmarks.provenance import BEFORE, RESULTS, differing, provenance, provenance_of_run
 from fedtta.benchmarks.tables.pretrained import check_pretrained, label_path, read_label, write_label
 from fedtta.benchmarks.tables.protocol import Cell, Network, Protocol
 from fedtta.benchmarks.tables.results import UNRECORDED, cell_path, read_cell
@@ -153,7 +153,8 @@ def _network_settings(network: Network, seed: int) -> Settings:
 def _other_training(path: Path, network: Network, settings: Settings) -> list[str]:
     """Return in what the training of a kept network differs from what the protocol says."""
     label = read_label(path)
-    other = differing(label["settings"], settings, {*LATER, *UNRECORDED})
+    before = BEFORE if network.train == "federated" else {}  # training in one place takes no mean
+    other = differing({**before, **label["settings"]}, settings, {*LATER, *UNRECORDED})
     if network.train != "federated" and label.get("recipe", {}).get("epochs") != network.epochs:
         other.append("epochs")
     return other

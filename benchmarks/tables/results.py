@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedtta.benchmarks.papers import WITH
-from fedtta.benchmarks.provenance import differing, provenance_of_run
+from fedtta.benchmarks.provenance import BEFORE, differing, provenance_of_run
 from fedtta.benchmarks.tables.protocol import TYPES, Cell, Types, check_types
 from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.server.adaptation import cells as collaborating
@@ -57,7 +57,13 @@ def cell_path(out: Path, protocol: str, cell: str, seed: int) -> Path:
 
 
 def read_cell(path: Path) -> Content:
-    """Return what a file holds; SettingsError names a file that cannot be read, lacks a field, or has another type."""
+    """Return what a file holds, with what its runs did before a setting existed.
+
+    Raises
+    ------
+    SettingsError
+        The file cannot be read, lacks a field, or has one of another type; it is named.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -75,7 +81,7 @@ def read_cell(path: Path) -> Content:
             _check_fields(f"{path}: realtime: costs: {label}", cost, COST_FIELDS, COST_FIELDS)
     for number, run in enumerate(content["runs"], 1):
         _check_fields(f"{path}: runs: {number}", run, RUN_FIELDS, RUN_FIELDS)
-    return dict(content)
+    return {**content, "settings": {**BEFORE, **content["settings"]}}
 
 
 def _check_fields(where: str, section: Any, types: Types, needed: Iterable[str]) -> None:

@@ -41,7 +41,8 @@ def content(seed: int, cell: str = "cnn-dir-1", weights: bool = True) -> dict:
         for label, start in (("fedavg", 50.0), ("fedthe", 60.0))
     }
     curves = {"train_loss": "2.1 nan 1.5", "validation_percent": "- 20 30"}
-    about = {"protocol": "brfl", "cell": cell, "seed": seed, "settings": {"rounds": 3, "seed": seed, "alpha": 0.5}}
+    settings = {"rounds": 3, "seed": seed, "alpha": 0.5, "clip-factor": 3.0, "max-share": 3.0}
+    about = {"protocol": "brfl", "cell": cell, "seed": seed, "settings": settings}
     return {**about, "rows": rows, "trainings": {"cross_entropy": curves}, "runs": [RUN], "notes": ["made <up>"]}
 
 

@@ -242,6 +242,18 @@ def test_what_was_made_otherwise_is_refused(tmp_path: Path) -> None:
         check_kept(path, settings)
 
 
+def test_results_of_before_the_limits_on_means_have_plain_means(tmp_path: Path) -> None:
+    path, settings = tmp_path / "c-1.json", Settings()
+    content = empty("p", Cell("c", "C", settings), settings)
+    for key in ("clip-factor", "max-share"):
+        del content["settings"][key]
+    path.write_text(json.dumps(content))
+    assert read_cell(path)["settings"]["clip-factor"] == 0
+    check_kept(path, settings.replace(clip_factor=0.0, max_share=0.0))
+    with pytest.raises(SettingsError, match=r"other settings \(clip-factor, max-share\)"):
+        check_kept(path, settings)
+
+
 REALTIME = {"reference": "fedavg", "interval_milliseconds": 1, "queue": 8, "repeats": 3}
 
 
