@@ -128,7 +128,7 @@ class VectorizedNetwork:
 
     @contextmanager
     def _masking(self) -> Iterator[None]:
-        """Make BatchNorm layers use the mask, in training mode, inside the block."""
+        """Compute BatchNorm layers here inside the block, with the mask where they measure their input."""
         layers = [(name, layer) for name, layer in self.network.named_modules() if isinstance(layer, BatchNorm)]
         try:
             for name, layer in layers:

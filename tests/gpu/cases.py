@@ -40,7 +40,6 @@ from tests.tta import test_adapter_contract as contract
 
 Results = dict[str, Any]
 Work = Callable[[torch.device], Results]
-CHANNELS_LAST = torch.channels_last
 WINDOW = {"stream_size": 12, "stream_batch": 6, "stream_concentration": 1.0, "collaborations": "none"}
 
 
@@ -49,7 +48,7 @@ WINDOW = {"stream_size": 12, "stream_batch": 6, "stream_concentration": 1.0, "co
 
 def adapter(case: contract.Case, device: torch.device, **options: Any) -> Adapter:
     """The adapter of a case of the contract, on a device; its random views are the product's own."""
-    model, store = contract.network().to(device).to(memory_format=CHANNELS_LAST), contract.store()
+    model, store = contract.network().to(device).to(memory_format=torch.channels_last), contract.store()
     statistics = Statistics.from_arrays(contract.known().to_arrays(), device)
     rates = {name: 0.1 * (1 - 2 * (i % 2)) for i, name in enumerate(zero_rates(model))}
     neighbours = Datastore(store.features.to(device), store.labels.to(device))
@@ -59,7 +58,7 @@ def adapter(case: contract.Case, device: torch.device, **options: Any) -> Adapte
 
 def images_on(device: torch.device, x: Tensor) -> Tensor:
     """Images [B, C, H, W] on a device, as an adapter of a run gets them."""
-    return x.to(device).contiguous(memory_format=CHANNELS_LAST)
+    return x.to(device).contiguous(memory_format=torch.channels_last)
 
 
 def adapted(case: contract.Case, device: torch.device) -> Results:
@@ -98,7 +97,7 @@ def trained(name: str, device: torch.device, **changes: Any) -> Results:
     own: dict[str, Tensor] = {}
     for seed in (1, 2):
         model = tiny.network(norm=True, seed=seed, rotation=name == "ttt").eval()
-        model = model.to(device).to(memory_format=CHANNELS_LAST)
+        model = model.to(device).to(memory_format=torch.channels_last)
         context = local_context(device, model, own, **changes)
         loss = ALGORITHMS[name].train(context)
         own = {key: torch.tensor(value.cpu().numpy(), device=device) for key, value in context.own.items()}
@@ -113,7 +112,7 @@ def client(device: torch.device, partition: int = 0, model: TwoHead | None = Non
     """A client of three whose network is on a device."""
     network = tiny.network(norm=True) if model is None else model
     chosen = {"augment": True, "views": "crop_flip", "batch_size": 8, "personal_epochs": 1, **changes}
-    network = network.to(device).to(memory_format=CHANNELS_LAST)
+    network = network.to(device).to(memory_format=torch.channels_last)
     made = tiny.device(partition, world=tiny.federation(48), model=network, **chosen)
     return tiny.Client(replace(made.inner, device=device))
 
@@ -168,7 +167,7 @@ def refined(device: torch.device) -> Results:
 
 def vectorised(device: torch.device, same: bool = True) -> Results:
     """A round of three clients of different sizes at once; if not all are `same`, each keeps its BatchNorm (FedBN)."""
-    model = tiny.network(norm=True).to(device).to(memory_format=CHANNELS_LAST)
+    model = tiny.network(norm=True).to(device).to(memory_format=torch.channels_last)
     splits = tiny.federation_of_splits(tiny.images(31), (9, 3, 2), (5, 2, 2), (4, 2, 2))
     settings = {"augment": True, "personal_epochs": 1}
     members = [tiny.device(i, MemoryState(), splits, model, **settings) for i in range(3)]
@@ -201,7 +200,7 @@ def corrupted(device: torch.device) -> Results:
 def served(device: torch.device, name: str, options: Mapping[str, Any] | None = None) -> Served:
     """A served model on a device, with all that an adapter may need."""
     spec = {"name": "cnn", "num_classes": tiny.CLASSES, "image_size": tiny.SIZE, "norm": "batch"}
-    model = build(**spec, seed=1).to(device).to(memory_format=CHANNELS_LAST)
+    model = build(**spec, seed=1).to(device).to(memory_format=torch.channels_last)
     draw = torch.Generator().manual_seed(4)
     vectors = {key: torch.rand(model.feature_dim, generator=draw, dtype=torch.float64).numpy() for key in VECTORS}
     statistics = Statistics.from_arrays(
