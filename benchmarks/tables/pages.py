@@ -118,7 +118,9 @@ def protocol_page(protocol: Protocol, cells: Mapping[str, Mapping[int, Content]]
 def table_section(protocol: Protocol, table: Table, cells: Mapping[str, Mapping[int, Content]]) -> str:
     """Return a table with the paper's numbers, where it was computed, and its settings."""
     found = compare(table, cells)
-    contents = {(cell.name, seed): one for cell in table.cells for seed, one in cells.get(cell.name, {}).items()}
+    contents = {
+        (cell.name, seed): one for cell in table.cells for seed, one in sorted(cells.get(cell.name, {}).items())
+    }
     named = ", ".join(map(str, found.seeds))
     seeds = f"seed {named}" if len(found.seeds) == 1 else f"mean ± standard deviation (divided by n) over seeds {named}"
     gain = f"; in brackets the gain over `{table.baseline}`" if table.baseline else ""
@@ -142,12 +144,37 @@ def table_section(protocol: Protocol, table: Table, cells: Mapping[str, Mapping[
     parts.append("\n".join(f"- {name}, seed {seed}: {run_words(one)}." for (name, seed), one in contents.items()))
     notes = dict.fromkeys(note for one in contents.values() for note in one["notes"])
     parts.append("\n".join(f"- {note}" for note in notes))
-    default = Settings().flat()
-    first = next(iter(contents.values()))
-    own = {key: value for key, value in first["settings"].items() if key != "seed" and value != default.get(key)}
-    text = ", ".join(f"`{key} = {value!r}`" for key, value in own.items())
-    parts.append(f"Settings of `{first['cell']}` that differ from the defaults: {text}")
+    parts.append(settings_line(contents))
     return "\n\n".join(part for part in parts if part)
+
+
+def settings_line(contents: Mapping[tuple[str, int], Content]) -> str:
+    """Return the settings of the first cell that differ from the defaults, and the seeds of any cell that have others.
+
+    Parameters
+    ----------
+    contents : mapping
+        (cell, seed) → kept content; the first seed of a cell is what its others are compared with.
+    """
+    firsts: dict[str, Mapping[str, Any]] = {}
+    seeds: dict[tuple[str, str], list[int]] = {}  # (cell, what is different) → the seeds
+    for (cell, seed), one in contents.items():
+        usual = firsts.setdefault(cell, one["settings"])
+        if other := _differing(one["settings"], usual):
+            seeds.setdefault((cell, other), []).append(seed)
+    first = next(iter(firsts))
+    words = [f"Settings of `{first}` that differ from the defaults: {_differing(firsts[first], {})}"]
+    for (cell, other), own in seeds.items():
+        of = "" if cell == first else f"of `{cell}` "
+        words.append(f"{of}with seed{'s' if own[1:] else ''} {', '.join(map(str, own))}: {other}")
+    return "; ".join(words)
+
+
+def _differing(settings: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """Return the kept settings that are not the usual ones, but for the seed; a key that is missing has its default."""
+    default = Settings().flat()
+    here, there = ({**one, **default, **one} for one in (settings, usual))  # in the order of the record
+    return ", ".join(f"`{key} = {value!r}`" for key, value in here.items() if key != "seed" and value != there.get(key))
 
 
 def markdown_table(found: Comparison) -> str:

@@ -16,7 +16,7 @@ from fedtta.benchmarks.__main__ import main
 from fedtta.benchmarks.provenance import RESULTS, write_json
 from fedtta.benchmarks.tables import plots
 from fedtta.benchmarks.tables.comparison import compare
-from fedtta.benchmarks.tables.pages import write_pages
+from fedtta.benchmarks.tables.pages import table_section, write_pages
 from fedtta.benchmarks.tables.protocol import read_protocol
 
 RUN = {
@@ -105,6 +105,30 @@ def test_pages_of_made_up_results(out: Path, capsys: pytest.CaptureFixture[str])
     first = {path.name: path.read_bytes() for path in to.iterdir()}
     write_pages(out, to)
     assert first == {path.name: path.read_bytes() for path in to.iterdir()}  # equal data, equal files
+
+
+def test_a_page_says_which_seeds_have_other_settings(tmp_path: Path) -> None:
+    changes: dict[int, dict] = {
+        1: {"autocast": True}, 2: {"autocast": False, "estimate-accuracy": False}, 3: {"rounds": 4},
+        4: {"autocast": True, "device": "auto"}, 10: {"autocast": False},
+    }  # fmt: skip
+    for seed, more in changes.items():
+        one = content(seed)
+        write_json(tmp_path / "brfl" / f"cnn-dir-1-{seed}.json", {**one, "settings": {**one["settings"], **more}})
+    write_pages(tmp_path, tmp_path)
+    own = "Settings of `cnn-dir-1` that differ from the defaults: `rounds = 3`, `alpha = 0.5`, `autocast = True`"
+    others = "with seeds 2, 10: `autocast = False`; with seed 3: `rounds = 4`, `autocast = False`"
+    assert f"{own}; {others}\n" in (tmp_path / "brfl.md").read_text()
+
+
+def test_the_seeds_of_every_cell_of_a_table_are_compared() -> None:
+    protocol = read_protocol("atp")
+    (table,) = (one for one in protocol.tables if one.name == "shifts")
+    names = [cell.name for cell in table.cells][:2]
+    kept = {name: {seed: content(seed, name) for seed in (1, 2)} for name in names}
+    kept[names[1]][2]["settings"]["autocast"] = True
+    section = table_section(protocol, table, kept)
+    assert section.endswith(f"`alpha = 0.5`; of `{names[1]}` with seed 2: `autocast = True`")
 
 
 def test_all_committed_results_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
