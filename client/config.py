@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from fedtta.client.names import LEFT, TABLES, absolute_source, check_name
 from fedtta.client.policy import Policy
 from fedtta.models.exported import PRECISIONS
 from fedtta.settings import Scalar, SettingsError, from_toml, parse_class_map, words
+from fedtta.settings.fields import REQUIRED, by_field, check_fields, key_of, setting
 from fedtta.settings.logs import FORMATS, LEVELS
 from fedtta.settings.names import is_loopback
-from fedtta.settings.schema import REQUIRED, by_field, check, key_of, setting
+from fedtta.settings.schema import check_device
 
 #: Keys that hold a path; a relative one is relative to the TOML file.
 PATHS = ("state_dir", "data_dir", "model", "certificate", "key", "client_ca")
@@ -163,9 +164,7 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         """Check every key, then combinations of keys."""
-        hints = get_type_hints(type(self))
-        for field in (one for one in dataclasses.fields(self) if hints[one.name] is not Policy):
-            object.__setattr__(self, field.name, check(field, hints[field.name], getattr(self, field.name)))
+        check_fields(self)
         if -1 < self.max_skipped < 0:
             raise SettingsError(f"max-skipped = {self.max_skipped}: allowed are -1 and 0 to 1")
         check_name(self.name)
@@ -174,8 +173,7 @@ class AgentConfig:
             raise SettingsError("class-map: allowed with data only")
         if not self.state_dir:
             raise SettingsError("state-dir = '': allowed is a folder")
-        if self.device not in ("auto", "cpu", "cuda") and not re.fullmatch(r"cuda:\d+", self.device):
-            raise SettingsError(f"device = {self.device!r}: allowed are auto, cpu, cuda, cuda:<index>")
+        check_device(self.device)
         if self.precision != "float32" and not (self.runtime == "onnx" and self.data):
             raise SettingsError(
                 f"precision = {self.precision!r}: allowed with runtime = onnx and data of its own, which calibrate it"

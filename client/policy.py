@@ -8,11 +8,10 @@ message is ignored on every device.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any
 
 from fedtta.messages.requests import (
     REQUESTS,
@@ -30,7 +29,7 @@ from fedtta.messages.requests import (
 )
 from fedtta.privacy.gaussian import Privacy
 from fedtta.settings import Settings, SettingsError, assignments
-from fedtta.settings.schema import by_field, check, setting
+from fedtta.settings.fields import by_field, check_fields, setting
 
 ANY = "*"  # a list of names that has everything
 BUILT_IN = "built-in"  # stands for the networks of this package
@@ -149,9 +148,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Check every key."""
-        hints = get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, check(field, hints[field.name], getattr(self, field.name)))
+        check_fields(self)
         known = [phase_of(kind) for kind in REQUESTS]
         if unknown := sorted(_names(self.phases) - {*known, ANY}):
             raise SettingsError(f"phases = {self.phases!r}: there is no {unknown[0]}; allowed are {', '.join(known)}")

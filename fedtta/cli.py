@@ -7,7 +7,6 @@ refused.
 
 from __future__ import annotations
 
-import difflib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +126,7 @@ def run(
     file: Annotated[str, typer.Option("--settings", metavar="FILE", help="TOML file of settings.")] = "",
 ) -> None:
     """Run a simulation; unknown keys are refused before anything is imported."""
+    from fedtta.settings.fields import near
     from fedtta.settings.schema import fields_by_key
 
     for word in context.args:
@@ -145,6 +145,7 @@ def settings(
     from rich.table import Table
 
     from fedtta.settings import GROUPS, keys_in
+    from fedtta.settings.fields import near
     from fedtta.settings.schema import fields_by_key
 
     fields, console = fields_by_key(), Console(markup=False)  # options of methods are in brackets
@@ -160,12 +161,6 @@ def settings(
         known = [*GROUPS, *fields]
         raise click.UsageError(f"no group and no key is called {group!r}{near(group, known)}")
     console.print(table)
-
-
-def near(word: str, known: Any) -> str:
-    """Return the question after an unknown word whether a similar one was meant."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 # Programs with a command line of their own

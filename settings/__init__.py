@@ -1,6 +1,7 @@
 """The schema of everything a user can set, and how it is parsed; server and clients share it."""
 
-from fedtta.settings.names import class_names, is_number, name_order, parse_class_map
+from fedtta.settings.fields import SettingsError
+from fedtta.settings.names import class_names, is_number, name_order
 from fedtta.settings.parse import (
     add_arguments,
     assignments,
@@ -8,11 +9,12 @@ from fedtta.settings.parse import (
     from_config,
     from_json,
     from_toml,
+    parse_class_map,
     to_json,
     to_toml,
     words,
 )
-from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, exactly, keys_in
+from fedtta.settings.schema import GROUPS, Scalar, Settings, exactly, keys_in
 
 __all__ = [
     "GROUPS",

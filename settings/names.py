@@ -1,4 +1,4 @@
-"""Names: the order of clients, class names from a file or in other words, and hosts."""
+"""Names: the order of clients, class names from a setting or a file, and hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from fedtta.settings.schema import SettingsError
+from fedtta.settings.fields import SettingsError
 
 
 def is_number(name: str) -> bool:
@@ -75,22 +75,3 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:  # a list of names that is too long for a path
         return False
-
-
-def parse_class_map(text: str) -> dict[str, str]:
-    """Parse 'pneumo=pneumonia;healthy=normal': the device's class names, and what the run calls them.
-
-    Raises
-    ------
-    SettingsError
-        A part is not of the form own=run's, or a name occurs twice on the left.
-    """
-    names: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        own, equals, target = (piece.strip() for piece in part.partition("="))
-        if not (own and equals and target):
-            raise SettingsError(f"class-map: {part!r} is not of the form own=run's")
-        if own in names:
-            raise SettingsError(f"class-map: {own} is given twice")
-        names[own] = target
-    return names

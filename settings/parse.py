@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -13,8 +12,9 @@ from typing import Any
 
 import tomli_w
 
+from fedtta.settings.fields import SettingsError, near, types_of_fields
 from fedtta.settings.names import class_names
-from fedtta.settings.schema import GROUPS, Scalar, Settings, SettingsError, fields_by_key, types_of_fields
+from fedtta.settings.schema import GROUPS, Scalar, Settings, fields_by_key
 
 
 def from_config(config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settings:
@@ -138,7 +138,7 @@ def convert(key: str, word: str) -> Scalar:
     fields = fields_by_key()
     if key not in fields:
         raise SettingsError(_unknown(key, fields))
-    kind = types_of_fields()[fields[key].name]
+    kind = types_of_fields(Settings)[fields[key].name]
     if kind is bool:
         meant = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
         if word.lower() not in meant:
@@ -163,19 +163,30 @@ def assignments(text: str, key: str) -> dict[str, Scalar]:
     return {name: _literal(word) for name, word in words(text, key).items()}
 
 
-def words(text: str, key: str) -> dict[str, str]:
+def parse_class_map(text: str) -> dict[str, str]:
+    """Parse 'pneumo=pneumonia;healthy=normal': the device's class names, and what the run calls them.
+
+    Raises
+    ------
+    SettingsError
+        A part is not of the form own=run's, or a name occurs twice on the left.
+    """
+    return words(text, "class-map", form="own=run's")
+
+
+def words(text: str, key: str, form: str = "name=value") -> dict[str, str]:
     """Return options such as `assignments` parses, each as it was written: a folder may be called 007.
 
     Raises
     ------
     SettingsError
-        A part is not of the form name=value, or a name occurs twice.
+        A part is not of this form, or a name occurs twice.
     """
     values: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, equals, word = (piece.strip() for piece in part.partition("="))
         if not (name and equals and word):
-            raise SettingsError(f"{key}: {part!r} is not of the form name=value")
+            raise SettingsError(f"{key}: {part!r} is not of the form {form}")
         if name in values:
             raise SettingsError(f"{key}: {name} is given twice")
         values[name] = word
@@ -194,6 +205,4 @@ def _literal(word: str) -> Scalar:
 
 
 def _unknown(key: str, names: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(key, names, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"unknown setting {key!r}{hint}; there are: {', '.join(sorted(names))}"
+    return f"unknown setting {key!r}{near(key, names)}; there are: {', '.join(sorted(names))}"

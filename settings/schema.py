@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any
 
+from fedtta.settings.fields import SettingsError, check_fields, key_of, setting
 from fedtta.settings.logs import FORMATS, LEVELS
 
 Scalar = bool | int | float | str
@@ -40,54 +38,14 @@ GROUPS: dict[str, str] = {
     "adapter": "settings that adapters' default options follow from",
 }
 
+#: What `device` may be, of a run and of an agent.
+DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
+
 #: What `ray-address` may be.
 RAY_ADDRESS = re.compile(r"|auto|local|(ray://)?([\w.-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
 
 #: Of a run's name, at most: file systems take 255, and archives and temporary names add to it.
 RUN_NAME_BYTES = 200
-
-#: In place of a default: the key must be set.
-REQUIRED: Any = dataclasses.MISSING
-
-
-class SettingsError(ValueError):
-    """A setting is unknown, of the wrong type or impossible.
-
-    The message names the key, the value and what is allowed.
-    """
-
-
-def setting(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    group: str | tuple[str, ...] = (),
-    published: tuple[Any, ...] | None = None,
-) -> Any:
-    """Declare a field for `check`.
-
-    Parameters
-    ----------
-    default : Any
-        `REQUIRED` when the key must be set.
-    help : str
-        One line for people.
-    choices, low, high, above
-        What is allowed: one of `choices`, `low <= value <= high`, or `value > above`.
-    group : str or tuple of str
-        The groups that the setting belongs to, of `GROUPS` in `Settings`; the first is its section.
-    published : tuple, optional
-        The values allowed with split = "published", which is defined only where all clients train in every round and
-        all of them test.
-    """
-    groups = (group,) if isinstance(group, str) else group
-    limits = {"choices": choices, "low": low, "high": high, "above": above}
-    return dataclasses.field(
-        default=default, metadata={"help": help, **limits, "groups": groups, "published": published}
-    )
 
 
 @dataclass(frozen=True)
@@ -514,14 +472,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        hints = types_of_fields()
-        for field in dataclasses.fields(self):
-            value = check(field, hints[field.name], getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
-        if self.device not in ("auto", "cpu", "cuda") and not (
-            self.device.startswith("cuda:") and self.device[5:].isdigit()
-        ):
-            raise SettingsError(f"device = {self.device!r}: allowed are auto, cpu, cuda, cuda:<index>")
+        check_fields(self)
+        check_device(self.device)
         if not RAY_ADDRESS.fullmatch(self.ray_address):
             raise SettingsError(
                 f"ray-address = {self.ray_address!r}: allowed are auto, local, HOST:PORT and ray://HOST:PORT, or none"
@@ -581,11 +533,6 @@ class Settings:
         return {key: getattr(self, fields[key].name) for key in keys_in(*groups)}
 
 
-def key_of(name: str) -> str:
-    """Return the key of a field name."""
-    return name.replace("_", "-")
-
-
 @cache
 def fields_by_key() -> dict[str, dataclasses.Field[Any]]:
     """Return key → dataclass field of every setting."""
@@ -606,60 +553,12 @@ def keys_in(*groups: str) -> tuple[str, ...]:
     return tuple(key for key, field in fields_by_key().items() if set(field.metadata["groups"]) & set(groups))
 
 
+def check_device(device: str) -> None:
+    """Raise SettingsError unless a device is one of those that `device` may be."""
+    if not DEVICE.fullmatch(device):
+        raise SettingsError(f"device = {device!r}: allowed are auto, cpu, cuda, cuda:<index>")
+
+
 def exactly(value: float) -> Fraction:
     """Return a number as the decimal that was written: in floats 0.55 of 100 is more than 55."""
     return Fraction(str(value))
-
-
-def check(field: dataclasses.Field[Any], kind: type, value: Any) -> Any:
-    """Return `value` as `kind` if it is allowed for `field`; raise SettingsError otherwise."""
-    key = key_of(field.name)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            value = float(value)
-        except OverflowError:
-            value = math.inf
-    if type(value) is not kind:
-        raise SettingsError(f"{key} = {value!r}: allowed is a value of type {kind.__name__}")
-    rule = field.metadata
-    if rule["choices"] is not None and value not in rule["choices"]:
-        raise SettingsError(f"{key} = {value!r}: allowed are {', '.join(rule['choices'])}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SettingsError(f"{key} = {value!r}: allowed is a finite number")
-    if rule["low"] is not None and value < rule["low"]:
-        raise SettingsError(f"{key} = {value!r}: allowed is {rule['low']} or more")
-    if rule["above"] is not None and value <= rule["above"]:
-        raise SettingsError(f"{key} = {value!r}: allowed is more than {rule['above']}")
-    if rule["high"] is not None and value > rule["high"]:
-        raise SettingsError(f"{key} = {value!r}: allowed is at most {rule['high']}")
-    return value
-
-
-@cache
-def types_of_fields() -> dict[str, Any]:
-    """Return the types of the settings' fields; found once, since every message has settings."""
-    return get_type_hints(Settings)
-
-
-def by_field(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of hyphenated keys by the field's name of a class of settings.
-
-    Raises
-    ------
-    SettingsError
-        A key is unknown, or a required one is missing.
-    """
-    known = {key_of(field.name): field for field in dataclasses.fields(cls)}
-    for key in content:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise SettingsError(f"unknown key {key!r}{hint}; there are: {', '.join(sorted(known))}")
-    required = [
-        key
-        for key, field in known.items()
-        if field.default is REQUIRED and field.default_factory is dataclasses.MISSING
-    ]
-    if missing := [key for key in required if key not in content]:
-        raise SettingsError(f"{', '.join(missing)}: must be set")
-    return {known[key].name: value for key, value in content.items()}

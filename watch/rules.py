@@ -19,23 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, Self
 
 import httpx
 
 from fedtta.settings import SettingsError, from_toml
+from fedtta.settings.fields import by_field, check_fields, setting
 from fedtta.settings.names import is_loopback
-from fedtta.settings.schema import by_field, check, setting
 
 DEVICES = "devices"  # the table of limits by pattern
-
-
-def _checked(config: Any) -> None:
-    """Check every field that `setting` declares."""
-    hints = get_type_hints(type(config))
-    for one in dataclasses.fields(config):
-        if "help" in one.metadata:
-            object.__setattr__(config, one.name, check(one, hints[one.name], getattr(config, one.name)))
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _checked(self)
+        check_fields(self)
 
     def __getitem__(self, key: str) -> float:
         """Return a limit by its key."""
