@@ -10,10 +10,12 @@ import ast
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
+
+from docs.markdown import PROVENANCE, as_markdown, table, value_text
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -34,8 +36,6 @@ PACKAGES = (
 )
 #: Section of the navigation → folder of its pages.
 FOLDERS = {"API": "api", "Results": "results"}
-#: Keys of a result file that say when and where it was measured, in the order in which they are shown.
-PROVENANCE = ("time", "commit", "hardware", "load_average", "versions")
 
 
 def section(name: str) -> str:
@@ -250,10 +250,10 @@ def privacy() -> str:
     parts = []
     for path in sorted(RESULTS.glob("privacy*.json")):
         content = json.loads(path.read_text())
-        rows = [[_text(one) for one in row.values()] for row in content["modes"]]
-        measured = "; ".join(_text(content[key]) for key in PROVENANCE)
-        settings = ", ".join(f"{key} = {_text(value)}" for key, value in content["settings"].items())
-        about = f"Seeds {_text(content['seeds'])}; {settings}. Measured: {measured}."
+        rows = [[value_text(one) for one in row.values()] for row in content["modes"]]
+        measured = "; ".join(value_text(content[key]) for key in PROVENANCE)
+        settings = ", ".join(f"{key} = {value_text(value)}" for key, value in content["settings"].items())
+        about = f"Seeds {value_text(content['seeds'])}; {settings}. Measured: {measured}."
         parts += [f"### {content['title']}", table(list(content["modes"][0]), rows), about]
     return "\n\n".join(parts)
 
@@ -359,71 +359,6 @@ def kept() -> dict[str, str]:
     return {name: "\n\n".join(parts).partition("\n")[2].strip() for name, parts in found.items()}  # without its title
 
 
-def as_markdown(content: Mapping[str, Any], level: int = 2) -> str:
-    """Return any JSON object as headings, tables and lists; what was measured first, where and when last.
-
-    Lists of objects and objects of similar objects become tables, other objects sections, single values a list.
-    """
-    parts, single = [], []
-    for key, value in content.items():
-        if key in (*PROVENANCE, "settings", "title"):
-            continue
-        if rows := _rows(value):
-            names = list(dict.fromkeys(name for row in rows for name in row))
-            body = table(names, [[_text(row.get(name, "")) for name in names] for row in rows])
-        elif isinstance(value, Mapping) and value:
-            body = as_markdown(value, level + 1)
-        else:
-            single.append(f"- {key}: {_text(value)}")
-            continue
-        parts.append((f"{'#' * min(level, 6)} {_heading(key, value)}", body))
-    alone = len(parts) == 1 and level > 2  # the heading above says what it is
-    found = [body if alone else f"{heading}\n\n{body}" for heading, body in parts]
-    if single:
-        found.insert(0, "\n".join(single))
-    if provenance := [_text(content[key]) for key in PROVENANCE if key in content]:
-        found.append(f"Measured: {'; '.join(provenance)}.")
-    return "\n\n".join(found)
-
-
-def _heading(key: str, value: Any) -> str:
-    title = value.get("title") if isinstance(value, Mapping) else None
-    return f"{title} (`{key}`)" if title else str(key)
-
-
-def _rows(value: Any) -> list[dict[str, Any]]:
-    """Return the rows of a table that a value is: a list of objects, or an object of flat objects; else nothing."""
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        return [_flat(one) for one in value]
-    parts = list(value.values()) if isinstance(value, Mapping) else []
-    flat = [isinstance(one, Mapping) and not any(isinstance(x, (list, Mapping)) for x in one.values()) for one in parts]
-    if len(parts) > 1 and all(flat):
-        return [{"": name, **one} for name, one in value.items()]
-    return []
-
-
-def _flat(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return an object without objects in it: keys and list indices are separated by dots."""
-    found: dict[str, Any] = {}
-    for key, one in value.items():
-        if isinstance(one, list) and any(isinstance(part, Mapping) for part in one):
-            one = dict(enumerate(one))
-        found.update(_flat(one, f"{before}{key}.") if isinstance(one, Mapping) else {f"{before}{key}": one})
-    return found
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: ""}[value]
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, list):
-        return ", ".join(_text(one) for one in value)
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_text(one)}" for key, one in value.items())
-    return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)
-
-
 # Pages
 
 
@@ -484,15 +419,3 @@ def _title(path: str) -> str:
     page = DOCS / path
     text = page.read_text() if page.exists() else pages()[path]
     return text.partition("\n")[0].lstrip("# ").replace("`", "")
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; what would be markup outside code spans is escaped."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(_cell(str(cell)) for cell in line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    parts = text.replace("|", "\\|").split("`")
-    parts[::2] = [part.replace("<", "&lt;").replace("*", "\\*") for part in parts[::2]]  # outside code spans
-    return "`".join(parts)

@@ -25,7 +25,7 @@ from PIL import Image
 from rich.console import Console
 from typer.main import get_command
 
-from docs import figure, generated
+from docs import figure, generated, markdown
 from fedtta import cli
 from fedtta.benchmarks.__main__ import parser as benchmarks_parser
 from fedtta.benchmarks.gpu.parts import PARTS as GPU_PARTS
@@ -485,11 +485,11 @@ def test_any_object_is_shown_whole() -> None:
     content["one"] = {"deep": {"deeper": [11, 12]}}
     content["rows"] = [{"a": 21, "b": {"c": 22}}, {"a": 23, "d": [{"e": 24}]}]
     content["alike"] = {"x": {"n": 31}, "y": {"n": 32}}
-    text = generated.as_markdown(content)
+    text = markdown.as_markdown(content)
     assert re.findall(r"\b\d\d\b", text) == ["11", "12", "21", "22", "23", "24", "31", "32", "41", "42"]
     assert "| a | b.c | d.0.e |" in text
     assert "- flag: yes" in text
-    assert generated.table(["a"], [["x|y <b> `<b>*`"]]).endswith("| x\\|y &lt;b> `<b>*` |")
+    assert markdown.table(["a"], [["x|y <b> `<b>*`"]]).endswith("| x\\|y &lt;b> `<b>*` |")
 
 
 def test_api_pages_name_every_public_module() -> None:
