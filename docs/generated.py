@@ -198,7 +198,7 @@ def shifts() -> str:
 
 def protocols() -> str:
     """Return the list of the papers' protocols with their descriptions."""
-    from fedtta.benchmarks.tables.protocol import protocol_names, read_protocol
+    from fedtta.benchmarks.tables.protocol_file import protocol_names, read_protocol
 
     rows = [[f"`{name}`", " ".join(read_protocol(name).about.split())] for name in protocol_names()]
     return table(["protocol", "what it is"], rows)
@@ -268,7 +268,7 @@ def leaders() -> str:
 def parts() -> str:
     """Return what each part of pFedBBN brings."""
     from fedtta.benchmarks.tables.pairs import parts_table
-    from fedtta.benchmarks.tables.protocol import read_protocol
+    from fedtta.benchmarks.tables.protocol_file import read_protocol
     from fedtta.benchmarks.tables.results import read_results_of
 
     return parts_table(read_protocol("pfedbbn"), read_results_of(RESULTS, "pfedbbn")["pfedbbn"])
@@ -286,7 +286,7 @@ def choices() -> str:
 
 def _of_protocols(made: Callable[[Any, Any], str]) -> str:
     """Return what is made of each protocol and its kept cells, under the protocol's name."""
-    from fedtta.benchmarks.tables.protocol import read_protocol
+    from fedtta.benchmarks.tables.protocol_file import read_protocol
     from fedtta.benchmarks.tables.results import read_results_of
 
     tables = {name: made(read_protocol(name), cells) for name, cells in read_results_of(RESULTS).items()}
@@ -340,7 +340,7 @@ def kept() -> dict[str, str]:
     from fedtta.benchmarks.tables.drift import drift_page, read_drift
     from fedtta.benchmarks.tables.estimates import estimates_page, read_estimates
     from fedtta.benchmarks.tables.pages import protocol_page
-    from fedtta.benchmarks.tables.protocol import read_protocol
+    from fedtta.benchmarks.tables.protocol_file import read_protocol
     from fedtta.benchmarks.tables.results import read_results_of
 
     found = {name: [protocol_page(read_protocol(name), cells)] for name, cells in read_results_of(RESULTS).items()}

@@ -30,7 +30,8 @@ from fedtta import cli
 from fedtta.benchmarks.__main__ import parser as benchmarks_parser
 from fedtta.benchmarks.gpu.parts import PARTS as GPU_PARTS
 from fedtta.benchmarks.speed.command import PARTS
-from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
+from fedtta.benchmarks.tables.protocol import select_cells
+from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.client.config import AgentConfig
 from fedtta.client.names import check_name
 from fedtta.data.sources import __main__ as sources

@@ -25,7 +25,8 @@ from fedtta.benchmarks.gpu.process import Case, GpuPart, NotPretended, Run, pret
 from fedtta.benchmarks.speed import adapters, agent, federation, loops, options, served
 from fedtta.benchmarks.speed.measurement import Ratio
 from fedtta.benchmarks.spy import accuracy
-from fedtta.benchmarks.tables.protocol import read_protocol, select_cells
+from fedtta.benchmarks.tables.protocol import select_cells
+from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.client.algorithms.training import autocast
 from fedtta.server.events import Event, RunError
 from fedtta.settings import Settings

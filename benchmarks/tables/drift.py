@@ -26,7 +26,7 @@ from rich.console import Console
 
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
 from fedtta.benchmarks.tables.networks import load_federation, network_path, train_network
-from fedtta.benchmarks.tables.protocol import read_protocol
+from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.data import Federation, Rows, stream
 from fedtta.models import TwoHead, load_model
 from fedtta.settings import SettingsError

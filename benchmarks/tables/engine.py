@@ -19,7 +19,8 @@ from rich.text import Text
 from fedtta.benchmarks.provenance import RESULTS, write_json
 from fedtta.benchmarks.tables.comparison import Comparison, compare, entry_text
 from fedtta.benchmarks.tables.networks import check_start, initial_settings, load_federation, of_seed
-from fedtta.benchmarks.tables.protocol import Cell, Protocol, read_protocol, select_cells
+from fedtta.benchmarks.tables.protocol import Cell, Protocol, select_cells
+from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.benchmarks.tables.realtime import measure_cell
 from fedtta.benchmarks.tables.results import (
     CONSTANT,

@@ -21,7 +21,7 @@ from rich.console import Console
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
 from fedtta.benchmarks.tables.engine import seeds_of
 from fedtta.benchmarks.tables.networks import network_path, train_network
-from fedtta.benchmarks.tables.protocol import read_protocol
+from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.client.algorithms.training import labelled
 from fedtta.client.device import Device
 from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row, predicted_by, signals_of

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedtta.benchmarks.provenance import RESULTS
-from fedtta.benchmarks.tables.protocol import protocol_names, read_protocol
+from fedtta.benchmarks.tables.protocol_file import protocol_names, read_protocol
 from fedtta.benchmarks.tables.results import read_results_of
 
 

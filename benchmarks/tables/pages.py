@@ -19,7 +19,8 @@ from fedtta.benchmarks.tables import plots
 from fedtta.benchmarks.tables.comparison import Comparison, beyond, compare, entry_text, recovered, spread
 from fedtta.benchmarks.tables.methods import entries, kept_costs, methods_page
 from fedtta.benchmarks.tables.pairs import differences_table, orders_lines
-from fedtta.benchmarks.tables.protocol import Protocol, Table, protocol_names, read_protocol
+from fedtta.benchmarks.tables.protocol import Protocol, Table
+from fedtta.benchmarks.tables.protocol_file import protocol_names, read_protocol
 from fedtta.benchmarks.tables.results import Content, read_results_of
 from fedtta.benchmarks.tables.tuning import choices
 from fedtta.settings import Settings

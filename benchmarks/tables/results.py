@@ -15,7 +15,8 @@ import numpy as np
 
 from fedtta.benchmarks.papers import WITH
 from fedtta.benchmarks.provenance import BEFORE, differing, provenance_of_run
-from fedtta.benchmarks.tables.protocol import TYPES, Cell, Types, check_types
+from fedtta.benchmarks.tables.protocol import Cell
+from fedtta.benchmarks.tables.protocol_file import TYPES, Types, check_types
 from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.server.adaptation import cells as collaborating
 from fedtta.server.adaptation import parse_collaborations

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fedtta.benchmarks.__main__ import COMMANDS, main, parser
 from fedtta.benchmarks.papers import Printed
-from fedtta.benchmarks.tables import engine, protocol
+from fedtta.benchmarks.tables import engine, protocol_file
 from fedtta.benchmarks.tables.comparison import Comparison
 from fedtta.benchmarks.tables.engine import rendered, seeds_of
 from fedtta.benchmarks.tables.pages import write_pages
@@ -81,7 +81,7 @@ methods = "fedavg"
 def test_a_protocol_with_networks_and_rates_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(protocol, "PROTOCOLS", tmp_path)
+    monkeypatch.setattr(protocol_file, "PROTOCOLS", tmp_path)
     (tmp_path / "tiny.toml").write_text(TINY)
     out = tmp_path / "out"
     words = ["run", "tiny", "--seeds", "2-2", "--folder", str(tmp_path / "runs"), "--out", str(out)]
@@ -217,7 +217,7 @@ def test_terminal_table_and_labels_with_brackets() -> None:
 def test_list_names_protocols_and_cells(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in protocol.protocol_names())
+    assert all(name in text for name in protocol_file.protocol_names())
     assert main(["list", "atp"]) == 0
     assert "label-on-feature" in capsys.readouterr().out
 

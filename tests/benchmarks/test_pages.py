@@ -17,7 +17,7 @@ from fedtta.benchmarks.provenance import RESULTS, write_json
 from fedtta.benchmarks.tables import plots
 from fedtta.benchmarks.tables.comparison import compare
 from fedtta.benchmarks.tables.pages import table_section, write_pages
-from fedtta.benchmarks.tables.protocol import read_protocol
+from fedtta.benchmarks.tables.protocol_file import read_protocol
 
 RUN = {
     "training": "cross_entropy", "methods": ["fedavg"], "time": "2030-01-01T00:00:00+00:00", "commit": "abc",

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-import fedtta.benchmarks.tables.protocol as module
+import fedtta.benchmarks.tables.protocol_file as module
 from fedtta.benchmarks.papers import Reference
-from fedtta.benchmarks.tables.protocol import Realtime, Start, protocol_names, read_protocol, select_cells
+from fedtta.benchmarks.tables.protocol import Realtime, Start, select_cells
+from fedtta.benchmarks.tables.protocol_file import protocol_names, read_protocol
 from fedtta.benchmarks.tables.results import wanted_rows
 from fedtta.server.methods import plan
 from fedtta.settings import SettingsError
@@ -41,7 +42,7 @@ def test_every_cell_of_every_protocol_is_valid(name: str, quick: bool) -> None:
 
 def test_a_protocol_without_a_small_version_is_not_run_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.toml").write_text('# Mine.\ndataset = "digits"\nrounds = 100\n')
-    monkeypatch.setattr("fedtta.benchmarks.tables.protocol.PROTOCOLS", tmp_path)
+    monkeypatch.setattr("fedtta.benchmarks.tables.protocol_file.PROTOCOLS", tmp_path)
     assert read_protocol("mine").cells
     with pytest.raises(SettingsError, match=r"mine: --quick: allowed with a section \[quick\]"):
         read_protocol("mine", quick=True)

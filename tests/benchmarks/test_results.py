@@ -14,7 +14,8 @@ from fedtta.benchmarks.provenance import RESULTS
 from fedtta.benchmarks.tables.comparison import compare
 from fedtta.benchmarks.tables.networks import network_path, of_seed
 from fedtta.benchmarks.tables.pretrained import check_pretrained
-from fedtta.benchmarks.tables.protocol import Cell, read_protocol
+from fedtta.benchmarks.tables.protocol import Cell
+from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.benchmarks.tables.results import (
     CONSTANT,
     Content,

@@ -18,7 +18,8 @@ from rich.console import Console
 from fedtta.benchmarks.tables import training
 from fedtta.benchmarks.tables.networks import train_network
 from fedtta.benchmarks.tables.pretrained import check_pretrained, read_label, unpack_indices
-from fedtta.benchmarks.tables.protocol import SOURCE, Network, changed
+from fedtta.benchmarks.tables.protocol import Network
+from fedtta.benchmarks.tables.protocol_file import SOURCE, changed
 from fedtta.benchmarks.tables.training import (
     CENTRAL,
     Parts,

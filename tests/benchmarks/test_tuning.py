@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedtta.benchmarks.tables.protocol import read_protocol
+from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.benchmarks.tables.tuning import choices
 from fedtta.settings import SettingsError
 
