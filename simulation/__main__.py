@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -12,6 +11,7 @@ from rich.console import Console
 
 from fedtta.settings import SettingsError, add_arguments, from_arguments
 from fedtta.simulation.live_page import NotServed, live_page
+from fedtta.simulation.program import show_results, unwind_on_signals
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,12 +45,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
     from fedtta.server.app import run_folder  # imports torch and Flower, which refusing a setting does not need
     from fedtta.server.events import RunError
-    from fedtta.server.report import METRICS_FILE, read_results, render_tables
     from fedtta.simulation.engine import simulate
-    from fedtta.simulation.flower_cli import unwind
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, unwind)
+    unwind_on_signals()
     try:
         if arguments.watch is None:
             folder = simulate(settings)
@@ -67,9 +64,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (RunError, OSError) as error:  # such as a full disk
         print(f"run failed: {error}", file=sys.stderr)
         return 1
-    for table in render_tables(read_results(folder / METRICS_FILE)):
-        console.print(table)
-    console.print(f"Results: {folder}/ (open {folder}/report.html)")
+    show_results(folder)
     return 0
 
 

@@ -8,7 +8,6 @@ files). At the end every agent reports its status and predictions of some test i
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 import time
@@ -18,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from fedtta.settings import Settings, SettingsError, from_config, from_toml, keys_in
+from fedtta.simulation.program import show_results, unwind_on_signals
 from fedtta.simulation.superlink import FlowerError, Scalar, run_config
 
 if TYPE_CHECKING:
@@ -270,12 +269,10 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     # imports torch and Flower, which refusing a setting does not need
-    from fedtta.server.report import METRICS_FILE, read_results, render_tables
+    from fedtta.server.report import METRICS_FILE
     from fedtta.simulation.certificates import KeysError
-    from fedtta.simulation.flower_cli import unwind
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, unwind)
+    unwind_on_signals()
     if not plan.settings.resume and (results / METRICS_FILE).exists():
         print(f"error: {results} already holds a run; choose another run-name", file=sys.stderr)
         return 2
@@ -284,10 +281,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (FlowerError, KeysError, OSError) as error:
         print(f"deployment failed: {error}", file=sys.stderr)
         return 1
-    console = Console()
-    for each in [*render_tables(read_results(results / METRICS_FILE)), table]:
-        console.print(each)
-    console.print(f"Results: {results}/ (open {results}/report.html)")
+    show_results(results, table)
     return 0
 
 

@@ -6,7 +6,6 @@ Flower's CLI exits with 0 even if a run failed; this script exits according to t
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 import time
@@ -16,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
-from fedtta.server.report import METRICS_FILE, read_results, render_tables
 from fedtta.server.resume import run_folder_of
 from fedtta.settings import Settings, SettingsError, from_config, keys_in
 from fedtta.simulation.engine import with_devices
 from fedtta.simulation.gpus import allocate, environment_with, mask
+from fedtta.simulation.program import show_results, unwind_on_signals
 from fedtta.simulation.superlink import FlowerError, run_config, superlink
 from fedtta.simulation.superlink import run as run_app
 
@@ -126,14 +124,6 @@ def run(submission: Submission) -> None:
             run_app(home, submission.config, submission.timeout, show=True, options=federation)
 
 
-def unwind(number: int, frame: object) -> None:
-    """Exit by an exception, so that everything is stopped on the way; ignore further signals meanwhile."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    print("interrupted; stopping all processes", file=sys.stderr)
-    sys.exit(128 + number)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Run and print the table; return exit status 0 if the run completed, 1 if not, 2 for bad arguments."""
     try:
@@ -141,17 +131,13 @@ def main(words: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, unwind)
+    unwind_on_signals()
     try:
         run(submission)
     except FlowerError as error:
         print(f"run failed: {error}", file=sys.stderr)
         return 1
-    console = Console()
-    for table in render_tables(read_results(submission.folder / METRICS_FILE)):
-        console.print(table)
-    console.print(f"Results: {submission.folder}/ (open {submission.folder}/report.html)")
+    show_results(submission.folder)
     return 0
 
 

@@ -10,7 +10,6 @@ import argparse
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -38,8 +37,8 @@ from fedtta.simulation import deployment, superlink
 from fedtta.simulation.demo.page import SHOWN, Outcome, write_page
 from fedtta.simulation.demo.sites import SITES, Arrivals, Site, shifted, source_images, write_device, write_sites
 from fedtta.simulation.engine import simulate
-from fedtta.simulation.flower_cli import unwind
 from fedtta.simulation.keys import KeysError, make_keys
+from fedtta.simulation.program import unwind_on_signals
 from fedtta.simulation.superlink import POLL, FlowerError
 
 BATCH = 30  # images of a prediction request
@@ -251,8 +250,7 @@ def main(words: list[str] | None = None) -> int:
     if folder.exists():
         print(f"error: {folder} exists; choose another --folder", file=sys.stderr)
         return 2
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, unwind)
+    unwind_on_signals()
     images = source_images(Path(os.environ["FEDTTA_DATA"]).expanduser() if os.environ.get("FEDTTA_DATA") else None)
     arrivals = write_sites(folder, images)
     changed = {site.name: shifted(arrivals, site) for site in SITES}

@@ -1,0 +1,39 @@
+"""What the programs that run a federation on this machine share: they end cleanly on a signal and show a run's results.
+
+A program imports this before it has refused bad settings, which needs neither torch nor Flower.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+
+
+def unwind_on_signals() -> None:
+    """From now on, end by an exception on SIGINT and SIGTERM, so that everything is stopped on the way."""
+    for number in ENDING:
+        signal.signal(number, _unwind)
+
+
+def _unwind(number: int, frame: object) -> None:
+    """Exit by an exception, and ignore further signals meanwhile."""
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    print("interrupted; stopping all processes", file=sys.stderr)
+    sys.exit(128 + number)
+
+
+def show_results(folder: Path, *more: Table) -> None:
+    """Print the tables of a run, then others, and where its files are."""
+    from fedtta.server.report import METRICS_FILE, read_results, render_tables  # imports Flower
+
+    console = Console()
+    for table in [*render_tables(read_results(folder / METRICS_FILE)), *more]:
+        console.print(table)
+    console.print(f"Results: {folder}/ (open {folder}/report.html)")
