@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,14 +116,33 @@ def make_keys(
         raise KeysError(f"replace = {', '.join(replace)!r}: agents get new certificates; name them with --agent")
     if "authorities" in new:
         new |= {"server", "agents"}
+    files = _certificates(keys.folder, hosts, agents, days, new)
+    files += [KeyPair(keys.node(number)[0], "nodes", "nodes" in new) for number in range(nodes)]
+    signs = app or "app" in new
+    if signs:
+        files.append(KeyPair(keys.app, "app", "app" in new))
+    for each in files:  # check all before writing any
+        each.check()
+    keys.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lines = [each.make() for each in files]
+    if signs:
+        write(keys.trusted, trusted_entities(app_key(keys.app).public_key()).encode(), private=False)
+    return keys, lines
 
-    fresh = {kind: kind in new for kind in KINDS}
+
+def _certificates(
+    folder: Path, hosts: Sequence[str], agents: Sequence[str], days: int, new: Collection[str]
+) -> list[Certificate | KeyPair]:
+    """Return the certificates that there are to be, each after the authority that signs it.
+
+    `new`: the kinds whose existing files are replaced.
+    """
 
     def authority(stem: str, name: str) -> Authority:
-        return Authority(keys.folder / stem, "authorities", AUTHORITY_DAYS, fresh["authorities"], name)
+        return Authority(folder / stem, "authorities", AUTHORITY_DAYS, "authorities" in new, name)
 
     def leaf(stem: str, kind: str, hosts: Sequence[str], by: Authority, purpose: Purpose = "server") -> Leaf:
-        return Leaf(keys.folder / stem, kind, days, fresh[kind], tuple(hosts), purpose, by)
+        return Leaf(folder / stem, kind, days, kind in new, tuple(hosts), purpose, by)
 
     main = authority("ca", "FedTTA SuperLink authority")
     files: list[Certificate | KeyPair] = [main, leaf("server", "server", (*LOCAL, *hosts), main)]
@@ -132,16 +151,7 @@ def make_keys(
         names = dict.fromkeys(agents)
         files += [own, *(leaf(f"agent-{one.replace(':', '_')}", "agents", (*LOCAL, one), own) for one in names)]
         files.append(leaf("program", "agents", (), own, "client"))
-    files += [KeyPair(keys.node(number)[0], "nodes", fresh["nodes"]) for number in range(nodes)]
-    if app or fresh["app"]:
-        files.append(KeyPair(keys.app, "app", fresh["app"]))
-    for each in files:  # check all before writing any
-        each.check()
-    keys.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lines = [each.make() for each in files]
-    if app or fresh["app"]:
-        write(keys.trusted, trusted_entities(app_key(keys.app).public_key()).encode(), private=False)
-    return keys, lines
+    return files
 
 
 def main(words: Sequence[str] | None = None) -> int:
