@@ -263,15 +263,8 @@ def fit(
     ValueError
         The file is corrupt.
     """
-    optimizer = torch.optim.SGD(
-        [*model.encoder.parameters(), *model.head.parameters()],
-        lr=recipe.learning_rate,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-        nesterov=recipe.nesterov,
-    )
     steps = math.ceil(len(data) / recipe.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=recipe.epochs * steps)
+    optimizer, schedule = _descent(model, recipe, steps)
     history = _restore(midway, model, optimizer, schedule) if midway and midway.exists() else []
     speed = TextColumn("{task.fields[speed]:,.0f} images/s")
     columns = TextColumn("batches"), MofNCompleteColumn(), BarColumn(), speed, TimeElapsedColumn(), TextColumn("left")
@@ -296,6 +289,20 @@ def fit(
             line = f"epoch {number}: loss {loss:.4f}, {text}, {rate:,.0f} images/s, {left:,.0f} s left"
             progress.console.print(line, highlight=False)
     return history
+
+
+def _descent(
+    model: TwoHead, recipe: Recipe, steps: int
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Return SGD on encoder and global head, and its cosine schedule over all epochs of so many steps."""
+    optimizer = torch.optim.SGD(
+        [*model.encoder.parameters(), *model.head.parameters()],
+        lr=recipe.learning_rate,
+        momentum=recipe.momentum,
+        weight_decay=recipe.weight_decay,
+        nesterov=recipe.nesterov,
+    )
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=recipe.epochs * steps)
 
 
 def _keep(
