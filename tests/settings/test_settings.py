@@ -59,6 +59,7 @@ def test_toml_round_trip(
         ({"severity": 6}, ["severity", "6", "at most 5"]),
         ({"optimizer": "sdg"}, ["optimizer", "'sdg'", "sgd, adam"]),
         ({"device": "gpu"}, ["device", "'gpu'", "auto, cpu, cuda"]),
+        ({"device": "cuda:²"}, ["device", "'cuda:²'", "cuda:<index>"]),
         ({"momentum": 0.9, "optimizer": "adam"}, ["momentum", "0.9", "sgd"]),
         ({"leave-one-out": True, "statistics-weighting": "examples"}, ["leave-one-out", "uniform"]),
         ({"leave-one-out": True, "clients": 1}, ["leave-one-out = True", "clients = 2 or more"]),
