@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fedtta.messages.requests import AdapterRow
 from fedtta.settings import Settings
@@ -12,9 +13,9 @@ from fedtta.tta.auto import Candidates, Gains
 from fedtta.tta.registry import create, info
 
 if TYPE_CHECKING:
-    from fedtta.models import TwoHead
-    from fedtta.models.exported import ExportedNetwork
     from fedtta.tta.knn_per import Datastore, KNNPer
+
+Network = TypeVar("Network")
 
 
 class Memorized(Protocol):
@@ -28,16 +29,31 @@ class Memorized(Protocol):
         """Return the weight of the vote with the most correct validation predictions."""
 
 
-def make_adapter(
-    row: AdapterRow,
-    model: TwoHead | ExportedNetwork,
-    settings: Settings,
-    statistics: Statistics | None = None,
-    rates: Mapping[str, Mapping[str, float]] | None = None,
-    neighbours: Memorized | None = None,
-    gains: Gains | None = None,
-    **given: Any,
-) -> Adapter:
+@dataclass(frozen=True)
+class AdapterContext(Generic[Network]):
+    """What a client's adapters are made from, whatever the row: its network and the results of training.
+
+    Parameters
+    ----------
+    model : TwoHead or ExportedNetwork
+    settings : Settings
+        Of the run.
+    statistics : Statistics, optional
+        The client's own, and the means over clients.
+    rates : mapping, optional
+        Learned adaptation rates: what ATP adapts → layer → rate.
+    neighbours : Memorized, optional
+        For adapters that need the client's memorized samples.
+    """
+
+    model: Network
+    settings: Settings
+    statistics: Statistics | None = None
+    rates: Mapping[str, Mapping[str, float]] | None = None
+    neighbours: Memorized | None = None
+
+
+def make_adapter(row: AdapterRow, context: AdapterContext[Any], gains: Gains | None = None, **given: Any) -> Adapter:
     """Make a row's adapter, with options that follow from the settings where neither row nor `given` says otherwise.
 
     `gains` are those of the candidates of an adapter that chooses among others (`fedtta.tta.auto.calibrate_gains`).
@@ -48,7 +64,8 @@ def make_adapter(
     ValueError
         As `fedtta.tta.create`.
     """
-    variant_rates = (rates or {}).get(str(row.options.get("adapt", "all")))
+    settings, statistics, neighbours = context.settings, context.statistics, context.neighbours
+    variant_rates = (context.rates or {}).get(str(row.options.get("adapt", "all")))
     declared_options = info(row.adapter).options
     applied = {name: value for name, value in given.items() if name in declared_options}
     clients = int((statistics and statistics.clients) or settings.clients)
@@ -56,14 +73,13 @@ def make_adapter(
     options = {**follow, **applied, **row.options}
     if options.get("augment", "") is None:  # a row's "none": the usual views, here the data set's
         options["augment"] = follow["augment"]
-    network: Any = model  # of the adapters that take an `ExportedNetwork`, none asks for more than it has
     store = neighbours.store if neighbours else None
 
     def maker(name: str) -> Callable[[Any], Adapter]:
-        return lambda network: make_adapter(candidate_row(name), network, settings, statistics, rates, neighbours)
+        return lambda network: make_adapter(candidate_row(name), replace(context, model=network))
 
     candidates = None if gains is None else Candidates({name: maker(name) for name in gains.of}, gains)
-    adapter = create(row.adapter, network, statistics, variant_rates, store, candidates, clients, **options)
+    adapter = create(row.adapter, context.model, statistics, variant_rates, store, candidates, clients, **options)
     if neighbours is not None and "weight" not in row.options:
         from fedtta.tta.knn_per import KNNPer
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedtta.client.adaptation import adapt, batch_of, rates_of, refine_rates, score, streams_of
-from fedtta.client.adapters import chooses, make_adapter
+from fedtta.client.adapters import AdapterContext, chooses, make_adapter
 from fedtta.client.algorithms import LocalAlgorithm, LocalContext, find_algorithm
 from fedtta.client.algorithms.training import (
     TrainingSet,
@@ -355,7 +355,7 @@ class Device:
         load_network(self.model, self._network(request.network, request.arrays))
         streams = streams_of(self.settings, self.federation)
         x, labels, corruption = batch_of(streams, self.partition, request.round, self.device)
-        adapter = make_adapter(request.row, self.model, self.settings, proximal=request.proximal_mu)
+        adapter = make_adapter(request.row, AdapterContext(self.model, self.settings), proximal=request.proximal_mu)
         if not isinstance(adapter, Collaborator):
             raise ValueError(f"{request.row.adapter} learns nothing that clients could share")
         state = self.memory.load(request.cell, request.round - 1)
@@ -393,13 +393,13 @@ class Device:
             rows = [row for row in request.rows if row.base == base]
             if rows and base == "personalised":
                 self._personalize(request, private)
-            neighbours = self._neighbours(rows, request.round)
-            known = self.settings, rates, neighbours
-            calibrated = self._calibrated(rows, request, statistics, *known)
-            for samples in streams:
-                for row in rows:
-                    own = calibrated.get(row.label)
-                    results.append(evaluate_row(row, self.model, statistics, samples, *known, own))
+            context = AdapterContext(
+                self.model, self.settings, statistics, rates, self._neighbours(rows, request.round)
+            )
+            calibrated = self._calibrated(rows, context, request)
+            results += [
+                evaluate_row(row, context, samples, calibrated.get(row.label)) for samples in streams for row in rows
+            ]
         used = self._trained_on(request.rows, private, request.round)
         checked = sum(len(samples.y) for samples in streams)
         leaked = sum(int(self.federation.among(samples.index, used).sum()) for samples in streams)
@@ -428,9 +428,9 @@ class Device:
         rates = {variant: rates_of(arrays) for variant, arrays in request.rates.items()}
         classes = self.federation.images.classes
         spec = network_spec(self.federation.images, self.settings)
-        known = statistics, self.settings, rates, neighbours
-        gains = gains_of(row, self._validation(request), self.model, *known, SERVED) if chooses(row) else None
-        return serve(row, network, spec, self.settings, classes, baseline, statistics, rates, neighbours, gains)
+        context = AdapterContext(network, self.settings, statistics, rates, neighbours)
+        gains = gains_of(row, context, self._validation(request), SERVED) if chooses(row) else None
+        return serve(row, context, gains, spec, classes, baseline)
 
     def _require_source(self) -> None:
         if self.role == "target":
@@ -502,11 +502,11 @@ class Device:
         return memorize(self.model, self.federation.in_round(round), self.partition, self.settings, self.device)
 
     def _calibrated(
-        self, rows: Sequence[AdapterRow], request: Evaluate, statistics: Statistics | None, *known: Any
+        self, rows: Sequence[AdapterRow], context: AdapterContext[TwoHead], request: Evaluate
     ) -> dict[str, Calibrated]:
         """Return label → what the validation split says, of rows that need it or whose accuracy is to be estimated.
 
-        `known`: settings, rates and neighbours, as `calibrate_row` takes them. A target has no labels for it.
+        A target has no labels for it.
 
         Raises
         ------
@@ -517,7 +517,7 @@ class Device:
         if not asking:
             return {}
         samples = self._validation(request)
-        return {row.label: calibrate_row(row, self.model, statistics, samples, *known) for row in asking}
+        return {row.label: calibrate_row(row, context, samples) for row in asking}
 
     def _validation(self, request: Evaluate) -> Labelled:
         """Return the validation split, that estimates and candidates are calibrated on; ValueError for a target."""

@@ -5,8 +5,8 @@ An evaluation metric beside accuracy is a function in `METRICS`; the report says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedtta.client.adapters import candidate_row, chooses, make_adapter
+from fedtta.client.adapters import AdapterContext, candidate_row, chooses, make_adapter
 from fedtta.client.algorithms.training import labelled
 from fedtta.data import Federation, Rows, Stream
 from fedtta.messages.replies import WEIGHT_BINS, EvaluationResult
@@ -114,22 +114,14 @@ def memorize(
 
 
 def evaluate_row(
-    row: AdapterRow,
-    model: TwoHead,
-    statistics: Statistics | None,
-    samples: Stream,
-    settings: Settings,
-    rates: Mapping[str, Mapping[str, float]] | None = None,
-    neighbours: Neighbours | None = None,
-    calibrated: Calibrated | None = None,
+    row: AdapterRow, context: AdapterContext[TwoHead], samples: Stream, calibrated: Calibrated | None = None
 ) -> EvaluationResult:
     """Predict a stream in order with a fresh adapter and count correct predictions; estimate accuracy if asked to."""
-    total, estimated = _count(row, len(samples.y), settings), bool(calibrated and calibrated.known)
-    gains = calibrated.gains if calibrated else None
-    adapter = make_adapter(row, model, settings, statistics, rates, neighbours, gains)
+    total, estimated = _count(row, len(samples.y), context.settings), bool(calibrated and calibrated.known)
+    adapter = make_adapter(row, context, calibrated.gains if calibrated else None)
     adapter.reset()
-    size = _batch_size(adapter, settings, total)
-    device = next(model.parameters()).device
+    size = _batch_size(adapter, context.settings, total)
+    device = next(context.model.parameters()).device
     start = clock(device)
     right, predicted = torch.zeros((), dtype=torch.int64, device=samples.y.device), []
     for begin in range(0, total, size):
@@ -141,6 +133,9 @@ def evaluate_row(
     correct = int(right)  # the only wait for a GPU that evaluation adds
     seconds = clock(device) - start
     labels = samples.y[:total].cpu()
+    found = {}
+    if calibrated and estimated and total:
+        found = _estimates(calibrated, context.model, samples.x, predicted)
     return EvaluationResult(
         label=row.label,
         shift=samples.name,
@@ -149,19 +144,11 @@ def evaluate_row(
         seconds=seconds,
         **_weights(adapter, info(row.adapter).needs),
         metrics={name: float(metric(torch.cat(predicted).cpu(), labels)) for name, metric in METRICS.items() if total},
-        estimates=_estimates(calibrated, model, samples.x, predicted) if calibrated and estimated and total else {},
+        estimates=found,
     )
 
 
-def calibrate_row(
-    row: AdapterRow,
-    model: TwoHead,
-    statistics: Statistics | None,
-    samples: Labelled,
-    settings: Settings,
-    rates: Mapping[str, Mapping[str, float]] | None = None,
-    neighbours: Neighbours | None = None,
-) -> Calibrated:
+def calibrate_row(row: AdapterRow, context: AdapterContext[TwoHead], samples: Labelled) -> Calibrated:
     """Calibrate what a row needs on labelled samples, and its estimates if the settings ask for them.
 
     Both go by what a fresh adapter predicts for the samples as a stream. There are no estimates without samples.
@@ -171,24 +158,16 @@ def calibrate_row(
     ValueError
         The row's adapter chooses among candidates, and there are no samples, or a candidate does not fit.
     """
-    known = model, statistics, settings, rates, neighbours
-    gains = gains_of(row, samples, *known) if chooses(row) else None
-    if not settings.estimate_accuracy or not len(samples.y):
+    gains = gains_of(row, context, samples) if chooses(row) else None
+    if not context.settings.estimate_accuracy or not len(samples.y):
         return Calibrated({}, samples.heads, gains)
-    predicted, correct = predicted_by(row, samples, *known, gains)
-    found = signals_of(model, samples.x, predicted, samples.heads)
+    predicted, correct = predicted_by(row, context, samples, gains)
+    found = signals_of(context.model, samples.x, predicted, samples.heads)
     return Calibrated(calibrations(found, correct), samples.heads, gains)
 
 
 def gains_of(
-    row: AdapterRow,
-    samples: Labelled,
-    model: TwoHead,
-    statistics: Statistics | None,
-    settings: Settings,
-    rates: Mapping[str, Mapping[str, float]] | None = None,
-    neighbours: Neighbours | None = None,
-    usual: Sequence[str] = USUAL,
+    row: AdapterRow, context: AdapterContext[TwoHead], samples: Labelled, usual: Sequence[str] = USUAL
 ) -> Gains:
     """Return the calibrated gains of what a row's adapter chooses from, each with default options.
 
@@ -204,12 +183,11 @@ def gains_of(
     """
     if not len(samples.y):
         raise ValueError(f"{row.label}: this client has no validation samples to calibrate candidates on")
-    settings = settings.replace(tune_samples=0)  # all candidates see the same samples
+    alike = replace(context, settings=context.settings.replace(tune_samples=0))  # all candidates see the same samples
     named = candidates_of(row.adapter, row.options)
-    names = dict.fromkeys((NONE, *named)) if named else _fitting(usual, model, statistics)
+    names = dict.fromkeys((NONE, *named)) if named else _fitting(usual, context.model, context.statistics)
     rows = {name: candidate_row(name) for name in names}
-    known = samples, model, statistics, settings, rates, neighbours
-    predicted = {name: to_host(torch.cat(predicted_by(one, *known)[0])) for name, one in rows.items()}
+    predicted = {name: to_host(torch.cat(predicted_by(one, alike, samples)[0])) for name, one in rows.items()}
     return calibrate_gains(predicted, to_host(samples.y))
 
 
@@ -224,20 +202,13 @@ def _fitting(usual: Sequence[str], model: TwoHead, statistics: Statistics | None
 
 
 def predicted_by(
-    row: AdapterRow,
-    samples: Labelled,
-    model: TwoHead,
-    statistics: Statistics | None,
-    settings: Settings,
-    rates: Mapping[str, Mapping[str, float]] | None = None,
-    neighbours: Neighbours | None = None,
-    gains: Gains | None = None,
+    row: AdapterRow, context: AdapterContext[TwoHead], samples: Labelled, gains: Gains | None = None
 ) -> tuple[list[Tensor], NDArray[np.bool_]]:
     """Return what a fresh adapter predicts for samples as a stream, batch by batch, and which are right [n]."""
-    total = _count(row, len(samples.y), settings)
-    adapter = make_adapter(row, model, settings, statistics, rates, neighbours, gains)
+    total = _count(row, len(samples.y), context.settings)
+    adapter = make_adapter(row, context, gains)
     adapter.reset()
-    size = _batch_size(adapter, settings, total)
+    size = _batch_size(adapter, context.settings, total)
     predicted = [adapter.predict(samples.x[begin : min(begin + size, total)]) for begin in range(0, total, size)]
     return predicted, to_host(torch.cat(predicted).argmax(1) == samples.y[:total])
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtta.client.adapters import make_adapter
+from fedtta.client.adapters import AdapterContext, make_adapter
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import Preprocessing, load_arrays, save_arrays
@@ -137,8 +137,8 @@ class ServedModel(ABC):
         """
         settings: dict[str, Any] = dict(self.settings)
         row = replace(self.row, options={**self.chosen, **self.row.options})
-        needed = Settings(**settings), self.statistics, self.rates, self._neighbours()
-        made = make_adapter(row, self.network, *needed, self.gains)
+        known = Settings(**settings), self.statistics, self.rates, self._neighbours()
+        made = make_adapter(row, AdapterContext(self.network, *known), self.gains)
         if made.takes_whole_set:
             raise ValueError(f"{self.row.label} takes a whole test set, which a stream never is")
         made.reset()

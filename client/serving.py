@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtta.client.adapters import make_adapter
+from fedtta.client.adapters import AdapterContext, make_adapter
 from fedtta.client.algorithms import LocalAlgorithm
 from fedtta.client.evaluation import Neighbours
 from fedtta.client.served import NETWORK, Baseline, Rest, ServedModel, entropy
@@ -89,15 +89,11 @@ class Served(ServedModel):
 
 def serve(
     row: AdapterRow,
-    network: TwoHead,
+    context: AdapterContext[TwoHead],
+    gains: Gains | None,
     spec: Mapping[str, Any],
-    settings: Settings,
     classes: tuple[str, ...],
     baseline: Baseline,
-    statistics: Statistics | None,
-    rates: Mapping[str, Mapping[str, float]] | None,
-    neighbours: Neighbours | None,
-    gains: Gains | None = None,
 ) -> Served:
     """Return what makes a row's adapter, after making it once; what follows from validation data is fixed by that.
 
@@ -106,13 +102,14 @@ def serve(
     ValueError
         As `Served.build`.
     """
-    followed = {key.replace("-", "_"): value for key, value in settings.select("adapter").items()}
-    made = make_adapter(row, network, settings, statistics, rates, neighbours, gains)
+    followed = {key.replace("-", "_"): value for key, value in context.settings.select("adapter").items()}
+    made = make_adapter(row, context, gains)
     chosen = {"weight": made.weight} if isinstance(made, KNNPer) else {}
     variant = str(row.options.get("adapt", "all"))
-    own = {variant: dict((rates or {})[variant])} if "rates" in needs_of(row.adapter, row.options) else None
-    store = neighbours.store if neighbours else None
-    served = Served(row, network, dict(spec), followed, classes, baseline, statistics, own, store, chosen, gains)
+    own = {variant: dict((context.rates or {})[variant])} if "rates" in needs_of(row.adapter, row.options) else None
+    store = context.neighbours.store if context.neighbours else None
+    known = context.statistics, own, store, chosen, gains
+    served = Served(row, context.model, dict(spec), followed, classes, baseline, *known)
     served.build()
     return served
 

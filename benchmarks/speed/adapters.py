@@ -20,7 +20,7 @@ from torch import Generator, Tensor, nn
 from fedtta.benchmarks.clients import summarize
 from fedtta.benchmarks.papers import values
 from fedtta.benchmarks.speed.measurement import Measured, Ratio, clock_and_processor
-from fedtta.client.adapters import chooses, make_adapter
+from fedtta.client.adapters import AdapterContext, chooses, make_adapter
 from fedtta.client.device import Device
 from fedtta.client.evaluation import Labelled, Neighbours, gains_of, memorize
 from fedtta.client.state import MemoryState, NetworkStore, private_folder
@@ -149,12 +149,13 @@ class Client:
 
     def adapter(self, name: str) -> Adapter:
         """Return an adapter with default options."""
-        row, (model, settings) = AdapterRow(name, name), (self.device.model, self.device.settings)
-        gains = None
+        row, gains = AdapterRow(name, name), None
+        known = self.device.settings, self.statistics, self.rates, self.neighbours
+        context = AdapterContext(self.device.model, *known)
         if chooses(row):
             samples = Labelled(self.neighbours.x, self.neighbours.y, True)
-            gains = gains_of(row, samples, model, self.statistics, settings, self.rates, self.neighbours)
-        return make_adapter(row, model, settings, self.statistics, self.rates, self.neighbours, gains)
+            gains = gains_of(row, context, samples)
+        return make_adapter(row, context, gains)
 
 
 def count_passes(client: Client, name: str, x: Tensor, batch: int) -> tuple[float, float]:

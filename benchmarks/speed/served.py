@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedtta.client.adapters import AdapterContext
 from fedtta.client.agent.store import Store
 from fedtta.client.resources import federation_of, network_spec
 from fedtta.client.serving import Served, baseline_predictions, serve
@@ -62,8 +63,8 @@ def fabricate() -> Served:
     network = build(**spec, seed=0).eval().to(memory_format=torch.channels_last)
     statistics = fit(network, federation)
     ordinary = baseline_predictions(network, federation, PARTITION, CPU, SETTINGS.eval_batch_size, labelled=True)
-    row = AdapterRow("none", "none")
-    return serve(row, network, spec, SETTINGS, federation.images.classes, ordinary, statistics, None, None)
+    context = AdapterContext(network, SETTINGS, statistics)
+    return serve(AdapterRow("none", "none"), context, None, spec, federation.images.classes, ordinary)
 
 
 def fit(network: TwoHead, federation: Federation) -> Statistics:

@@ -22,6 +22,7 @@ from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
 from fedtta.benchmarks.tables.engine import seeds_of
 from fedtta.benchmarks.tables.networks import network_path, train_network
 from fedtta.benchmarks.tables.protocol_file import read_protocol
+from fedtta.client.adapters import AdapterContext
 from fedtta.client.algorithms.training import labelled
 from fedtta.client.device import Device
 from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row, predicted_by, signals_of
@@ -125,19 +126,19 @@ Results = dict[tuple[str, str, int], tuple[float, Signals]]
 def _tested(device: Device, arrays: Arrays, means: Arrays) -> tuple[Known, Results]:
     """Return a client's calibrations by adapter, and accuracy and signals by adapter, shift and severity."""
     statistics, samples = _state(device, arrays, means)
-    inputs, row = (device.model, statistics, device.settings), AdapterRow(AUTO, AUTO)
+    context, row = AdapterContext(device.model, device.settings, statistics), AdapterRow(AUTO, AUTO)
     known: Known = {}
     results: Results = {}
-    auto = calibrate_row(row, device.model, statistics, samples, device.settings)
+    auto = calibrate_row(row, context, samples)
     for name in ADAPTERS:
-        predicted, right = predicted_by(AdapterRow(name, name), samples, *inputs)
+        predicted, right = predicted_by(AdapterRow(name, name), context, samples)
         known[name] = calibrations(signals_of(device.model, samples.x, predicted, True), right)
     for shift, severity in STREAMS:
         one = _stream(device, shift, severity)
         for name in ADAPTERS:
-            predicted, right = predicted_by(AdapterRow(name, name), Labelled(one.x, one.y, True), *inputs)
+            predicted, right = predicted_by(AdapterRow(name, name), context, Labelled(one.x, one.y, True))
             results[name, shift, severity] = float(right.mean()), signals_of(device.model, one.x, predicted, True)
-        done = evaluate_row(row, device.model, statistics, one, device.settings, calibrated=auto)
+        done = evaluate_row(row, context, one, auto)
         results[AUTO, shift, severity] = done.correct / done.total, {}
     return known, results
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedtta import tta
 from fedtta.client.adaptation import Adaptation, adapt, batch_of, score, streams_of
-from fedtta.client.adapters import make_adapter
+from fedtta.client.adapters import AdapterContext, make_adapter
 from fedtta.client.state import DirectoryState, MemoryState
 from fedtta.data import CORRUPTIONS
 from fedtta.messages.requests import AdapterRow as Row
@@ -177,7 +177,7 @@ SHARING = [name for name, info in tta.ADAPTERS.items() if info.collaborates]
 def test_every_method_survives_a_process_for_each_message(tmp_path, name: str) -> None:
     """Also with a mixture from others in between: here its own arrays, changed a little."""
     row = Row(name, name)
-    lasting = make_adapter(row, batchnorm(), device().settings, proximal=0.5)
+    lasting = make_adapter(row, AdapterContext(batchnorm(), device().settings), proximal=0.5)
     assert isinstance(lasting, Collaborator)
     received = None
     for round in range(1, 4):

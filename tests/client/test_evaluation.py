@@ -12,6 +12,7 @@ import torch
 
 from fedtta import tta
 from fedtta.client import adapters
+from fedtta.client.adapters import AdapterContext
 from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row
 from fedtta.data import Federation, Stream, check_no_leak, stream
 from fedtta.data.split import Split
@@ -166,7 +167,7 @@ def by_hand_first(client: Device, arrays: Arrays, means: Arrays, row: Row, count
     samples = stream(client.federation, client.partition, "original", seed=1)
     cut = Stream("original", samples.x[:count], samples.y[:count], samples.index[:count], samples.source[:count])
     model, known = prepared(client, arrays, means)
-    return evaluate_row(row, model, known, cut, settings()).correct
+    return evaluate_row(row, AdapterContext(model, settings(), known), cut).correct
 
 
 def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def options_of(monkeypatch: pytest.MonkeyPatch, row: Row, given: Settings) -> di
 
     monkeypatch.setattr(adapters, "create", create)
     samples = stream(federation(), 0, "original", seed=1)
-    evaluate_row(row, network(), tta.Statistics(), samples, given)
+    evaluate_row(row, AdapterContext(network(), given, tta.Statistics()), samples)
     return seen
 
 
@@ -205,7 +206,7 @@ def test_the_published_btfl_gets_the_number_of_clients(trained: tuple[Device, Ar
     model, known = prepared(*trained)
     published = {"reading": "published"}
     for options, expected in ((published, 3), ({**published, "leave_one_out": 0}, 0), ({}, 0)):
-        made = adapters.make_adapter(Row("btfl", "btfl", options), model, settings(), known)
+        made = adapters.make_adapter(Row("btfl", "btfl", options), AdapterContext(model, settings(), known))
         assert made.reading.leave_one_out == expected  # type: ignore[attr-defined]
 
 
@@ -214,7 +215,8 @@ def test_the_own_share_is_that_of_the_clients_that_replied(row: Row, trained: tu
     """Of 3 clients 2 replied in the statistics round: (2 p - p_l) / 1 is the other's, (3 p - p_l) / 2 no client's."""
     model, known = prepared(*trained)
     told = dataclasses.replace(known, clients=2)
-    made = adapters.make_adapter(row, model, settings(leave_one_out="reading" not in row.options), told)
+    given = settings(leave_one_out="reading" not in row.options)
+    made = adapters.make_adapter(row, AdapterContext(model, given, told))
     assert made.reading.leave_one_out == 2  # type: ignore[attr-defined]
 
 
@@ -250,7 +252,9 @@ def test_views_of_the_methods_for_streams_do_too(
 def test_a_row_that_names_who_sees_the_views_gets_those_of_the_data_set(row: str, dataset: str, flip: bool) -> None:
     """Digits are never mirrored, whichever network sees the views, and "none" is no other kind of views."""
     (parsed,) = parse_rows(row)
-    made: Any = adapters.make_adapter(parsed.as_requested(), network(norm=True), settings(dataset=dataset))
+    made: Any = adapters.make_adapter(
+        parsed.as_requested(), AdapterContext(network(norm=True), settings(dataset=dataset))
+    )
     assert made.augment == Views(flip=flip)
     assert getattr(made, "_teacher_sees_views", False) == ("teacher" in row)
 
@@ -262,7 +266,7 @@ def test_methods_per_batch_meet_batches_of_their_own_size() -> None:
     assert len(samples) == 8
     row = Row("bn", "bn_adapt")
     given = settings(adapt_batch_size=5, eval_batch_size=2)
-    result = evaluate_row(row, model, None, samples, given)
+    result = evaluate_row(row, AdapterContext(model, given), samples)
     adapter = tta.create("bn_adapt", model)
     predicted = torch.cat([adapter.predict(part).argmax(1) for part in samples.x.split(5)])
     assert result.correct == int((predicted == samples.y).sum())
@@ -273,6 +277,7 @@ def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.Monkey
     model = network(norm=True, seed=4)
     samples = stream(federation(), 0, "corrupted", seed=1)
     rates = {variant: dict.fromkeys(modules(model), rate) for variant, rate in (("all", 0.1), ("params", 0.2))}
+    context = AdapterContext(model, settings(), rates=rates)
     given: list[Any] = []
 
     def create(name: str, model: Any, statistics: Any, rates: Any, store: Any, *_: Any, **options: Any) -> tta.Adapter:
@@ -281,10 +286,10 @@ def test_rates_go_to_the_rows_that_name_their_variant(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(adapters, "create", create)
     for options in ({}, {"mode": "online"}, {"adapt": "params"}):
-        evaluate_row(Row("atp", "atp", options), model, None, samples, settings(), rates)
+        evaluate_row(Row("atp", "atp", options), context, samples)
     assert given == [rates["all"], rates["all"], rates["params"]]
     with pytest.raises(ValueError, match="atp needs learned adaptation rates"):
-        evaluate_row(Row("atp", "atp", {"adapt": "stats"}), model, None, samples, settings(), rates)
+        evaluate_row(Row("atp", "atp", {"adapt": "stats"}), context, samples)
 
 
 @pytest.mark.parametrize("heads", [True, False])
@@ -294,8 +299,8 @@ def test_estimates_are_calibrated_on_a_fresh_adapter_over_labelled_samples(heads
     given, row = settings(adapt_batch_size=5, estimate_accuracy=True), Row("tent", "tent", {"lr": 0.5})
     x, y = (torch.tensor(one) for one in (world.images.pixels[60:99] / np.float32(255), world.images.labels[60:99]))
     samples = stream(world, 0, "corrupted", seed=1)
-    known = calibrate_row(row, model, None, Labelled(x, y, heads), given)
-    found = evaluate_row(row, model, None, samples, given, calibrated=known).estimates
+    known = calibrate_row(row, AdapterContext(model, given), Labelled(x, y, heads))
+    found = evaluate_row(row, AdapterContext(model, given), samples, known).estimates
     assert list(found) == [
         "doc",
         "atc_confidence",
@@ -344,7 +349,7 @@ def test_estimates_are_given_where_they_are_asked_for(trained: tuple[Device, Arr
     for with_them, without in zip(*(reply.results for reply in replies), strict=True):
         assert (len(with_them.estimates), without.estimates) == (6, {})
         assert (with_them.correct, with_them.weight_mean) == (without.correct, without.weight_mean)
-    nothing = calibrate_row(ROWS[0], client.model, None, no_samples(), asked.settings)
+    nothing = calibrate_row(ROWS[0], AdapterContext(client.model, asked.settings), no_samples())
     assert nothing.known == {}
 
 
@@ -363,9 +368,10 @@ def test_auto_chooses_by_labelled_samples(trained: tuple[Device, Arrays, Arrays]
         correct = [result["correct"] for result in results]
     else:
         y = tta.create("personal", model).predict(x).argmax(1)
-        calibrated = calibrate_row(row, model, known, Labelled(x, y, True), given)
+        calibrated = calibrate_row(row, AdapterContext(model, given, known), Labelled(x, y, True))
         streams = [stream_of(client, shift) for shift in SHIFTS]
-        correct = [evaluate_row(row, model, known, one, given, calibrated=calibrated).correct for one in streams]
+        context = AdapterContext(model, given, known)
+        correct = [evaluate_row(row, context, one, calibrated).correct for one in streams]
     makers = {
         name: (lambda network, name=name: tta.create(name, network, known))
         for name in ("none", "personal", "fedthe", "t3a")
@@ -391,7 +397,7 @@ def test_auto_needs_validation_samples_and_candidates_that_can_be_made(trained: 
         with pytest.raises(ValueError, match=words):
             client.evaluate(3, Task("t"), arrays, means, [Row("auto", "auto", options)], ["original"])
     with pytest.raises(ValueError, match="auto: this client has no validation samples to calibrate candidates on"):
-        calibrate_row(Row("auto", "auto"), client.model, None, no_samples(), settings())
+        calibrate_row(Row("auto", "auto"), AdapterContext(client.model, settings()), no_samples())
 
 
 def no_samples() -> Labelled:
@@ -446,7 +452,8 @@ def test_labels_are_out_of_an_adapters_reach(
         return _Noting(tta.create(*args, **options), logs[-1])
 
     monkeypatch.setattr(adapters, "create", create)
-    results = [evaluate_row(row, model, known, one, settings(eval_batch_size=4)) for one in (samples, poisoned)]
+    context = AdapterContext(model, settings(eval_batch_size=4), known)
+    results = [evaluate_row(row, context, one) for one in (samples, poisoned)]
     assert len(logs[0]) == len(logs[1]) > 2
     assert all(torch.equal(one, other) for one, other in zip(*logs, strict=True))
     assert results[0].correct + results[1].correct <= results[0].total

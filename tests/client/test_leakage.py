@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtta import tta
 from fedtta.client import adapters
+from fedtta.client.adapters import AdapterContext
 from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row, memorize
 from fedtta.client.statistics import join_statistics
 from fedtta.messages.requests import AdapterRow as Row
@@ -57,9 +58,10 @@ def test_permuted_labels_change_no_prediction(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(adapters, "create", noting)
     row = Row(name, name, OPTIONS.get(name, {}))
     labels = Labelled(samples.x, samples.y, True)  # what candidates are calibrated on, for both alike
-    calibrated = calibrate_row(row, model, known, labels, client.settings, rates, own)
+    context = AdapterContext(model, client.settings, known, rates, own)
+    calibrated = calibrate_row(row, context, labels)
     for one in (samples, poisoned):
-        evaluate_row(row, model, known, one, client.settings, rates, own, calibrated)
+        evaluate_row(row, context, one, calibrated)
     first, second = (torch.cat(log) for log in seen)
     assert len(first) == len(samples.y)
     assert torch.equal(first, second)

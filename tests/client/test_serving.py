@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedtta.client.adapters import make_adapter
+from fedtta.client.adapters import AdapterContext, make_adapter
 from fedtta.client.algorithms import find_algorithm
 from fedtta.client.evaluation import memorize
 from fedtta.client.node import make_device
@@ -60,7 +60,7 @@ def test_it_is_the_adapter_that_an_evaluation_makes(name: str, base: str, option
     rates = {"all": dict.fromkeys(request.arrays, 0.01)}
     neighbours = memorize(device.model, device.federation, 0, SETTINGS, CPU) if name == "knn_per" else None
     row = AdapterRow(name, name, options, base)
-    expected = make_adapter(row, device.model, device.settings, statistics, rates, neighbours)
+    expected = make_adapter(row, AdapterContext(device.model, device.settings, statistics, rates, neighbours))
     adapter = served(name, base, **options).build()
     for x in stream():
         assert torch.equal(adapter.predict(x), expected.predict(x))

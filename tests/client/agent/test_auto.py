@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from fedtta.client.adapters import AdapterContext
 from fedtta.client.agent.candidate import Samples
 from fedtta.client.agent.core import Agent
 from fedtta.client.evaluation import Labelled, gains_of
@@ -255,7 +256,7 @@ def test_without_labels_no_model_is_served_and_the_reason_is_told(tmp_path: Path
         dataclasses.replace(device, role="target").serve(request, AdapterRow("auto", "auto"))
     nothing = Labelled(torch.empty(0, 3, 16, 16), torch.empty(0, dtype=torch.int64), True)
     with pytest.raises(ValueError, match="auto: this client has no validation samples to calibrate candidates on"):
-        gains_of(AdapterRow("auto", "auto"), nothing, device.model, None, device.settings, usual=SERVED)
+        gains_of(AdapterRow("auto", "auto"), AdapterContext(device.model, device.settings), nothing, SERVED)
 
 
 def test_a_federation_brings_the_model_and_a_kept_one_of_another_adapter_waits_for_it(tmp_path: Path) -> None:
