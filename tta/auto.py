@@ -479,7 +479,7 @@ class Auto(Adapter):
         if self.drift is not None:
             state |= {f"memory.drift.{name}": value for name, value in self.drift.state_dict().items()}
         for name, one in self.candidates.items():
-            state |= prefixed(name, one.state_dict())
+            state |= prefixed(name, one._state())
         return state
 
     def _varies(self, name: str) -> bool:

@@ -96,7 +96,7 @@ class FedTHEPlus(Adapter):
         self._position = 0
 
     def _state(self) -> dict[str, Tensor]:
-        return {**self._fedthe.state_dict(), "position": torch.tensor(self._position)}
+        return {**self._fedthe._state(), "position": torch.tensor(self._position)}
 
     def _load(self, state: dict[str, Tensor]) -> None:
         history = dict(state)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from fedtta import tta
 from fedtta.models.two_head import TwoHead
+from fedtta.tta import base
+from fedtta.tta.arrays import copied
 from fedtta.tta.auto import (
     LEVEL,
     Auto,
@@ -442,6 +444,21 @@ def test_a_candidate_that_fails_leaves_the_others_as_they_were() -> None:
     after = adapter.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert adapter.report() == {}
+
+
+def test_what_candidates_have_learned_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = list[Any]()
+    makers: dict[str, Any] = {name: (lambda network, name=name: tta.create(name, network)) for name in ("none", "tent")}
+    adapter = Auto(two_head_network(), Candidates(makers, Gains(dict.fromkeys(makers, Calibration(0.0, 0.0)))))
+
+    def counted(value: Any) -> Any:
+        copies.append(copied(value))
+        return copies[-1]
+
+    monkeypatch.setattr(base, "copied", counted)
+    state = adapter.state_dict()
+    assert "tent.optimizer.step" in state
+    assert len(copies) == len(state)
 
 
 def test_each_candidate_checks_its_own_state() -> None:
