@@ -27,7 +27,7 @@ class NpzSource:
     Raises
     ------
     ValueError
-        There is no such file, it is damaged, or its arrays do not fit each other.
+        There is no such file, it is damaged, its arrays do not fit each other, or C may be either axis of `x`.
     """
 
     def __init__(self, file: Path) -> None:
@@ -76,7 +76,11 @@ class NpzSource:
 
 def _channels_last(x: NDArray[Any], file: Path) -> NDArray[Any]:
     """Return x as [N, H, W] or [N, H, W, 3]."""
-    if x.ndim == 4 and x.shape[3] not in (1, 3) and x.shape[1] in (1, 3):
+    if x.ndim == 4 and x.shape[1] in (1, 3):
+        if x.shape[3] in (1, 3):
+            raise ValueError(
+                f"{os.fspath(file)}: x {x.shape} is [N, H, W, C] or [N, C, H, W]; store grayscale as [N, H, W]"
+            )
         x = x.transpose(0, 2, 3, 1)
     if x.ndim == 4 and x.shape[3] == 1:
         x = x[..., 0]

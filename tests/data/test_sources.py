@@ -433,6 +433,9 @@ def test_npz_without_labels_and_bad_ones(tmp_path: Path) -> None:
         ({"y": np.array([0, 3]), "classes": np.array(["a"])}, "label 3, but there are 1 class names"),
         ({"split": np.array(["train", "tset"])}, "image 1: split 'tset'"),
         ({"x": np.zeros((2, 4, 4, 2))}, "x must be"),
+        ({"x": np.zeros((2, 1, 9, 3))}, r"x \(2, 1, 9, 3\) is \[N, H, W, C\] or \[N, C, H, W\]"),
+        ({"x": np.zeros((2, 3, 9, 1))}, r"store grayscale as"),
+        ({"x": np.zeros((2, 3, 9, 3))}, r"x \(2, 3, 9, 3\) is"),
     ):
         np.savez(path, **{"x": x, **arrays})
         with pytest.raises(ValueError, match=message):
