@@ -17,6 +17,10 @@ from torch import Tensor
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 ON_CPU = 8 * 2**30  # bytes; the same on every machine, as are the bits
+#: What errors of libraries say that take memory of the GPU themselves; cuDNN has another name for it since version 9.
+LIBRARIES = (
+    "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+)  # fmt: skip
 
 
 @dataclass
@@ -42,6 +46,13 @@ def budget(device: torch.device) -> int:
     return int(PLAN.left * PLAN.share * torch.cuda.mem_get_info(device)[1])
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that the GPU's memory does not suffice: torch's own, or one of cuBLAS or cuDNN."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(name in str(error) for name in LIBRARIES)
+    )
+
+
 def in_parts(count: int, most: int, work: Callable[[slice], T]) -> list[T]:
     """Call `work` on slices of range(count), at most `most` long; return its results in their order.
 
@@ -50,8 +61,8 @@ def in_parts(count: int, most: int, work: Callable[[slice], T]) -> list[T]:
 
     Raises
     ------
-    torch.OutOfMemoryError
-        It does not suffice for one alone.
+    RuntimeError
+        It does not suffice for one alone (`is_out_of_memory`).
     """
     results: list[T] = []
     done = 0
@@ -59,8 +70,8 @@ def in_parts(count: int, most: int, work: Callable[[slice], T]) -> list[T]:
         most = min(most, count - done)
         try:
             results.append(work(slice(done, done + most)))
-        except torch.OutOfMemoryError:
-            if most == 1:
+        except RuntimeError as error:
+            if most == 1 or not is_out_of_memory(error):
                 raise
         else:
             done += most

@@ -68,17 +68,29 @@ def test_a_process_plans_with_its_share_of_the_gpu_whatever_is_free() -> None:
     assert budget(torch.device("cpu")) == memory.ON_CPU  # the same on every machine
 
 
+#: What CUDA raises, in torch and in the libraries that take memory themselves.
+ERRORS = (
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
 @pytest.mark.parametrize(
     ("most", "fit", "sizes", "tried"),
     [(4, 9, [4, 4, 2], [4, 4, 2]), (99, 10, [10], [10]), (99, 3, [2, 2, 2, 2, 2], [10, 5, 2, 2, 2, 2, 2])],
 )
-def test_parts_are_halved_until_they_fit(most: int, fit: int, sizes: list[int], tried: list[int], caplog: Any) -> None:
+def test_parts_are_halved_until_they_fit(
+    most: int, fit: int, sizes: list[int], tried: list[int], error: Exception, caplog: Any
+) -> None:
     begun: list[int] = []
 
     def work(part: slice) -> list[int]:
         begun.append(len(range(10)[part]))
         if begun[-1] > fit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return list(range(10))[part]
 
     with caplog.at_level(logging.WARNING, memory.LOG.name):
@@ -101,6 +113,15 @@ def test_what_does_not_fit_alone_and_other_errors_are_raised() -> None:
     assert budget(GPU) == 2 * GIB
     with pytest.raises(ZeroDivisionError):
         in_parts(5, 4, lambda part: 1 / part.start)
+    begun: list[int] = []
+
+    def broken(part: slice) -> None:
+        begun.append(part.stop)
+        raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+
+    with pytest.raises(RuntimeError, match="EXECUTION"):
+        in_parts(5, 4, broken)
+    assert begun == [4]
     assert in_parts(0, 4, full) == []
 
 
