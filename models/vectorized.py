@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedtta.models.cct import DropResidual
+from fedtta.models.weights import COUNTER
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 Tensors = dict[str, Tensor]
@@ -57,29 +58,34 @@ def is_stackable(network: nn.Module) -> bool:
 
 
 def _agrees(network: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Return whether the vectorized pass of two copies computes, in training mode, what the network computes.
+    """Return whether the vectorized pass of two copies computes what the network computes, in either mode.
 
-    Its buffers, too: what the vectorized pass does not move must stay. In float64: BatchNorm over few values magnifies
-    rounding errors.
+    Features for personal heads are computed in evaluation mode. In float64: BatchNorm over few values magnifies
+    rounding errors; a network that takes no float64 counts as one that cannot be stacked.
     """
-    own = copy.deepcopy(network).train().double()
+    own = copy.deepcopy(network).double()
     x = torch.rand(2, 4, *shape, generator=torch.Generator().manual_seed(0)).to(next(own.parameters()))  # [N, B, ...]
-    parameters = {name: torch.stack([value.detach()] * 2) for name, value in own.named_parameters()}
-    buffers = {name: torch.stack([value] * 2) for name, value in own.named_buffers()}
     try:
         with torch.no_grad():
-            out, moved = VectorizedNetwork(own)(parameters, buffers, x, torch.ones(2, 4).to(x))
-            for index in range(2):
-                alone = copy.deepcopy(own)
-                pairs = [(alone(x[index]), out[index])]
-                pairs += [(alone.get_buffer(name), new[index]) for name, new in moved.items()]
-                if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs):
-                    return False
-                after = {name: value for name, value in alone.named_buffers() if value.is_floating_point()}
-                if not all(torch.equal(after[name], buffers[name][index]) for name in after.keys() - moved.keys()):
-                    return False
+            return all(_agrees_on(copy.deepcopy(own).train(training), x) for training in (True, False))
     except (RuntimeError, ValueError, TypeError, KeyError, NotImplementedError):
         return False
+
+
+def _agrees_on(own: nn.Module, x: Tensor) -> bool:
+    """Return whether outputs agree, and buffers: what the vectorized pass does not move must stay, but for counters."""
+    parameters = {name: torch.stack([value.detach()] * 2) for name, value in own.named_parameters()}
+    buffers = {name: torch.stack([value] * 2) for name, value in own.named_buffers() if value.is_floating_point()}
+    before = {name: value.clone() for name, value in own.named_buffers() if not name.endswith(COUNTER)}
+    out, moved = VectorizedNetwork(own)(parameters, buffers, x, torch.ones(2, 4).to(x))
+    for index in range(2):
+        alone = copy.deepcopy(own)  # which the pass must leave as it was, too
+        pairs = [(alone(x[index]), out[index])]
+        pairs += [(alone.get_buffer(name), new[index]) for name, new in moved.items()]
+        if not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs):
+            return False
+        if not all(torch.equal(alone.get_buffer(name), before[name]) for name in before.keys() - moved.keys()):
+            return False
     return True
 
 

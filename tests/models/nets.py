@@ -78,8 +78,8 @@ def residual() -> tuple[nn.Module, int]:
     return Residual(), 9
 
 
-def branching() -> tuple[nn.Module, int]:
-    """Return an encoder whose computation depends on the images."""
+def branching(training: bool = True) -> tuple[nn.Module, int]:
+    """Return an encoder whose computation depends on the images; without `training`, in evaluation mode alone."""
 
     class Branching(nn.Module):
         def __init__(self) -> None:
@@ -88,7 +88,7 @@ def branching() -> tuple[nn.Module, int]:
 
         def forward(self, x: Tensor) -> Tensor:
             z = x.flatten(1)[:, :9] * self.scale
-            return z if float(z.mean()) > 0 else -z
+            return z if (self.training and not training) or float(z.mean()) > 0 else -z
 
     return Branching(), 9
 
@@ -105,6 +105,23 @@ class Average(nn.Module):
             self.average = 0.9 * self.average + 0.1 * x.detach().mean()
             return x
         return x - self.average
+
+
+def counting() -> tuple[nn.Module, int]:
+    """Return an encoder that counts its batches in training, and depends on their number."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.steps += 1
+            return x.flatten(1)[:, :9] * self.scale / (1 + self.steps)
+
+    return Counting(), 9
 
 
 def moving(own: bool = False) -> tuple[nn.Module, int]:
@@ -132,6 +149,7 @@ def auxiliary() -> nn.Module:
 
 
 for _function in (
-    tied, pair, whole, not_last, no_linear, wrong_width, nothing, own_norm, residual, branching, moving, auxiliary,
+    tied, pair, whole, not_last, no_linear, wrong_width, nothing, own_norm, residual, branching, counting, moving,
+    auxiliary,
 ):  # fmt: skip
     _function.is_network = True  # type: ignore[attr-defined]

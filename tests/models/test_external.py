@@ -166,11 +166,13 @@ def test_dropped_paths_are_not_stacked() -> None:
     assert not is_stackable(build("tests.models.nets:whole", p=0.5))
     assert is_stackable(build("tests.models.nets:whole"))
     assert not is_stackable(build("tests.models.nets:branching"))  # nothing drawn, but no code for vmap
+    assert not is_stackable(build("tests.models.nets:branching", training=False))  # which computes features for heads
 
 
 @pytest.mark.parametrize("own", [False, True])
 def test_networks_with_buffers_that_stacking_would_not_move_are_not_stacked(own: bool) -> None:
     assert not is_stackable(build("tests.models.nets:moving", own=own))
+    assert not is_stackable(build("tests.models.nets:counting"))
 
 
 # Pretrained weights -------------------------------------------------------------------------------------------------
