@@ -92,6 +92,9 @@ def _agrees_on(own: nn.Module, x: Tensor) -> bool:
 class VectorizedNetwork:
     """The forward pass of N networks at once.
 
+    Under autocast less of it is in bfloat16 than of a single network: within `vmap` a bias is added in float32, as the
+    output is then, and on a CPU a convolution is in float32.
+
     Parameters
     ----------
     network : nn.Module
