@@ -64,6 +64,10 @@ CLIP = 1e-6
 #: ln u stays within this where it has no bound of its own; τ̂ is 0 or ∞ long before.
 LARGEST_TRUST = 30.0
 
+#: More events than a stream has: the nodes of `BetaRule` are 100 sqrt(λ). With counts of more than 3000 in all, the
+#: density is narrower than the points of `GridRule` are apart.
+LARGEST_STRENGTH = {"exact": 1e6, "grid": 3000.0}
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -72,7 +76,8 @@ class Reading:
     Parameters
     ----------
     strength : float
-        λ, above 0. The paper: 16. The code: 5 (CNN), 300 (CCT; ImageNet), 3000 (ResNet), 50 (OfficeHome).
+        λ, above 0, at most 1e6, with integral="grid" 3000. The paper: 16. The code: 5 (CNN), 300 (CCT; ImageNet), 3000
+        (ResNet), 50 (OfficeHome).
     leave_one_out : int or None
         N >= 2: take the client's own share out of p^g, a uniform mean over N clients; 0: leave it in; None: N is
         missing. The code always takes it out.
@@ -104,12 +109,12 @@ class Reading:
     prior: Literal["sample", "batch"] = "sample"
 
     def __post_init__(self) -> None:
-        check_number("strength", self.strength, 0, math.inf, open_low=True)
+        check_choice("integral", self.integral, ("exact", "grid"))
+        check_number("strength", self.strength, 0, LARGEST_STRENGTH[self.integral], open_low=True)
         check_choice("mixing", self.mixing, ("probability", "log"))
         check_choice("denominators", self.denominators, ("paper", "code"))
         check_number("squash", self.squash, 0, math.inf)
         check_choice("prune", self.prune, ("paper", "code"))
-        check_choice("integral", self.integral, ("exact", "grid"))
         check_choice("prior", self.prior, ("sample", "batch"))
         if self.classes is not None:
             check_least(2, classes=self.classes)

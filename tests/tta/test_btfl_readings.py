@@ -22,7 +22,7 @@ from scipy.stats import beta
 from torch import nn
 
 from fedtta.models.two_head import TwoHead
-from fedtta.tta.btfl import BTFL, READINGS, Reading, prior_path, squashed
+from fedtta.tta.btfl import BTFL, LARGEST_STRENGTH, READINGS, Reading, prior_path, squashed
 from fedtta.tta.fedthe import FedTHE
 from fedtta.tta.posterior import GridRule, mixing_weight
 from fedtta.tta.statistics import Statistics
@@ -187,6 +187,16 @@ def test_a_given_option_wins_over_the_reading() -> None:
     assert adapter(known, reading="published", leave_one_out=20, prior="sample").per == "sample"
     with pytest.raises(ValueError, match="leave_one_out=None: give the number of clients"):
         adapter(known, reading="published")
+
+
+@pytest.mark.parametrize("integral", LARGEST_STRENGTH)
+def test_the_largest_strength_is_one_that_the_integral_can_compute(integral: str) -> None:
+    known, most = random_stream(0)[3], LARGEST_STRENGTH[integral]
+    rule, shares = adapter(known, strength=most, integral=integral)._rule, np.linspace(0.1, 0.9, 300)
+    weights = rule.mean(most * np.stack((shares, 1 - shares), 1), np.zeros(300))  # a/(a+b) for τ = 1
+    np.testing.assert_allclose(weights, shares, atol=0.06 if integral == "grid" else 1e-9)
+    with pytest.raises(ValueError, match=rf"strength={most + 1} is outside \(0, {most}\]"):
+        adapter(known, strength=most + 1, integral=integral)
 
 
 def test_squash_by_hand() -> None:

@@ -29,7 +29,8 @@ OUT_OF_RANGE: dict[str, dict[str, list[Any]]] = {
         "alpha": [1.5], "beta": [-0.1], "steps": [0], "lr": [0.0, math.nan], "objective": ["x"], "history": ["x"],
     },
     "btfl": {
-        "strength": [0, math.inf], "smoothing": [0.6], "rectify": ["x"], "leave_one_out": [1], "reading": ["x"],
+        "strength": [0, 1e15, math.inf], "smoothing": [0.6], "rectify": ["x"], "leave_one_out": [1],
+        "reading": ["x"],
         "mixing": ["x"], "denominators": ["x"], "classes": [1], "squash": [-1.0, math.nan], "prune": ["x"],
         "integral": ["x"], "prior": ["x"],
     },
