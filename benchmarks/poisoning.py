@@ -222,8 +222,14 @@ def rows_of(content: Mapping[str, Any]) -> list[Measured]:
 
 
 def poisoning_page(content: Mapping[str, Any]) -> str:
-    """Return all kept runs as a Markdown page."""
+    """Return all kept runs as a Markdown page; SettingsError for an attack without the run that it is compared with."""
     rows = rows_of(content)
+    without = {replace(one.case, attack=NONE) for one in rows} - {one.case for one in rows}
+    if without:
+        missing = ", ".join(sorted(map(str, without)))
+        raise SettingsError(
+            f"{FILE} lacks {missing}, which attacks are compared with: `fedtta bench poisoning` runs it"
+        )
     lines = ["# Poisoning", "", "`fedtta bench poisoning`; accuracies of honest clients in %."]
     if rows:
         lines += ["", f"{content['hardware']}, commit {content['commit']}, {content['time']}."]
@@ -240,22 +246,22 @@ def poisoning_page(content: Mapping[str, Any]) -> str:
 
 def _table(chosen: Sequence[Measured], rows: Sequence[Measured]) -> list[str]:
     """Return a table: accuracies without an attack, and what each attack adds in the same seeds' runs."""
-    honest = {replace(one.case, attack=""): one for one in rows if one.case.attack == NONE}
+    honest = {one.case: one for one in rows if one.case.attack == NONE}
     columns = list(dict.fromkeys(name for one in rows for name in one.accuracy))
     lines = [f"| split | attack | {' | '.join(columns)} | seeds |", "| --- | --- |" + " --: |" * (len(columns) + 1)]
     for split in SPLITS:
         for attack in _attacks():
             found = [one for one in chosen if (one.case.split, one.case.attack) == (split, attack)]
-            pairs = [(one, honest.get(replace(one.case, attack=""))) for one in found]
+            pairs = [(one, honest[replace(one.case, attack=NONE)]) for one in found]
             cells = [_cell(column, pairs) for column in columns]
             if found:
                 lines.append(f"| {split} | {attack} | {' | '.join(cells)} | {len(found)} |")
     return lines
 
 
-def _cell(column: str, pairs: Sequence[tuple[Measured, Measured | None]]) -> str:
+def _cell(column: str, pairs: Sequence[tuple[Measured, Measured]]) -> str:
     """Return a mean over seeds: the accuracy of honest runs, or the points by which an attack changes it."""
-    both = [(one, base or one) for one, base in pairs if column in one.accuracy]
+    both = [(one, base) for one, base in pairs if column in one.accuracy]
     if not both:
         return ""
     if all(one.case.attack == NONE for one, _ in both):

@@ -57,6 +57,17 @@ def test_the_page_has_accuracies_and_what_attacks_add(tmp_path: Path) -> None:
     assert "Two poisoners" not in page
 
 
+def test_an_attack_is_not_compared_with_itself() -> None:
+    rows = [
+        Measured(Case("equal parts", seed, attack), {"fedavg": 90.0}, 0, 0)
+        for seed, attack in ((1, NONE), (1, "sign flip × 1"), (2, "sign flip × 1"))
+    ]
+    with pytest.raises(
+        SettingsError, match=r"poisoning\.json lacks Case\(.* seed=2, attack='no attack'.*`fedtta bench"
+    ):
+        poisoning_page(kept(*rows))
+
+
 def test_cases_kept_before_keep_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (Measured(Case("equal parts", seed, NONE), {"fedavg": 90.0}, 0, 0) for seed in (1, 2))
     (tmp_path / poisoning.FILE).write_text(json.dumps(kept(first)))
