@@ -26,6 +26,7 @@ from fedtta.benchmarks.tables.results import (
     CONSTANT,
     add_run,
     cell_path,
+    check_frost,
     check_kept,
     constant_row,
     empty,
@@ -183,10 +184,10 @@ def missing_points(path: Path, settings: Settings, every: int) -> list[tuple[int
     Raises
     ------
     SettingsError
-        A training has several stages: its beginning is not a shorter training.
+        A training has several stages: its beginning is not a shorter training. Or as `check_frost`.
     """
-    kept = read_cell(path).get("curves", {}) if path.exists() else {}
-    found = []
+    content = read_cell(path) if path.exists() else {}
+    kept, found = content.get("curves", {}), []
     for training in plan(settings):
         if len(training.recipe.stages) > 1:
             raise SettingsError(f"--every {every}: allowed for trainings of one stage; {training.name} has several")
@@ -194,6 +195,8 @@ def missing_points(path: Path, settings: Settings, every: int) -> list[tuple[int
             labels = [row.label for row in training.rows if str(round) not in kept.get(row.label, {})]
             if labels:
                 found.append((round, training, labels))
+    if found:
+        check_frost(path, content)
     return found
 
 

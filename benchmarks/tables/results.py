@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedtta.benchmarks.papers import WITH
-from fedtta.benchmarks.provenance import BEFORE, differing, provenance_of_run
+from fedtta.benchmarks.provenance import BEFORE, EASIER, differing, provenance_of_run
 from fedtta.benchmarks.tables.protocol import Cell
 from fedtta.benchmarks.tables.protocol_file import TYPES, Types, check_types
 from fedtta.client.device import SLOW_BFLOAT16
@@ -118,6 +118,12 @@ def check_kept(path: Path, settings: Settings, start: Mapping[str, Any] | None =
         raise SettingsError(f"{path} was made from another network; choose another --out")
 
 
+def check_frost(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise SettingsError if a file's rows were measured with the easier frost: others would not compare with them."""
+    if any(EASIER in note for note in content.get("notes", ())):
+        raise SettingsError(f"{path} has rows with {EASIER}; choose another --out, where all rows are run")
+
+
 def wanted_rows(settings: Settings) -> list[str]:
     """Return the labels of all rows of a cell; `all` stands for every row that fits.
 
@@ -145,10 +151,12 @@ def missing(path: Path, settings: Settings) -> list[tuple[Training, Settings]]:
     Raises
     ------
     SettingsError
-        As `wanted_rows`.
+        As `wanted_rows` and `check_frost`.
     """
-    kept = read_cell(path)["rows"] if path.exists() else {}
-    labels = [label for label in wanted_rows(settings) if label not in kept]
+    content = read_cell(path) if path.exists() else {}
+    labels = [label for label in wanted_rows(settings) if label not in content.get("rows", {})]
+    if labels:
+        check_frost(path, content)
     by_collaboration: dict[str, list[str]] = {}
     for label in labels:
         method, _, collaboration = label.partition(WITH)

@@ -12,6 +12,7 @@ import pytest
 
 from fedtta.benchmarks.provenance import RESULTS
 from fedtta.benchmarks.tables.comparison import compare
+from fedtta.benchmarks.tables.engine import missing_points
 from fedtta.benchmarks.tables.networks import network_path, of_seed
 from fedtta.benchmarks.tables.pretrained import check_pretrained
 from fedtta.benchmarks.tables.protocol import Cell
@@ -253,6 +254,21 @@ def test_results_of_before_the_limits_on_means_have_plain_means(tmp_path: Path) 
     check_kept(path, settings.replace(clip_factor=0.0, max_share=0.0))
     with pytest.raises(SettingsError, match=r"other settings \(clip-factor, max-share\)"):
         check_kept(path, settings)
+
+
+@pytest.mark.parametrize(
+    "note", ["measured with an easier frost, one of 15", "rates from clients with an easier frost"]
+)
+def test_rows_with_an_easier_frost_get_no_others_beside_them(note: str, tmp_path: Path) -> None:
+    settings = Settings(methods="fedavg,btfl", rounds=2)
+    path, row = tmp_path / "c-1.json", {"training": "t", "shifts": {}}
+    content = {**empty("p", Cell("c", "C", settings), settings), "rows": {"fedavg": row}, "notes": ["other", note]}
+    path.write_text(json.dumps(content))
+    assert missing(path, settings.replace(methods="fedavg")) == []  # its rows stay
+    for run in (lambda: missing(path, settings), lambda: missing_points(path, settings.replace(methods="fedavg"), 1)):
+        with pytest.raises(SettingsError, match=r"c-1\.json has rows with an easier frost; choose another --out"):
+            run()
+    assert missing(tmp_path / "other.json", settings)
 
 
 REALTIME = {"reference": "fedavg", "interval_milliseconds": 1, "queue": 8, "repeats": 3}
