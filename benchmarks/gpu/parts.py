@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from fedtta.benchmarks.gpu.process import Case, GpuPart, NotPretended, Run, pretend_here
 from fedtta.benchmarks.speed import adapters, agent, federation, loops, options, served
@@ -126,7 +126,7 @@ def trained(network: str, device: torch.device, half: bool) -> Tensor:
 
     What is dropped at random is drawn on the device, so that nothing is dropped here.
     """
-    step = options.TrainingStep(network, options.Options(half=half), device, drop=False)
+    step = options.TrainingStep(network, options.Options(channels_last=True, half=half), device, drop=False)
     for _ in range(STEPS):
         step()
     with torch.no_grad(), autocast(device, half):
@@ -144,9 +144,9 @@ def _adapter_apart(run: Run, name: str) -> Iterator[Ratio]:
 
 def predictions(run: Run, name: str, device: torch.device, batch: int) -> Tensor:
     """Return an adapter's probabilities [2 B, K], on the CPU, for a stream of two batches."""
-    x = torch.rand(2 * batch, 3, adapters.SIDE, adapters.SIDE, generator=Generator().manual_seed(1))
+    x = adapters.random_images(2 * batch, device)
     adapter = client(run, name, device, batch).adapter(name)
-    return torch.cat([adapter.predict(part.to(device)).float().cpu() for part in x.split(batch)])
+    return torch.cat([adapter.predict(part).float().cpu() for part in x.split(batch)])
 
 
 def client(run: Run, name: str, device: torch.device, batch: int) -> adapters.Client:
@@ -204,7 +204,7 @@ def images(run: Run) -> dict[str, Case]:
 
 def rate(run: Run, name: str, batch: int, seconds: float) -> float:
     """Return images a second: a batch over the median time until its predictions are there."""
-    x = torch.rand(batch, 3, adapters.SIDE, adapters.SIDE, generator=Generator().manual_seed(1)).to(run.device)
+    x = adapters.random_images(batch, run.device)
     adapter = client(run, name, run.device, batch).adapter(name)
 
     def predict() -> None:

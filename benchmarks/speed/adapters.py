@@ -74,6 +74,12 @@ class Cost:
     backward: float
 
 
+def random_images(count: int, device: torch.device = CPU, seed: int = 1) -> Tensor:
+    """Return random images [count, 3, S, S] in the memory format that runs use, channels-last."""
+    x = torch.rand(count, 3, SIDE, SIDE, generator=Generator().manual_seed(seed))
+    return x.to(device).contiguous(memory_format=torch.channels_last)
+
+
 def make_setup(model: str, options: str | None, samples: int, batch: int) -> Setup:
     """Return the setup; without `options`, a network with a choice of normalization gets BatchNorm."""
     choice = MODELS[model].normalisation_option
@@ -90,7 +96,7 @@ def measure(setup: Setup, repeats: int = REPEATS, only: Collection[str] = ADAPTE
     SettingsError
         The network's options do not fit.
     """
-    x = torch.rand(setup.samples, 3, SIDE, SIDE, generator=Generator().manual_seed(1))
+    x = random_images(setup.samples)
     wanted = {name: info for name, info in ADAPTERS.items() if name in {"none", *only}}
     fitting = [name for name, info in wanted.items() if setup.batchnorm or "batchnorm" not in info.needs]
     needs = {need for name in fitting for need in ADAPTERS[name].needs}
@@ -132,7 +138,7 @@ class Client:
         options: dict[str, Any] = dict(assignments(setup.model_options, "model-options"))
         options |= {"image_size": SIDE, "rotation_head": rotation_head, "seed": 1}
         try:
-            model = build(setup.model, CLASSES, **options).to(where)
+            model = build(setup.model, CLASSES, **options).to(where).to(memory_format=torch.channels_last)
         except ValueError as error:
             raise SettingsError(f"model-options = {setup.model_options!r}: {error}") from error
         settings = Settings(dataset="cifar10", clients=1, adapt_batch_size=setup.batch, device=where.type)
@@ -289,8 +295,8 @@ def bbn(quick: bool) -> Measured:
 
 def bbn_timings(name: str, batch: int, repeats: int) -> list[Timing]:
     """Time the plain pass, BBN and BBN without views on `batch` random images, in turns."""
-    model = build(name, CLASSES, image_size=SIDE, seed=0)
-    x = torch.rand(batch, 3, SIDE, SIDE, generator=Generator().manual_seed(0))
+    model = build(name, CLASSES, image_size=SIDE, seed=0).to(memory_format=torch.channels_last)
+    x = random_images(batch, seed=0)
     labels = torch.arange(batch) % CLASSES
     adapters = {"BBN": BBN(model), "BBN without views": BBN(model, augment=_same)}
     tasks: dict[str, Callable[[], object]] = {PLAIN: lambda: plain_pass(model, x, labels)}

@@ -189,8 +189,8 @@ def tuned(name: str, samples: int, repeats: int, device: torch.device) -> Ratio:
         The two sides differ.
     """
     draw = Generator().manual_seed(0)
-    model = build("cnn", CLASSES, seed=0).to(device)
-    images = torch.rand(samples, 3, 32, 32, generator=draw).to(device)
+    model = build("cnn", CLASSES, seed=0).to(device).to(memory_format=torch.channels_last)
+    images = torch.rand(samples, 3, 32, 32, generator=draw).to(device).contiguous(memory_format=torch.channels_last)
     weights = TUNED[name](samples, draw).to(device)
     check(name, model, images[:2], weights[:2])
     sides = [ours(model, images, weights), loop(model, images, weights)]

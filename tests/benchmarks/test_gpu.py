@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from docs import generated
 from fedtta.benchmarks.__main__ import main
@@ -22,9 +23,11 @@ from fedtta.benchmarks.gpu import parts as gpu_parts
 from fedtta.benchmarks.gpu import process
 from fedtta.benchmarks.gpu.process import Case, GpuPart, NotPretended, Run
 from fedtta.benchmarks.provenance import RESULTS
+from fedtta.benchmarks.speed import loops, options
 from fedtta.benchmarks.speed.measurement import Ratio
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
+from fedtta.tta import Adapter
 
 MEASURE = process.measure
 
@@ -90,6 +93,32 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kept(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "gpu-pretended.json").read_text())["parts"])
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "work"),
+    [
+        ("equal", options.TrainingStep, "__call__"), ("equal", Adapter, "predict"), ("images", Adapter, "predict"),
+        ("views", loops, "tune_and_predict"),
+    ],
+)  # fmt: skip
+def test_networks_and_images_have_the_memory_format_of_runs(
+    name: str, owner: Any, work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = getattr(owner, work), list[bool]()
+
+    def noted(*given: Any) -> Any:
+        values = [*given, *vars(given[0]).values()]
+        values += [own for one in values if isinstance(one, nn.Module) for own in one.parameters()]
+        images = [one for one in values if isinstance(one, torch.Tensor) and one.ndim == 4]
+        seen.extend(one.is_contiguous(memory_format=torch.channels_last) for one in images)
+        return real(*given)
+
+    monkeypatch.setattr(owner, work, noted)
+    for case in gpu.PARTS[name].cases(Run(torch.device("cpu"), pretended=True)).values():
+        list(case(1.0))
+    assert seen
+    assert all(seen)
 
 
 def test_a_part_that_fails_costs_no_other(parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
