@@ -231,8 +231,9 @@ def origin_of(folder: Path) -> str:
 def rebuilt(models: Mapping[str, tuple[str, str]], snapshots: tuple[Entry, ...], time: Callable[[], float]) -> Manifest:
     """Return a manifest of intact files.
 
-    Which model was served is lost with the old manifest. Snapshots are of served models only, so it is that of the
-    newest snapshot; without snapshots it is the oldest model, for a newer one may not have passed its check.
+    Which models were served, and which one waited, is lost with the old manifest. Every model that is served gets a
+    snapshot, so that of the newest one is served, and the others with snapshots were. At most one model waits to be
+    served: the newest one without snapshots may be it, and its trial and approval begin again. Older ones were served.
 
     Parameters
     ----------
@@ -244,10 +245,12 @@ def rebuilt(models: Mapping[str, tuple[str, str]], snapshots: tuple[Entry, ...],
         Returns seconds since 1970.
     """
     names = {digest: name for name, (digest, _) in models.items()}
-    newest = [names[entry.model] for entry in snapshots if entry.model in names][-1:]
-    served = next(iter([*newest, *models]), "")
+    with_snapshots = [names[entry.model] for entry in snapshots if entry.model in names]
+    without = [name for name in models if name not in with_snapshots]
+    waiting = without[-1] if without else ""
+    served = next(iter([*with_snapshots[-1:], *(name for name in models if name != waiting)]), "")
+    states: dict[str, State] = {waiting: "shadow", served: "served"}
     found = tuple(
-        Model(name, digest, origin, "served" if name == served else "kept", time())
-        for name, (digest, origin) in models.items()
+        Model(name, digest, origin, states.get(name, "kept"), time()) for name, (digest, origin) in models.items()
     )
     return Manifest(found, tuple(entry for entry in snapshots if entry.model in names))

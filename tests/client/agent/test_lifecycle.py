@@ -360,6 +360,22 @@ def test_without_approval_any_more_a_candidate_is_promoted_at_the_start(
     assert agents().status().version == version
 
 
+@pytest.mark.parametrize("readable", [True, False])  # the served model
+def test_a_candidate_waits_for_approval_after_its_manifest_is_lost(
+    start: tuple[Path, Evaluate], folder: Path, agents: Any, readable: bool
+) -> None:
+    one = agents(approval=True)
+    before, told = one.status().version, offer(one, moved(start[1]))
+    one.close()
+    (folder / "state" / "manifest.json").unlink()
+    if not readable:
+        (folder / "state" / "models" / "1" / "network.safetensors").write_bytes(b"")
+    two = agents(approval=True)
+    assert (two.status().version, two.status().candidate) == (before if readable else "", told)
+    two.approve()
+    assert two.status().version == told.rpartition(" ")[2]
+
+
 def test_a_folder_of_the_format_with_one_model_is_read(folder: Path, agents: Any) -> None:
     one = agents()
     predicted(one, 0, 20)

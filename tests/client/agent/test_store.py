@@ -381,15 +381,18 @@ def test_a_model_that_is_not_the_served_one_keeps_its_record_when_it_is_stored_a
     store.close()
 
 
-def test_without_a_manifest_a_model_that_was_never_served_is_not_served(tmp_path: Path) -> None:
-    filled(tmp_path)
+@pytest.mark.parametrize("before", [0, 1, 2])  # models that were served before one waits
+def test_without_a_manifest_a_model_that_was_never_served_waits_again(tmp_path: Path, before: int) -> None:
     store, _ = opened(tmp_path)
-    store.add(model(2), "candidate")
+    for seed in range(before):
+        store.add(model(seed), "served")
+        store.save(state(1), 10, model(seed).digest())
+    store.add(model(9), "candidate")
     store.close()
     (tmp_path / "manifest.json").unlink()
     store, notes = opened(tmp_path)
-    assert [one.state for one in store.models] == ["served", "kept"]
-    assert store.served is not None
-    assert store.served.digest == model().digest()
+    assert [one.state for one in store.models] == ["kept", "served", "shadow"][2 - before :]
+    assert store.candidate is not None
+    assert store.candidate.digest == model(9).digest()
     assert "manifest.json is missing" in notes[0]
     store.close()
