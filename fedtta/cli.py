@@ -64,7 +64,11 @@ def call(module: str, words: Sequence[str]) -> None:
         if not module.startswith(error.name or "-"):  # an optional package; what it is for says its own message
             raise click.ClickException(str(error)) from error
         raise click.ClickException(f"this installation has no {module}") from error
-    raise typer.Exit(program.main(list(words)))
+    try:
+        status = program.main(list(words))
+    finally:
+        sys.stdout.flush()  # here a reader that has ended, such as `head`, is no error
+    raise typer.Exit(status)
 
 
 def checkout() -> None:

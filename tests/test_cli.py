@@ -282,6 +282,20 @@ def test_the_help_of_run_as_a_process() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("lines", [1, 50_000])  # fewer than the pipe holds, and more
+def test_a_reader_that_ends_first_is_no_error(tmp_path: Path, lines: int) -> None:
+    (tmp_path / "audit.jsonl").write_text('{"time": "2026-01-01T00:00:00+00:00", "phase": "train"}\n' * lines)
+    words = [sys.executable, "-m", "fedtta", "audit", "--state-dir", str(tmp_path)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        words, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_a_tiny_run_as_a_process(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('methods = "fedavg"\nrounds = 3\n')
     words = (

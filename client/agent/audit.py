@@ -203,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in lines(folder):
             if str(line.get("run", "")).startswith(chosen.run):
                 print(json.dumps(line) if chosen.json else _printable(text_of(line)))
+    except BrokenPipeError:  # of the reader, such as `head`; the log itself is files
+        raise
     except (SettingsError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -171,10 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     agent = Connection(chosen.socket, chosen.ca, chosen.certificate, chosen.key)
     try:
         given = (chosen.version,) if chosen.command in OF_MODEL else ()
-        print(functions[chosen.command](agent, *given))
+        text = functions[chosen.command](agent, *given)
     except (ValueError, OSError) as error:  # ConnectionError too
         print(error, file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
+    print(text)
     return 0
 
 
