@@ -171,7 +171,7 @@ class Lifecycle:
         digest = served.digest()
         version = f"{served.origin}/{digest[:8]}"
         known = next((model for model in self.store.models if model.digest == digest), None)
-        if known is not None and known.state in OUTCOME and (known.state != "served" or self.live is not None):
+        if known is not None and known.state in OUTCOME and self._holds(known):
             return f"{OUTCOME[known.state]} {version}"
         self.log.write("offered", version=version, samples=len(samples.pixels), labels=samples.labels is not None)
         if known is not None and known.reason in FINAL:
@@ -386,6 +386,12 @@ class Lifecycle:
             there = f"; there is {model.version}" if model else ""
             raise ValueError(f"no model {version}{' ' if version else ''}waits to be served{there}")
         return model
+
+    def _holds(self, model: Model) -> bool:
+        """Return whether a model is in service, or can be put there; otherwise it is taken when it is offered again."""
+        if model.state == "served":  # an older one is in service if its files cannot be read
+            return self.live is not None and self.live.digest == model.digest
+        return self.store.load_model(model) is not None
 
     def _older(self) -> list[Model]:
         """Return the models that were served before and not withdrawn, the last one first."""

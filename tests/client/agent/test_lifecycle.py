@@ -223,6 +223,9 @@ def test_a_rejected_model_stays_rejected(start: tuple[Path, Evaluate], agents: A
     assert offer(agent, moved(start[1])) == f"refused: {REJECTED}"
     assert states(agent) == ["served", "refused"]
     assert agent.status().version == before
+    agent.close()
+    other = agents(approval=True, adapter="fedthe[beta=0.3]")  # with other options it is another version
+    assert offer(other, moved(start[1])).startswith("waiting for approval ")
 
 
 def test_a_newer_candidate_takes_the_place_of_the_older(start: tuple[Path, Evaluate], agents: Any) -> None:
@@ -439,6 +442,40 @@ def test_where_a_full_disk_keeps_that_from_being_written_it_is_written_later(
     two.close()
     three = agents()
     assert (three.status().version, three.status().samples, three.status().notes) == (first, 20, [])
+
+
+def test_a_served_model_that_cannot_be_read_is_taken_when_it_is_offered_again(
+    folder: Path, start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = agents()
+    first, second = one.status().version, offer(one, moved(start[1])).removeprefix("promoted ")
+    one.close()
+    newest = max((folder / "state" / "models").iterdir(), key=lambda path: int(path.name))
+    (newest / "network.safetensors").write_bytes(b"half")
+
+    def full(path: Path, content: bytes) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fedtta.client.agent.store.write_atomically", full)
+        two = agents()
+        assert two.status().version == first
+        assert offer(two, moved(start[1])).startswith("refused: cannot be stored: [Errno 28]")
+    assert offer(two, moved(start[1])) == f"promoted {second}"
+    assert two.status().version == second
+
+
+def test_a_candidate_that_cannot_be_read_is_taken_when_it_is_offered_again(
+    folder: Path, start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    agent = agents(approval=True)
+    told = offer(agent, moved(start[1]))
+    newest = max((folder / "state" / "models").iterdir(), key=lambda path: int(path.name))
+    (newest / "network.safetensors").write_bytes(b"half")
+    with pytest.raises(ValueError, match="cannot be read"):
+        agent.approve()
+    assert offer(agent, moved(start[1])) == told
+    assert agent.approve().version == told.rpartition(" ")[2]
 
 
 def test_a_full_disk_refuses_a_model_and_the_served_one_goes_on(
