@@ -25,6 +25,7 @@ PATHS = ("state_dir", "data_dir", "model", "certificate", "key", "client_ca")
 TLS = ("certificate", "key", "client_ca")
 UNIX = "unix:"
 RUNTIMES = ("torch", "onnx")
+OF_NETWORK = ("block",)  # options of adapters whose range the network decides
 PRIVATE = "private"  # folder in `state-dir` for the private state of trainings
 LAST_PORT = 65535
 
@@ -215,7 +216,7 @@ class AgentConfig:
         """Refuse an adapter that cannot run here, or one that chooses among others that cannot."""
         if self.runtime == "torch" and find_spec("torch") is None:
             raise SettingsError("runtime = 'torch': PyTorch is not installed here; runtime = 'onnx' does without it")
-        from fedtta.tta.registry import candidates_of, info
+        from fedtta.tta.registry import info
 
         name = self.adapter_name
         self._check_light(name)
@@ -223,8 +224,15 @@ class AgentConfig:
         for candidate in str(options.get("among", "")).split("+"):
             self._check_light(candidate)
         self._check_runs(name, options)
-        if "candidates" not in info(name).needs:
-            return
+        if "candidates" in info(name).needs:
+            self._check_candidates(name, options)
+        if options and self.runtime == "torch":  # the agent of the other one does not import it
+            self._check_ranges(name, options)
+
+    def _check_candidates(self, name: str, options: Mapping[str, Any]) -> None:
+        """Refuse an adapter that chooses among others where it, or one of these, cannot be calibrated."""
+        from fedtta.tta.registry import candidates_of, info
+
         if self.role == "target":
             raise SettingsError(
                 f"adapter = {self.adapter!r}: with role = 'target' there are no labels to calibrate its candidates on"
@@ -265,6 +273,17 @@ class AgentConfig:
                 raise SettingsError(
                     f"adapter = {self.adapter!r}: {option}={value} needs a whole test set, but requests are a stream"
                 )
+
+    def _check_ranges(self, name: str, options: Mapping[str, Any]) -> None:
+        """Refuse options out of range, by a trial on a small network."""
+        from fedtta.models import build
+        from fedtta.tta.trial import check_options
+
+        known = {option: value for option, value in options.items() if option not in OF_NETWORK}
+        try:
+            check_options(name, build("cnn", 2, image_size=16, norm="batch", seed=0), 2, **known)
+        except ValueError as error:
+            raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
 
     @property
     def adapter_name(self) -> str:

@@ -51,6 +51,7 @@ def test_an_adapter_has_typed_options(tmp_path: Path) -> None:
     config = read(tmp_path, 'adapter = "fedthe[beta=1; objective=em]"')
     assert (config.adapter_name, config.adapter_options) == ("fedthe", {"beta": 1.0, "objective": "em"})
     assert read(tmp_path, 'adapter = "t3a"').adapter_options == {}
+    assert read(tmp_path, 'adapter = "surgical[block=50]"').adapter_options == {"block": 50}  # of a large network
 
 
 def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
@@ -74,6 +75,9 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ('adapter = "fedthee"', "unknown adapter 'fedthee'; there are:"),
         ('adapter = "fedthe[gamma=1]"', "fedthe has no option 'gamma'"),
         ('adapter = "fedthe[beta=much]"', "beta='much' is not a number"),
+        ('adapter = "fedthe[beta=2]"', "adapter = 'fedthe[beta=2]': beta=2.0 is outside [0, 1]"),
+        ('adapter = "tent[lr=-1]"', "adapter = 'tent[lr=-1]': lr=-1.0 is outside [0, inf)"),
+        ('adapter = "auto[every=10]"', "every=10: allowed is 0, or at least probe=200"),
         ('adapter = "fedicon[mode=offline]"', "needs a whole test set"),
         ('adapter = "auto"\nrole = "target"', "adapter = 'auto': with role = 'target' there are no labels"),
         ('adapter = "auto[among=tent+fedthee]"', "unknown adapter 'fedthee'; there are:"),
