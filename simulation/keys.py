@@ -30,6 +30,8 @@ from fedtta.simulation.certificates import (
     Leaf,
     Purpose,
     app_key,
+    hosts_of,
+    read_certificate,
     trusted_entities,
     write,
 )
@@ -88,7 +90,8 @@ def make_keys(
     nodes : int
         Number of SuperNodes, 1 or more; keys of further nodes are left alone.
     hosts : sequence of str
-        Names and addresses by which nodes reach the SuperLink, beside localhost.
+        Names and addresses by which nodes reach the SuperLink, beside localhost; none: a certificate that replaces
+        another one has those of the other.
     agents : sequence of str
         Names or addresses of devices whose agents listen on TCP.
     days : int
@@ -144,6 +147,8 @@ def _certificates(
     def leaf(stem: str, kind: str, hosts: Sequence[str], by: Authority, purpose: Purpose = "server") -> Leaf:
         return Leaf(folder / stem, kind, days, kind in new, tuple(hosts), purpose, by)
 
+    if fresh["server"] and not hosts:
+        hosts = _hosts_before(keys.server[0])
     main = authority("ca", "FedTTA SuperLink authority")
     files: list[Certificate | KeyPair] = [main, leaf("server", "server", (*LOCAL, *hosts), main)]
     if agents:
@@ -152,6 +157,14 @@ def _certificates(
         files += [own, *(leaf(f"agent-{one.replace(':', '_')}", "agents", (*LOCAL, one), own) for one in names)]
         files.append(leaf("program", "agents", (), own, "client"))
     return files
+
+
+def _hosts_before(certificate: Path) -> list[str]:
+    """Return the hosts of the certificate that is replaced; KeysError if they cannot be read."""
+    try:
+        return hosts_of(read_certificate(certificate)) if certificate.exists() else []
+    except KeysError as error:
+        raise KeysError(f"{error}; name its hosts with --host") from error
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -167,7 +180,7 @@ def main(words: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="NAME",
-        help="name or address of the SuperLink; may be repeated",
+        help="name or address of the SuperLink; may be repeated (default: those of a certificate that is replaced)",
     )
     parser.add_argument(
         "--agent",

@@ -314,6 +314,12 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert reason in capsys.readouterr().err
 
 
+def test_keys_are_of_no_use_without_tls(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        deploy_local.main(["--insecure", "--keys", "keys"])
+    assert "argument --keys: not allowed with argument --insecure" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_is_told_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from flwr.supercore.primitives.asymmetric import uses_nist_ec_curve
 
 from fedtta.simulation import certificates
 from fedtta.simulation.certificates import KeysError, hosts_of, read_certificate, write
-from fedtta.simulation.keys import AUTHORITY_DAYS, DAYS, Keys, main, make_keys
+from fedtta.simulation.keys import AUTHORITY_DAYS, DAYS, LOCAL, Keys, main, make_keys
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +149,22 @@ def test_only_what_is_asked_for_is_replaced(tmp_path: Path) -> None:
     make_keys(tmp_path, 1, agents=["cam"], replace=["authorities"])
     last = contents(tmp_path)
     assert {name for name in last if last[name] == before[name]} == {"node-0", "node-0.pub"}
+
+
+@pytest.mark.parametrize("kind", ["server", "authorities"])
+def test_a_certificate_that_replaces_another_has_its_hosts_unless_others_are_named(tmp_path: Path, kind: str) -> None:
+    def hosts() -> list[str]:
+        return hosts_of(read_certificate(tmp_path / "server.crt"))
+
+    make_keys(tmp_path, 1, ["a.example.org", "10.0.0.7"])
+    before = hosts()
+    make_keys(tmp_path, 1, replace=[kind])
+    assert hosts() == before
+    make_keys(tmp_path, 1, ["b.example.org"], replace=[kind])
+    assert hosts() == [*LOCAL, "b.example.org"]
+    (tmp_path / "server.crt").write_text("half")
+    with pytest.raises(KeysError, match=r"server\.crt is not a certificate: .*; name its hosts with --host"):
+        make_keys(tmp_path, 1, replace=[kind])
 
 
 def test_an_authority_may_be_kept_elsewhere_until_something_is_to_be_signed(tmp_path: Path) -> None:
