@@ -165,6 +165,8 @@ class Nodes:
                 addressed = [Addressed(node, request) for node in fresh]
                 self._note(gather(self.transport, addressed, {}, timeout, events, "identify"), events, {})
                 found = self._fitting(wanted, connected)
+                if len(found) < number:  # before the time that the run waits for others
+                    self._leave_misfits_alone(events)
             hopeless = not found and len(self.unknown) >= number
             if len(found) >= number or over or hopeless:
                 break
@@ -199,6 +201,12 @@ class Nodes:
         for node, identity in self.unknown.items():
             if identity is not None:
                 self._leave_alone(node, identity.name, self._refusal(identity, connected, info), events, {})
+
+    def _leave_misfits_alone(self, events: Events) -> None:
+        """Report the identified nodes that do not fit; one may yet, where those to come decide what the run is like."""
+        for node, reason in self._reasons.items():
+            if identity := self.unknown.get(node):
+                self._leave_alone(node, identity.name, reason, events, {})
 
     def _fitting(self, wanted: Wanted, connected: Collection[int]) -> dict[str, tuple[int, Identity]]:
         """Return the identified clients that fit, in name order; note why the others do not."""

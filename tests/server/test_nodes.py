@@ -97,6 +97,15 @@ def test_it_waits_for_clients_that_fit_and_no_longer() -> None:
     ]  # fmt: skip
 
 
+def test_a_node_that_does_not_fit_is_told_before_others_are_waited_for() -> None:
+    start = Start({7: says("a"), 8: says("odd", classes=["cow"]), 9: says("b")})
+    misfit, told = (8, "odd", "odd: classes = ['cow'], the run has ['cat', 'dog']"), []
+    start.clock.later[1.0] = lambda: told.extend(start.left_alone())
+    with pytest.raises(NodesMissing, match=r"2 of 3 clients are there after 300 s: a, b; node 8: odd: classes"):
+        start.begin(3)
+    assert told == start.left_alone() == [misfit]
+
+
 def test_a_node_that_was_killed_while_it_was_asked_is_asked_again_when_it_is_back() -> None:
     start = Start({7: says("a"), 8: raises}, {5.0: {8: says("b")}})
     start.clock.later[3.0] = lambda: start.transport.clients.pop(8)
