@@ -68,7 +68,9 @@ def statistics_round(
     bounds = dict.fromkeys(shapes, ANY) if noisy else bounds
     limits = StatisticsLimits.of(federation.settings, noisy=noisy)
     check = SummarizeCheck(shapes, bounds)
-    asking = Round(federation, check, name, round, f"statistics {name}", limits=limits)
+    leaves_out = training.leaves_own_share_out(federation.settings)
+    phase = f"statistics {name}{' for leave-one-out' if leaves_out else ''}"
+    asking = Round(federation, check, name, round, phase, limits=limits, least=2 if leaves_out else 1)
     outcome = asking.ask(lambda: federation.addressed(clients, request))
     means = averaging.aggregate_statistics(
         round,

@@ -162,6 +162,11 @@ class Training:
         """Return what its rows' adapters need."""
         return frozenset().union(*(row.needs for row in self.rows))
 
+    def leaves_own_share_out(self, settings: Settings) -> bool:
+        """Return whether a row takes a client's own share out of a mean over at least two clients."""
+        said = {"leave_one_out": settings.clients} if settings.leave_one_out else {}
+        return any(ADAPTERS[row.method.adapter].leaves_own_share_out({**said, **row.options}) for row in self.rows)
+
     @property
     def variants(self) -> list[Variant]:
         """Return which rates its rows need: "all", or only "params" or "stats" (ATP, Table 4)."""

@@ -189,6 +189,8 @@ class Round:
         See `Federation.update`.
     limits : Limits, optional
         What one client may do to the round's means.
+    least : int
+        Usable replies that it needs, whatever the settings say.
     """
 
     federation: Federation
@@ -198,13 +200,14 @@ class Round:
     phase: str
     strategy: Strategy | None = None
     limits: Limits | None = None
+    least: int = 1
 
     def ask(self, make: Callable[[], list[Addressed]]) -> Outcome:
         """Send the requests, and once more if too few replies are usable.
 
-        With fewer usable replies than `needed_replies`, wait at most `node-timeout` seconds until enough of the nodes
-        are connected, and repeat the round once, with new requests: a node that did not reply gets all that it may
-        lack. Failed, late and refused nodes are reported as events and left out.
+        With fewer usable replies than `needed_replies` and `least` ask for, wait at most `node-timeout` seconds until
+        enough of the nodes are connected, and repeat the round once, with new requests: a node that did not reply gets
+        all that it may lack. Failed, late and refused nodes are reported as events and left out.
 
         Parameters
         ----------
@@ -224,7 +227,7 @@ class Round:
         self._rejoin()
         requests = make()
         asked = nodes.ordered(nodes.partitions[one.node] for one in requests)
-        needed = needed_replies(settings, type(requests[0].request), len(asked)) if requests else 1
+        needed = max(self.least, needed_replies(settings, type(requests[0].request), len(asked)) if requests else 1)
         if len(asked) < needed:
             raise QuorumMissed(f"{self._name}: {len(asked)} clients are asked, {needed} replies are needed")
         usable, lost = self._exchange(requests)

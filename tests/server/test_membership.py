@@ -14,7 +14,7 @@ import pytest
 
 from fedtta.messages.flower import allow_messages
 from fedtta.messages.replies import Adapted, Identity, Reply
-from fedtta.messages.requests import Adapt, Evaluate, Identify, Request, Train
+from fedtta.messages.requests import Adapt, Evaluate, Identify, Request, Summarize, Train
 from fedtta.messages.transport import Addressed, Answer
 from fedtta.models import load_arrays
 from fedtta.server.app import serve
@@ -400,6 +400,38 @@ def test_clients_are_told_how_many_the_means_are_over(tmp_path: Path) -> None:
     assert not events(tmp_path / "targets", "failed")
     doors = run(tmp_path / "all", settings)
     assert [one.means_over for one in doors.requests(Evaluate, 900)] == [None]  # 3, as the settings say
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"), [({"methods": "btfl"}, 1), ({"methods": "btfl", "leave_one_out": True}, 2),
+                            ({"methods": "btfl[reading=published]"}, 2)]
+)  # fmt: skip
+def test_a_share_is_taken_out_of_a_mean_over_two_clients_at_least(
+    tmp_path: Path, changes: dict[str, Any], needed: int
+) -> None:
+    def failing(clients: dict[int, Client]) -> None:
+        for node in sorted(clients)[:2]:
+            clients[node] = fails_in_statistics(clients[node])
+
+    settings = SMALL.replace(**changes)
+    if needed == 1:
+        run(tmp_path, settings, change=failing)
+        assert events(tmp_path, "statistics")[0]["replied"] == [0]
+        return
+    with pytest.raises(RunError, match=r"^statistics cross_entropy for leave-one-out, round 3: 1 usable reply, 2 need"):
+        run(tmp_path, settings, change=failing)
+    assert not events(tmp_path, "statistics", "evaluation")
+    run(tmp_path, settings.replace(resume=str(tmp_path / "r")))  # the round is not lost
+    assert len(events(tmp_path, "evaluation")) == 3
+
+
+def fails_in_statistics(client: Client) -> Client:
+    def answer(request: Request) -> Reply | None:
+        if isinstance(request, Summarize):
+            raise RuntimeError("out of memory")
+        return client(request)
+
+    return answer
 
 
 @pytest.mark.drawn
