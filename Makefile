@@ -35,7 +35,8 @@ test: $(VENV)/ready lint  ## lint, types and all tests that need no GPU, but tho
 # what they start.
 test-faults: $(VENV)/ready  ## real processes over TLS: killed, cut off, refused, and every phase undisturbed
 	$(BIN)/python -m pytest -m faults -n 3 --dist loadfile --no-loadscope-reorder \
-	  tests/faults tests/integration/test_simulation.py tests/simulation/test_enrolled.py $(ARGS)
+	  tests/faults tests/integration/test_deployment.py tests/integration/test_simulation.py \
+	  tests/simulation/test_enrolled.py tests/simulation/test_transport_contract.py $(ARGS)
 
 lint: $(VENV)/ready  ## lint, format and types
 	$(BIN)/ruff check .

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.common.config import parse_config_args
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedtta.models import load_arrays
@@ -25,7 +24,7 @@ from tests.integration.test_flower_cli import Mark
 from tests.server.test_run import assert_same_results, events, run
 
 PATIENCE = 900.0  # seconds that a run which takes some 40 may take on a busy machine
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(3 * PATIENCE)]
 
 SHARED = Settings(
     clients=2, fraction=0.2, image_size=20, device="cpu", local_epochs=1, personal_epochs=0, augment=False,
@@ -174,25 +173,6 @@ def test_after_the_network_only_rates_travel(runs: Runs) -> None:
     assert first["bytes_down"] == 2 * (size(network(runs)) + 8 * numbers)
     assert second["bytes_down"] == first["bytes_up"] == second["bytes_up"] == 2 * 8 * numbers
     assert first["context_bytes"] == second["context_bytes"] == 0
-
-
-def test_the_error_of_a_failed_run_has_the_logs_of_the_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise superlink.FlowerError("finished:failed: rounds = -1")
-
-    monkeypatch.setattr(superlink, "run", refused)
-    for node in range(2):
-        (tmp_path / f"node-{node}").mkdir()
-        (tmp_path / f"node-{node}" / deployment.NODE_LOG).write_text(f"first\nlast of {node}\n")
-    with pytest.raises(superlink.FlowerError, match=r"(?s)^finished:failed: rounds = -1\n.*last of 0.*last of 1"):
-        deployment.run(tmp_path, {}, PATIENCE)
-
-
-def test_a_node_config_is_what_flower_reads() -> None:
-    config = {"name": "site-a", "rounds": 1, "state-dir": "/var/lib/a folder = ü", "fraction": 0.5, "download": True}
-    assert parse_config_args([deployment.node_config(config)]) == config
-    with pytest.raises(ValueError, match="without quotes"):
-        deployment.node_config({"state-dir": 'a "b"'})
 
 
 def test_every_message_was_answered_by_a_process_of_its_own(runs: Runs) -> None:

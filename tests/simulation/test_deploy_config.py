@@ -59,6 +59,13 @@ def test_a_supernode_with_keys_trusts_the_authority_and_has_its_own() -> None:
     assert parse_config_args([parsed.node_config]) == config
 
 
+def test_a_node_config_is_what_flower_reads() -> None:
+    config = {"name": "site-a", "rounds": 1, "state-dir": "/var/lib/a folder = ü", "fraction": 0.5, "download": True}
+    assert parse_config_args([deployment.node_config(config)]) == config
+    with pytest.raises(ValueError, match="without quotes"):
+        deployment.node_config({"state-dir": 'a "b"'})
+
+
 def test_insecure_is_said_to_both() -> None:
     assert "--insecure" in superlink.superlink_command("127.0.0.1", 8000, "127.0.0.1:9092", None)
     command = deployment.supernode_command("127.0.0.1:9092", 9094, {}, None)

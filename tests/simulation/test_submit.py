@@ -15,7 +15,7 @@ from fedtta.server.events import RunError
 from fedtta.server.report import METRICS_FILE
 from fedtta.server.resume import find_checkpoint
 from fedtta.settings import Settings, SettingsError
-from fedtta.simulation import control, submit, superlink
+from fedtta.simulation import control, deployment, submit, superlink
 from fedtta.simulation.control import Run
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar
 
@@ -258,3 +258,15 @@ def test_a_lost_run_says_how_to_continue(
     monkeypatch.setattr(superlink, "start", lost)
     assert submit.main([*where, "run"]) == 1
     assert "--supervise" in capsys.readouterr().err
+
+
+def test_the_error_of_a_failed_run_has_the_logs_of_the_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise FlowerError("finished:failed: rounds = -1")
+
+    monkeypatch.setattr(superlink, "run", refused)
+    for node in range(2):
+        (tmp_path / f"node-{node}").mkdir()
+        (tmp_path / f"node-{node}" / deployment.NODE_LOG).write_text(f"first\nlast of {node}\n")
+    with pytest.raises(FlowerError, match=r"(?s)^finished:failed: rounds = -1\n.*last of 0.*last of 1"):
+        deployment.run(tmp_path, {}, 1.0)

@@ -1,4 +1,7 @@
-"""The contract of transports: the same requests over all five, and the same answers from all."""
+"""The contract of transports: the same requests over all five, and the same answers from all.
+
+That over gRPC, a whole deployment, is part of `make test-faults`.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +101,12 @@ def grpc(folder: Path) -> Played:
     return load(folder)
 
 
-SLOW = [pytest.mark.slow, pytest.mark.timeout(3 * DEPLOYED)]
-TRANSPORTS: list[Callable[[Path], Played]] = [vectorized, relay, ray, flower_simulation, grpc]
+IN_TIME = pytest.mark.timeout(3 * DEPLOYED)
+#: Each with what it starts.
+TRANSPORTS: dict[Callable[[Path], Played], list[pytest.MarkDecorator]] = {
+    vectorized: [], relay: [pytest.mark.slow, IN_TIME], ray: [pytest.mark.slow, IN_TIME],
+    flower_simulation: [pytest.mark.slow, IN_TIME], grpc: [pytest.mark.faults, IN_TIME],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +116,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(one, id=one.__name__, marks=SLOW if i else []) for i, one in enumerate(TRANSPORTS)],
+    params=[pytest.param(one, id=one.__name__, marks=marks) for one, marks in TRANSPORTS.items()],
 )
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
     return request.param(tmp_path_factory.mktemp(request.param.__name__))
