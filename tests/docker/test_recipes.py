@@ -322,16 +322,18 @@ def imports(ours: str) -> set[tuple[str, str, bool]]:
     """Return (file, package, whether it is imported inside a function) of all absolute imports of one of ours."""
     found = set()
     for path in (PROJECT / ours).rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        inside = {id(node) for function in functions for node in ast.walk(function)}
-        for node in ast.walk(tree):
+        left: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text(encoding="utf-8")), False)]
+        while left:
+            node, inside = left.pop()
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 names = [f"fedtta.{each.name}" for each in node.names] if node.module == "fedtta" else [node.module]
             names = [name.removeprefix("fedtta.") for name in names]
             file = str(path.relative_to(PROJECT))
-            found |= {(file, name.split(".")[0], id(node) in inside) for name in names}
+            found |= {(file, name.split(".")[0], inside) for name in names}
+            inside = inside or isinstance(node, ast.FunctionDef)
+            below = (getattr(node, field, ()) for field in ("body", "orelse", "finalbody", "handlers", "cases"))
+            left += [(one, inside) for part in below if isinstance(part, list) for one in part]
     return found
 
 
