@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 
 import numpy as np
@@ -74,14 +75,21 @@ def difference(
     seeds, sizes = len(gaps), np.array([len(one) for one in gaps])  # S, (S,)
     most = int(sizes.max())
     padded = np.stack([np.pad(one, (0, most - len(one))) for one in gaps])  # (S, N)
-    generator = np.random.default_rng(0)
-    seed = generator.integers(seeds, size=(draws, seeds, 1))
-    client = generator.integers(sizes[seed], size=(draws, seeds, most))
-    drawn = np.arange(most) < sizes[seed]  # as many draws as the seed has clients
+    seed, client, drawn = _bootstrap(tuple(sizes.tolist()), draws)
     samples = padded[seed, client].mean(2, where=drawn).mean(1)  # (draws,)
     low, high = np.quantile(samples, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     clients = " to ".join(map(str, dict.fromkeys((int(sizes.min()), most))))
     return Difference(float(np.mean([one.mean() for one in gaps])), float(low), float(high), seeds, clients)
+
+
+@lru_cache(maxsize=8)
+def _bootstrap(sizes: tuple[int, ...], draws: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return which seed, which client of it, and whether it counts, of each draw, for seeds of so many clients."""
+    seeds, most, of = len(sizes), max(sizes), np.array(sizes)
+    generator = np.random.default_rng(0)
+    seed = generator.integers(seeds, size=(draws, seeds, 1))
+    client = generator.integers(of[seed], size=(draws, seeds, most))
+    return seed, client, np.arange(most) < of[seed]  # as many draws as the seed has clients
 
 
 def client_values(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> ClientValues:
