@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from fedtta.benchmarks.__main__ import main
 from fedtta.benchmarks.tables import estimates
-from fedtta.benchmarks.tables.estimates import estimates_page, read_estimates, summary
+from fedtta.benchmarks.tables.estimates import PROTOCOL, estimates_page, read_estimates, summary
 from fedtta.tta.estimates import ESTIMATES
 
 
@@ -52,6 +53,8 @@ def test_auto_is_compared_with_none_and_the_best_fixed_adapter() -> None:
 
 
 def test_a_small_run_from_the_training_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few = functools.partial(estimates.read_protocol, PROTOCOL, ["fraction=0.3"], True)
+    monkeypatch.setattr(estimates, "read_protocol", lambda *_: few())
     monkeypatch.setattr(estimates, "ADAPTERS", ("none", "personal"))
     monkeypatch.setattr(estimates, "STREAMS", (("original", 0), ("corrupted", 3), ("switching", 5)))
     words = ["estimates", "--quick", "--clients", "3", "--out", str(tmp_path), "--folder", str(tmp_path)]

@@ -27,13 +27,21 @@ from fedtta.settings import Settings
 from fedtta.simulation import flower
 from tests.flower import LocalGrid
 
-#: A process that answers as `pfl_app.py`: FedAvg in plain PyTorch, client after client.
+#: A process that answers as `pfl_app.py`: FedAvg in plain PyTorch, client after client, and the second time the same.
 STAND_IN = """
-import json, sys
+import json, shutil, sys
+from pathlib import Path
+
+path, result, validate = sys.argv[1:]
+seconds, kept = [9.0, 8.0 if validate else 4.0], Path(__file__).with_name("kept.npz")
+open(result, "w").write(json.dumps({"seconds": seconds, "versions": {"pfl": "a stand-in"}}))
+if kept.exists():
+    shutil.copy(kept, result.replace(".json", ".npz"))
+    sys.exit()
+
 import numpy as np, torch
 from fedtta.benchmarks.speed import pfl_app
 
-path, result, validate = sys.argv[1:]
 job = pfl_app.read(path)
 state = job.network().state_dict()
 for orders in job.orders:
@@ -52,9 +60,8 @@ for orders in job.orders:
         for name, value in network.state_dict().items():
             sums[name] += len(order) * value
     state = {name: value / sum(map(len, orders)) for name, value in sums.items()}
-np.savez(result.replace(".json", ".npz"), **{name: value.numpy() for name, value in state.items()})
-seconds = [9.0, 8.0 if validate else 4.0]
-open(result, "w").write(json.dumps({"seconds": seconds, "versions": {"pfl": "a stand-in"}}))
+np.savez(kept, **{name: value.numpy() for name, value in state.items()})
+shutil.copy(kept, result.replace(".json", ".npz"))
 """
 
 

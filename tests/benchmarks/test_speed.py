@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import statistics as averages
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def test_committed_measurements_are_those_of_the_parts() -> None:
 def test_adapters_beside_the_bare_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: ADAPTERS[name] for name in ("none", "btfl", "memo", "tent")}
     monkeypatch.setattr(adapters, "ADAPTERS", few)
+    make_setup = adapters.make_setup
+    monkeypatch.setattr(adapters, "make_setup", lambda *about: replace(make_setup(*about), memorised=60))
     monkeypatch.setattr(adapters, "STREAMS", {1: 2, 64: 64})
     found = adapters.adapters(quick=True).ratios
     assert [one.what for one in found] == ["btfl, batch 1", "memo, batch 1", "btfl, batch 64"]  # Tent does not fit
@@ -121,7 +124,8 @@ def test_seconds_are_multiples_of_btfl(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def trained(rotation_head: bool) -> adapters.Client:
     """A client for all adapters with such a network; most of the time is its statistics."""
-    return adapters.Client.of(adapters.make_setup("cnn", None, 4, 2), rotation_head)
+    setup = replace(adapters.make_setup("cnn", None, 4, 2), memorised=60)
+    return adapters.Client.of(setup, rotation_head)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +211,8 @@ def test_validation_takes_time() -> None:
     assert 0 < federation.validation_seconds(Settings(clients=2, device="cpu")) < 60
 
 
-def test_memory_of_a_small_run() -> None:
+def test_memory_of_a_small_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(federation.BASE, "fraction", 0.2)
     (found,) = federation.memory(quick=True).ratios
     assert found.what == "2 rounds in one process: MB a round after 1"
     assert found.ours > 50
@@ -222,7 +227,9 @@ def test_a_devices_images_are_read_within_the_bound() -> None:
     assert min(measured.details[f"{name}_seconds"] for name in ("scan", "rescan", "epoch")) > 0
 
 
-def test_options_are_timed_beside_the_plain_step() -> None:
+def test_options_are_timed_beside_the_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "NETWORKS", ("shallow-cnn",))
+    monkeypatch.setattr(options, "BATCH", 4)
     found = options.options(quick=True).ratios
     ways = [*options.WAYS, *(options.GPU_WAYS if device() == "cuda" else [])]
     assert [one.what.split(", ", 1)[1] for one in found] == [f"{title}, {device()}" for title in ways]

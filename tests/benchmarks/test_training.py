@@ -38,7 +38,7 @@ QUIET = Console(quiet=True)
 CPU = torch.device("cpu")
 DIGITS = Settings(dataset="digits", clients=4, image_size=18, model="shallow-cnn", seed=3, device="cpu")
 SMALL = changed(
-    {**SOURCE, "dataset": "digits", "model": "resnet20-bn", "model-options": "depth=8;width=8", "seed": 3},
+    {**SOURCE, "dataset": "digits", "model": "resnet20-bn", "model-options": "depth=8;width=4", "seed": 3},
     ["image-size=16", "batch-size=16", "fraction=0.6"],
 )
 
