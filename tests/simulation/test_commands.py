@@ -95,7 +95,7 @@ def test_the_table_of_a_simulation_is_printed(
 
 def test_a_simulation_that_is_ended_by_a_signal_leaves_no_private_state(tmp_path: Path) -> None:
     """SIGTERM is what service managers send; the clients' state is in a temporary folder until the run ends."""
-    words = ["--engine", "vectorised", "--rounds", "1000", "--clients", "2", "--methods", "fedavg"]
+    words = ["--engine", "vectorised", "--rounds", "1000", "--clients", "2", "--methods", "fedavg", "--fraction", "0.1"]
     command = [sys.executable, "-m", "fedtta.simulation", *words, "--results", str(tmp_path / "r"), "--run-name", "a"]
     temporary = tmp_path / "t"
     temporary.mkdir()
