@@ -22,7 +22,7 @@ from fedtta.simulation import engine, simulate, vectorized
 from fedtta.simulation.vectorized import VectorizedTransport
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
-ONE = SMALL.replace(engine="vectorised", stacked_clients=50)
+ONE = SMALL.replace(engine="vectorised", stacked_clients=50, shifts="original,corrupted")
 
 
 def transport(clients: int, stacked: int) -> VectorizedTransport:
@@ -43,13 +43,20 @@ def assert_close(one: Path, other: Path) -> None:
     assert counted == [[e.get("event"), e.get("replied"), e.get("total")] for e in events(other)]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one stack, with private state in files."""
+    folder = tmp_path_factory.mktemp("whole")
+    return simulate(ONE.replace(state_dir=str(folder / "state")), folder / "r")
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, {"stacked_clients": 2, "model_options": "norm=batch", "methods": "fedavg,fedbn,ditto", "learning_rate": 0.02}],
     ids=["one stack", "two stacks, kept layers and an algorithm of its own"],
 )
-def test_a_run_matches_that_of_one_client_after_another(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = simulate(ONE.replace(**changes), tmp_path / "one")
+def test_a_run_matches_that_of_one_client_after_another(whole: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = simulate(ONE.replace(**changes), tmp_path / "one") if changes else whole
     assert_close(folder, run(tmp_path / "other", ONE.replace(**changes)))
     assert (folder / "report.html").is_file()
 
@@ -62,8 +69,7 @@ def test_a_cpu_trains_one_client_after_another_unless_asked(tmp_path: Path, monk
     assert [vectorized.at_once(one), vectorized.at_once(one.replace(stacked_clients=7))] == [50, 7]
 
 
-def test_one_seed_one_result_and_a_run_resumes(tmp_path: Path) -> None:
-    whole = simulate(ONE.replace(state_dir=str(tmp_path / "a")), tmp_path / "whole")
+def test_one_seed_one_result_and_a_run_resumes(whole: Path, tmp_path: Path) -> None:
     again = simulate(ONE, tmp_path / "again")  # private state in memory
     assert_same_results(whole, again)
     begun = ONE.replace(state_dir=str(tmp_path / "b"))
