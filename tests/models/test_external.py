@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,28 @@ from fedtta.tta.modules import differentiable_statistics
 
 #: Feature dimension d; whether features are certain not to be negative; whether there are BatchNorm layers.
 NETWORKS: dict[str, tuple[int, bool, bool]] = {
-    "timm:resnet10t": (512, True, True),
+    "timm:test_resnet": (96, True, True),
     "timm:vit_tiny_patch16_224": (192, False, False),
-    "timm:mobilenetv3_small_050": (1024, False, True),
-    "torchvision:resnet18": (512, True, True),
+    "timm:test_efficientnet": (256, False, True),
     "torchvision:mobilenet_v3_small": (1024, False, True),
     "torchvision:shufflenet_v2_x0_5": (1024, True, True),
     "tests.models.nets:tied": (6, False, True),
     "tests.models.nets:pair": (5, True, False),
     "tests.models.nets:whole": (7, True, False),
 }
+#: Options that make a network smaller.
+OPTIONS: dict[str, dict[str, Any]] = {"timm:vit_tiny_patch16_224": {"depth": 2}}
 X = torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 def build(name: str, num_classes: int = 5, **arguments: Any) -> models.TwoHead:
-    return models.build(name, num_classes, **{"seed": 0, **arguments})
+    return models.build(name, num_classes, **{"seed": 0, **OPTIONS.get(name, {}), **arguments})
+
+
+@functools.cache
+def shared(name: str, seed: int = 0) -> models.TwoHead:
+    """A network for tests that do not change it, in evaluation mode."""
+    return build(name, seed=seed).eval()
 
 
 @pytest.fixture(params=NETWORKS)
@@ -47,10 +55,10 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_a_federated_round_trip(name: str, tmp_path: Path) -> None:
     """One step on each of two clients, their average, and a model file; every layer takes part."""
     dim, nonnegative, batchnorm = NETWORKS[name]
-    start = build(name).to(memory_format=torch.channels_last)
+    start = copy.deepcopy(shared(name)).train().to(memory_format=torch.channels_last)
     assert (start.feature_dim, start.features_nonnegative) == (dim, nonnegative)
     assert start.features(X).shape == (4, dim)
-    assert models.abilities(name, 3, 32, {}) == models.registry.Abilities(batchnorm, nonnegative)
+    assert models.abilities(name, 3, 32, OPTIONS.get(name, {})) == models.registry.Abilities(batchnorm, nonnegative)
     counters = [key for key, value in start.state_dict().items() if not value.is_floating_point()]
     assert not set(counters) & set(start.global_state())
     states = []
@@ -67,7 +75,7 @@ def test_a_federated_round_trip(name: str, tmp_path: Path) -> None:
     start.load_global_state(mean)
     for key, value in start.global_state().items():
         assert torch.equal(value, mean[key]), key
-    spec = {"name": name, "num_classes": 5, "image_size": 32}
+    spec = {"name": name, "num_classes": 5, "image_size": 32, **OPTIONS.get(name, {})}
     models.save_model(tmp_path / "m", start, spec)
     loaded, read = models.load_model(tmp_path / "m")
     assert read == spec
@@ -76,7 +84,7 @@ def test_a_federated_round_trip(name: str, tmp_path: Path) -> None:
 
 def test_equal_seeds_give_equal_networks(name: str) -> None:
     torch.manual_seed(3)
-    one, other, third = build(name), build(name), build(name, seed=1)
+    one, other, third = build(name), shared(name), shared(name, 1)
     assert torch.equal(torch.rand(1), torch.manual_seed(3) and torch.rand(1))  # the global generator is not used
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in one.state_dict().items())
     assert not torch.equal(one.head.weight, third.head.weight)
@@ -84,12 +92,11 @@ def test_equal_seeds_give_equal_networks(name: str) -> None:
 
 def test_normalization_is_the_first_layer(name: str) -> None:
     moved = build(name, mean=[0.1, 0.2, 0.3], std=0.25).eval()
-    plain = build(name, mean=0.0, std=1.0).eval()
     shifted = (X - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / 0.25
-    assert torch.allclose(moved(X), plain(shifted), atol=1e-4)
+    assert torch.allclose(moved(X), shared(name)(0.5 + 0.5 * shifted), atol=1e-4)  # 0.5 each without the options
 
 
-@pytest.mark.parametrize("name", ["timm:resnet10t", "torchvision:resnet18", "tests.models.nets:tied"])
+@pytest.mark.parametrize("name", ["timm:test_resnet", "torchvision:shufflenet_v2_x0_5", "tests.models.nets:tied"])
 def test_grayscale(name: str) -> None:
     gray = build(name, in_channels=1, mean=[0.3]).eval()
     assert gray(X[:, :1]).shape == (4, 5)
@@ -99,10 +106,15 @@ def test_grayscale(name: str) -> None:
 
 
 def test_rectified_features(name: str) -> None:
-    plain, rectified = build(name).eval(), build(name, features="relu").eval()
+    plain, rectified = shared(name), build(name, features="relu").eval()
     assert rectified.features_nonnegative
     assert torch.equal(rectified.features(X), plain.features(X).relu())
     assert list(plain.global_state()) == list(rectified.global_state())
+
+
+def test_abilities_depend_on_options() -> None:
+    name = "tests.models.nets:tied"
+    assert not models.abilities(name, 3, 32, {}).features_nonnegative
     assert models.abilities(name, 3, 32, {"features": "relu"}).features_nonnegative
 
 
@@ -117,7 +129,7 @@ def test_the_classifier_and_the_features_are_the_librarys() -> None:
 
 def test_batchnorm_with_activation_is_split() -> None:
     """Methods exchange the forward function of BatchNorm layers; an activation inside would be lost."""
-    model = build("timm:mobilenetv3_small_050").eval()
+    model = shared("timm:test_efficientnet")
     with differentiable_statistics(model):
         exchanged = model(X)
     assert torch.allclose(exchanged, model(X), atol=1e-5)
@@ -134,23 +146,23 @@ def test_residual_sums_are_not_taken_for_rectified() -> None:
 
 def test_stacked_networks(name: str) -> None:
     """Networks without dropout are trained at once, with the results of single training."""
-    model = build(name)
+    model = shared(name)
     if name in ("torchvision:mobilenet_v3_small", "tests.models.nets:tied"):
         # dropout of 0.2; a layer under two names, which `functional_call` exchanges twice
         assert not is_stackable(model)
         return
     assert is_stackable(model)
-    both = [build(name).double(), build(name, seed=1).double()]
+    both = [copy.deepcopy(shared(name, seed)).train().double() for seed in (0, 1)]
     x = X.double()
     parameters = {
         key: torch.stack([one.get_parameter(key).detach() for one in both]).requires_grad_()
         for key, _ in model.named_parameters()
     }
     buffers = {key: torch.stack([one.get_buffer(key) for one in both]) for key, _ in model.named_buffers()}
-    out, _ = VectorizedNetwork(model.train())(parameters, buffers, torch.stack([x, x]), torch.ones(2, 4))
+    out, _ = VectorizedNetwork(copy.deepcopy(both[0]))(parameters, buffers, torch.stack([x, x]), torch.ones(2, 4))
     out.square().sum().backward()
     for index, one in enumerate(both):
-        alone = one.train()(x)
+        alone = one(x)
         assert torch.allclose(out[index], alone, atol=1e-6)
         alone.square().sum().backward()
         for key, value in one.named_parameters():
@@ -180,8 +192,9 @@ def test_networks_with_buffers_that_stacking_would_not_move_are_not_stacked(own:
 CLASSES = ["a", "b", "c", "d", "e"]
 
 
+@functools.cache
 def make(name: str) -> nn.Module:
-    """Return a library's network of 5 classes with running statistics that are not the first ones."""
+    """Return a library's network of 5 classes with running statistics that are not the first ones; none changes it."""
     torch.manual_seed(9)
     library, _, rest = name.partition(":")
     if library == "timm":
@@ -196,13 +209,9 @@ def make(name: str) -> nn.Module:
     return network.eval()
 
 
-LIBRARY = ["timm:resnet10t", "timm:mobilenetv3_small_050", "torchvision:mobilenet_v3_small"]
-
-
-@pytest.mark.parametrize("name", LIBRARY)
 @pytest.mark.parametrize("form", ["safetensors", "state_dict", "module"])
-def test_weights_and_head_come_from_a_file(name: str, form: str, tmp_path: Path) -> None:
-    network = make(name)
+def test_weights_and_head_come_from_a_file(form: str, tmp_path: Path) -> None:
+    network = make("timm:test_efficientnet")
     state = network.state_dict()
     path = tmp_path / ("w.safetensors" if form == "safetensors" else "w.pth")
     if form == "safetensors":
@@ -211,13 +220,13 @@ def test_weights_and_head_come_from_a_file(name: str, form: str, tmp_path: Path)
         torch.save({"state_dict": state, "epoch": 4}, path)
     else:
         torch.save({"model": {f"module.{key}": value for key, value in state.items()}, "classes": CLASSES}, path)
-    model = build(name, pretrained=str(path), mean=0.0, std=1.0).eval()
+    model = build("timm:test_efficientnet", pretrained=str(path), mean=0.0, std=1.0).eval()
     assert torch.allclose(model(X), network(X), atol=1e-4)
     assert any("the pretrained head is kept" in note for note in model.notes)
     assert "not loaded" not in " ".join(model.notes)
 
 
-@pytest.mark.parametrize("name", LIBRARY)
+@pytest.mark.parametrize("name", ["timm:test_resnet", "timm:test_efficientnet", "torchvision:mobilenet_v3_small"])
 def test_the_head_is_kept_for_the_same_classes_only(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,6 +236,8 @@ def test_the_head_is_kept_for_the_same_classes_only(
     options = {"pretrained": str(path), "mean": 0.0, "std": 1.0}
     same = build(name, classes=CLASSES, **options).eval()
     assert torch.allclose(same(X), network(X), atol=1e-4)
+    assert any("the pretrained head is kept" in note for note in same.notes)
+    assert "not loaded" not in " ".join(same.notes)
     with caplog.at_level(logging.WARNING, "models"):
         for other in (build(name, classes=CLASSES[::-1], **options), build(name, 3, **options)):
             assert "the pretrained head is replaced by a new one" in other.notes[-1]
@@ -236,7 +247,7 @@ def test_the_head_is_kept_for_the_same_classes_only(
     assert caplog.text.count("not loaded") == 2
 
 
-@pytest.mark.parametrize("name", ["timm:mobilenetv3_small_050", "tests.models.nets:tied"])
+@pytest.mark.parametrize("name", ["timm:test_efficientnet", "tests.models.nets:tied"])
 def test_a_model_file_is_a_file_of_pretrained_weights(name: str, tmp_path: Path) -> None:
     source = build(name, seed=5)
     source.train()(X)
@@ -253,11 +264,11 @@ def test_a_model_file_is_a_file_of_pretrained_weights(name: str, tmp_path: Path)
 
 
 def test_what_is_not_loaded_is_said(tmp_path: Path) -> None:
-    state = make("timm:resnet10t").state_dict()
+    state = make("timm:test_resnet").state_dict()
     state["layer1.0.bn1.bias"] = torch.zeros(3)
     state["extra"] = state.pop("layer2.0.bn1.bias")
     torch.save(state, tmp_path / "w.pth")
-    note = build("timm:resnet10t", pretrained=str(tmp_path / "w.pth")).notes[0]
+    note = build("timm:test_resnet", pretrained=str(tmp_path / "w.pth")).notes[0]
     assert "not loaded, not in the file: ['layer2.0.bn1.bias']" in note
     assert "not loaded, of another shape: ['layer1.0.bn1.bias']" in note
     assert "not loaded, unknown to the network: ['extra']" in note
@@ -266,16 +277,16 @@ def test_what_is_not_loaded_is_said(tmp_path: Path) -> None:
 def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     torch.save(make("torchvision:mobilenet_v3_small").state_dict(), tmp_path / "w.pth")
     with pytest.raises(ValueError, match="not the weights of this network: 0 of"):
-        build("timm:resnet10t", pretrained=str(tmp_path / "w.pth"))
-    state = make("timm:resnet10t").state_dict()
+        build("timm:test_resnet", pretrained=str(tmp_path / "w.pth"))
+    state = make("timm:test_resnet").state_dict()
     torch.save({**state, "conv1.0.weight": state["conv1.0.weight"] * torch.nan}, tmp_path / "w.pth")
     with pytest.raises(ValueError, match=r"conv1\.0\.weight holds values that are not finite"):
-        build("timm:resnet10t", pretrained=str(tmp_path / "w.pth"))
+        build("timm:test_resnet", pretrained=str(tmp_path / "w.pth"))
     with pytest.raises(FileNotFoundError, match="absent"):
-        build("timm:resnet10t", pretrained=str(tmp_path / "absent.pth"))
+        build("timm:test_resnet", pretrained=str(tmp_path / "absent.pth"))
 
 
-@pytest.mark.parametrize("name", ["timm:resnet10t", "torchvision:shufflenet_v2_x0_5"])
+@pytest.mark.parametrize("name", ["timm:test_resnet", "torchvision:shufflenet_v2_x0_5"])
 def test_downloads_happen_on_request_only_and_fail_clearly(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -326,18 +337,18 @@ def test_auxiliary_classifiers_are_taken_off() -> None:
 def test_a_network_does_not_depend_on_whether_its_weights_were_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torchvision's Inception converts images only with weights; clients and files have the same network without."""
+    """Torchvision's GoogLeNet converts images only with weights; clients and files have the same network without."""
     import torchvision
 
     torch.manual_seed(2)
-    theirs = torchvision.models.get_model("inception_v3", init_weights=False, transform_input=True).eval()
+    theirs = torchvision.models.get_model("googlenet", init_weights=False, transform_input=True).eval()
     monkeypatch.setattr("torchvision.models._api.WeightsEnum.get_state_dict", lambda *_, **__: theirs.state_dict())
     options = {"weights": "default"}
-    mean, std = models.normalization("torchvision:inception_v3", options) or ((), ())
-    spec = {"name": "torchvision:inception_v3", "num_classes": 1000, "image_size": 75, "mean": mean, "std": std}
+    mean, std = models.normalization("torchvision:googlenet", options) or ((), ())
+    spec = {"name": "torchvision:googlenet", "num_classes": 1000, "image_size": 64, "mean": mean, "std": std}
     network = models.build(**spec, **options).eval()
-    x = torch.rand(2, 3, 75, 75)
-    imagenet = torchvision.models.get_model_weights("inception_v3").DEFAULT.transforms()
+    x = torch.rand(2, 3, 64, 64)
+    imagenet = torchvision.models.get_model_weights("googlenet").DEFAULT.transforms()
     prepared = (x - torch.tensor(imagenet.mean)[:, None, None]) / torch.tensor(imagenet.std)[:, None, None]
     assert torch.allclose(network(x), theirs(prepared), rtol=1e-3, atol=1e-4)
     models.save_model(tmp_path / "model.safetensors", network, {**spec, **options})
