@@ -91,7 +91,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def _build(make: Callable[[], Network], dtype: torch.dtype) -> Network:
     """Make a network with the same random values every time, the global random state left alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.random.default_generator.manual_seed(0)  # `torch.manual_seed` prints a stack for every kind of device
         network = make().to(dtype)
         for layer in network.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):

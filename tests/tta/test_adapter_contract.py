@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import math
 from dataclasses import dataclass, field
@@ -98,6 +100,11 @@ both_types = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], id
 
 def network(dtype: torch.dtype = torch.float64) -> TwoHead:
     """`two_head_network` with a rotation head and statistics near those of `images`; it predicts every class."""
+    return copy.deepcopy(_network(dtype))
+
+
+@functools.cache
+def _network(dtype: torch.dtype) -> TwoHead:
     model = two_head_network()
     draw = Generator().manual_seed(3)
     with torch.random.fork_rng(devices=[]):
@@ -129,6 +136,7 @@ def known() -> Statistics:
     return Statistics(*vectors, 0.9, 0.8, prior / prior.sum(), pairs / pairs.sum(), scores)
 
 
+@functools.cache
 def store() -> Datastore:
     with torch.no_grad():
         return Datastore(network().features(images(20, seed=9)), torch.arange(20) % CLASSES)
@@ -159,6 +167,17 @@ def snapshot(adapter: Any) -> dict[str, Tensor]:
 
 def stream(dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return list(images(N, dtype=dtype).split([6, 1, 8]))
+
+
+@functools.cache
+def _undisturbed(case: int) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    adapter = CASES[case].make()
+    return [adapter.predict(part) for part in stream()], adapter.report(), snapshot(adapter)
+
+
+def undisturbed(case: Case) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """The predictions of `stream`, the report and what has been learned then."""
+    return _undisturbed(CASES.index(case))
 
 
 # Facts
@@ -262,20 +281,18 @@ def test_the_order_within_a_batch_does_not_matter_without_random_views(case: Cas
 
 @each
 def test_an_empty_batch_changes_nothing(case: Case) -> None:
-    adapter, twin = case.make(), case.make()
-    nothing = images(0)
+    adapter, nothing, (rows, report, learned) = case.make(), images(0), undisturbed(case)
     assert adapter.predict(nothing).shape == (0, CLASSES)
-    for part in stream():
-        assert torch.equal(adapter.predict(part), twin.predict(part))
+    for part, want in zip(stream(), rows, strict=True):
+        assert torch.equal(adapter.predict(part), want)
         assert adapter.predict(nothing).shape == (0, CLASSES)
-    assert same(snapshot(adapter), snapshot(twin))
-    assert same(adapter.report(), twin.report())
+    assert same(snapshot(adapter), learned)
+    assert same(adapter.report(), report)
 
 
 @each
 def test_inference_mode_gives_the_same_numbers(case: Case) -> None:
-    adapter, twin, parts = case.make(), case.make(), stream()
-    want = [twin.predict(part) for part in parts]
+    adapter, parts, (want, _, _) = case.make(), stream(), undisturbed(case)
     with torch.inference_mode():
         adapter.reset()
         assert torch.equal(adapter.predict(parts[0] * 1), want[0])
@@ -365,15 +382,15 @@ def test_a_report_is_kept_only_on_request(case: Case) -> None:
 
 
 @each
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_bad_samples_are_named_and_change_nothing(case: Case, value: float) -> None:
+def test_bad_samples_are_named_and_change_nothing(case: Case) -> None:
     adapter, x = case.make(), images(N)
     adapter.predict(x[:6])
     before, report = snapshot(adapter), adapter.report()
     bad = x[6:].clone()
-    bad[3, 1, 2, 2] = value
-    with pytest.raises(ValueError, match=r"samples \[3\]"):
-        adapter.predict(bad)
+    for value in (math.nan, math.inf):
+        bad[3, 1, 2, 2] = value
+        with pytest.raises(ValueError, match=r"samples \[3\]"):
+            adapter.predict(bad)
     with pytest.raises(TypeError, match="int64"):
         adapter.predict(torch.zeros(2, 3, 6, 6, dtype=torch.int64))
     with pytest.raises(ValueError, match="batch dimension"):
@@ -474,12 +491,12 @@ def test_views_that_fail_change_nothing(case: Case) -> None:
 @pytest.mark.parametrize("case", VIEWING, ids=str)
 def test_views_depend_on_the_seed_alone(case: Case) -> None:
     default = "student" if case.name == "bbn" else None
-    x = images(8)
-    torch.manual_seed(1)
+    x = images(4)
+    torch.random.default_generator.manual_seed(1)
     adapter = case.make(augment=default)
     first = [adapter.predict(x), adapter.predict(x)]
     learned = snapshot(adapter)
-    torch.manual_seed(2)
+    torch.random.default_generator.manual_seed(2)
     adapter.reset()
     assert all(torch.equal(adapter.predict(x), rows) for rows in first)
     other = case.make(augment=default, seed=8)
