@@ -64,7 +64,8 @@ def images_on(device: torch.device, x: Tensor) -> Tensor:
 def adapted(case: contract.Case, device: torch.device) -> Results:
     """Predictions of a stream, with a state that is saved and loaded and arrays of other clients in between."""
     one, two = adapter(case, device), adapter(case, device)
-    first, second, third = (images_on(device, part) for part in contract.stream())
+    most = 8 if case.name in ("auto", "rotta") else 4  # those two learn nothing from so few
+    first, second, third = (images_on(device, part[:most]) for part in contract.stream())
     found: Results = {"first": one.predict(first), "second": one.predict(second)}
     two.load_state_dict(one.state_dict())
     if isinstance(two, Collaborator):

@@ -20,10 +20,11 @@ devices; a pinned buffer that is overwritten while its copy is under way is not 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,6 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = (__file__, streams.__file__)
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten: Any = torch.ops.aten
+SEQUENCES, NESTED = (tuple, list), (tuple, list, dict)  # `tuple | list` would be made anew at each call
 
 #: Operation → how often it waits for the device: its result's shape, or its error, depends on values.
 WAITS: dict[Any, int] = {
@@ -99,6 +101,11 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self._gpu = gpu
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would import its compiler to skip it."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._gpu.run(func, args, kwargs or {})
 
@@ -147,7 +154,7 @@ class PretendedGPU:
         if kwargs.get("device") is not None:
             home = torch.device(kwargs["device"]).type
             kwargs = {**kwargs, "device": CUDA if home == "cuda" else kwargs["device"]}  # C++ would ask for the index
-        elif any(on_device(value) for value in leaves((args, kwargs))):
+        elif any(on_device(value) for value in leaves((args, kwargs)) if isinstance(value, Tensor)):
             home = "cuda"
         return self._at(home, func, *args, **kwargs)
 
@@ -193,7 +200,8 @@ class PretendedGPU:
         packet = func.overloadpacket
         if packet in (aten.is_pinned, aten._pin_memory):
             return self._pin(packet, args[0])
-        tensors = [value for value in leaves((args, kwargs)) if isinstance(value, Tensor)]
+        given = leaves((args, kwargs))
+        tensors = [value for value in given if isinstance(value, Tensor)]
         there = [value for value in tensors if isinstance(value, Pretended)]
         on_gpu = self._belongs(tensors, there, kwargs.get("device"))
         if not (there or on_gpu or kwargs.get("pin_memory")):
@@ -202,17 +210,20 @@ class PretendedGPU:
             return self._moved(args[0], on_gpu, **kwargs)
         if packet is aten.copy_:
             return self._copied(*args, **kwargs)
-        self._check(func, args, kwargs, tensors, on_gpu)
+        written = [args[i] for i in writes(func) if i < len(args)]
+        self._check(func, args, given, tensors, written, on_gpu)
         self._count(func, args)
         result = self._compute(func, args, kwargs, there, on_gpu)
-        written = [args[i] for i, one in enumerate(func._schema.arguments[: len(args)]) if one.is_write]
-        self._order(there, written, leaves(result))
+        self._order(there, written, result)
         return result
 
-    def _order(self, reads: Iterable[Any], writes: Iterable[Any], results: Iterable[Any] = ()) -> None:
+    def _order(self, reads: Any, writes: Any, results: Any = ()) -> None:
         """Note an operation in the current stream; refuse one that nothing orders."""
+        if len(self.streams.made) == 1:  # memory does not matter
+            self.streams.note((), (), ())
+            return
         read, written, made = (
-            {value.host.untyped_storage().data_ptr() for value in values if isinstance(value, Pretended)}
+            {value.host.untyped_storage().data_ptr() for value in leaves(values) if isinstance(value, Pretended)}
             for values in (reads, writes, results)
         )
         if wrong := self.streams.note(read, written, made - read - written):
@@ -249,16 +260,17 @@ class PretendedGPU:
 
         return mapped(wrapped, result) if on_gpu else result
 
-    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], on_gpu: bool) -> None:
+    def _check(
+        self, func: Any, args: Any, given: list[Any], tensors: list[Tensor], written: list[Any], on_gpu: bool
+    ) -> None:
         """Refuse what CUDA refuses."""
         host = [value for value in tensors if not isinstance(value, Pretended)]
         if on_gpu:
-            for value in leaves((args, kwargs)):
+            for value in given:
                 if isinstance(value, torch.Generator) and value.device.type == "cpu":
                     self._refuse(f"{func}: expected a 'cuda' device type for generator but found 'cpu'")
         if len(host) in (0, len(tensors)):
             return
-        written = [args[i] for i, one in enumerate(func._schema.arguments[: len(args)]) if one.is_write]
         wrong = [value for value in host if value.ndim or any(value is one for one in written)]
         packet = func.overloadpacket
         if packet in INDEXING and isinstance(args[0], Pretended):
@@ -450,21 +462,38 @@ def channels_last_within_vmap(value: Tensor) -> bool:
     return batched and value.dim() == 4 and value.stride(1) < value.stride(3)
 
 
-def leaves(values: Any) -> Iterator[Any]:
-    """Yield what is in nested tuples, lists and dicts."""
-    if isinstance(values, tuple | list):
+@functools.cache
+def writes(func: Any) -> tuple[int, ...]:
+    """Return which arguments an ATen operation writes in place."""
+    return tuple(i for i, one in enumerate(func._schema.arguments) if one.is_write)
+
+
+def leaves(values: Any) -> list[Any]:
+    """Return what is in nested tuples, lists and dicts."""
+    found: list[Any] = []
+    _gather(values, found)
+    return found
+
+
+def _gather(values: Any, found: list[Any]) -> None:
+    if isinstance(values, SEQUENCES):
         for value in values:
-            yield from leaves(value)
+            if isinstance(value, NESTED):
+                _gather(value, found)
+            else:
+                found.append(value)
     elif isinstance(values, dict):
-        yield from leaves(list(values.values()))
+        _gather(list(values.values()), found)
     else:
-        yield values
+        found.append(values)
 
 
 def mapped(function: Callable[[Any], Any], values: Any) -> Any:
     """Return nested tuples, lists and dicts with `function` of what is in them."""
-    if isinstance(values, tuple | list):
-        return type(values)([mapped(function, value) for value in values])
+    if isinstance(values, SEQUENCES):
+        return type(values)(
+            [mapped(function, value) if isinstance(value, NESTED) else function(value) for value in values]
+        )
     if isinstance(values, dict):
         return {name: mapped(function, value) for name, value in values.items()}
     return function(values)
