@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
+from fedtta.data.domains import Role
 from fedtta.data.sources import OwnData, own_data
 from fedtta.data.sources.__main__ import main
+from fedtta.data.sources.base import SPLITS
 from fedtta.data.sources.pixels import LazyPixels
-from fedtta.data.sources.scan import Reader
-from fedtta.data.sources.splits import SHARES, TESTED, TWICE, unit_hash
+from fedtta.data.sources.scan import Reader, Sample
+from fedtta.data.sources.splits import SHARES, TESTED, TWICE, assign, unit_hash
 from fedtta.models.preprocessing import Preprocessing
 from tests.data.memory_source import Item, source
 
@@ -91,7 +93,7 @@ def test_groups_and_equal_content_are_in_one_split(drawn: list[tuple[int, str, b
     assert by_content.keys() == {item.content for item in items}  # some copy of everything is used
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(drawn=samples, more=samples)
 def test_new_samples_never_move_old_ones(drawn: list[Any], more: list[Any]) -> None:
     new = [(content + 100, group, False) for content, group, _ in more]  # other content
@@ -118,11 +120,16 @@ def test_the_order_of_a_source_changes_nothing(drawn: list[Any], order: Any) -> 
 
 
 @pytest.mark.parametrize("role", ["both", "source", "target"])
-def test_shares_of_the_splits(role: str) -> None:
-    items = [Item(f"{i:05}", i) for i in range(10_000)]
-    data = data_of(items, role=role)
-    shares = [len(part) / 10_000 for part in (data.split.train, data.split.validation, data.split.test)]
+def test_shares_of_the_splits(role: Role) -> None:
+    assigned, _ = assign([Sample(i, f"{i:05}", "a", "", "", f"{i:x}") for i in range(10_000)], role, set())
+    shares = [assigned.count(name) / 10_000 for name in SPLITS]
     np.testing.assert_allclose(shares, SHARES[role], atol=0.015)  # 3 standard deviations
+    data = data_of(MANY, role=role)
+    scanned = [Sample(i, name, "a", "", "", data.identities[i]) for i, name in enumerate(data.names)]
+    assert splits(data) == dict(zip(data.names, assign(scanned, role, set())[0], strict=True))
+
+
+def test_hashes_are_between_0_and_1() -> None:
     values = [unit_hash("group", str(i)) for i in range(10_000)]
     assert min(values) >= 0
     assert max(values) < 1

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -33,7 +34,7 @@ SPECS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: What a process elsewhere does with one exported file: `path`, `images` and `answer` are files.
+#: What a process elsewhere does with exported files of some formats: `path`, `images` and `answer` are files.
 LOAD = """
 import json, sys
 import numpy as np
@@ -43,12 +44,15 @@ except ImportError:
     pass
 else:
     raise AssertionError("the project is importable here")
+"""
+READ = """
 def read(path, images, answer):
     x = np.load(images)
 {}
     np.savez(answer, *p, about=json.dumps(about))
 for name in sys.argv[1:]:
-    read(f"{{name}}/exported", f"{{name}}/x.npy", f"{{name}}/answer.npz")
+    read(f"{{name}}/{}", f"{{name}}/x.npy", f"{{name}}/{}.npz")
+assert not {{"timm", "transformers"}} & set(sys.modules) or "{}" == "huggingface"
 """
 READERS = {
     "torch-export": """
@@ -74,7 +78,7 @@ about = {"classes": [model.config.id2label[i] for i in range(4)], "preprocessing
 with torch.no_grad():
     p = [model(pixel_values=torch.tensor(x[:n])).logits.softmax(1).numpy() for n in (1, 2, 5)]
 prepared = processor(open(images.replace("x.npy", "image.png"), "rb").read())["pixel_values"]
-np.save(answer.replace("answer.npz", "prepared.npy"), prepared.numpy())
+np.save(answer.replace("huggingface.npz", "prepared.npy"), prepared.numpy())
 """,
 }
 
@@ -92,9 +96,9 @@ def saved(folder: Path, spec: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     return path, spec
 
 
-@pytest.mark.parametrize("format", READERS)
-def test_predictions_and_metadata(format: str, tmp_path: Path) -> None:
-    """One process reads all models: to import what it needs takes most of its time."""
+@pytest.mark.parametrize("formats", [["onnx"], ["torch-export", "huggingface"]], ids="+".join)
+def test_predictions_and_metadata(formats: list[str], tmp_path: Path) -> None:
+    """One process reads all models, and both formats that torch reads: to import it takes most of the time."""
     picture = np.random.default_rng(0).integers(0, 4096, (40, 60), np.uint16)
     buffer = BytesIO()
     Image.fromarray(picture).save(buffer, "PNG")
@@ -103,8 +107,9 @@ def test_predictions_and_metadata(format: str, tmp_path: Path) -> None:
         path, spec = saved(tmp_path / name, one)
         away = tmp_path / "away" / name
         away.mkdir(parents=True)
-        assert main([str(path.parent), "--format", format, "--out", str(away / "exported")]) == 0
-        assert [left.name for left in away.iterdir()] == ["exported"]  # nothing temporary
+        for format in formats:
+            assert main([str(path.parent), "--format", format, "--out", str(away / format)]) == 0
+        assert {left.name for left in away.iterdir()} == set(formats)  # nothing temporary
         made = models.Preprocessing.from_dict(spec["preprocessing"])
         x = torch.rand(5, made.channels, made.image_size, made.image_size, generator=torch.Generator().manual_seed(1))
         np.save(away / "x.npy", x.numpy())
@@ -112,15 +117,16 @@ def test_predictions_and_metadata(format: str, tmp_path: Path) -> None:
         network, _ = models.load_model(path)
         with torch.no_grad():
             expected[name] = made, network(x).softmax(1).numpy()
-    code = LOAD.format(indent(READERS[format], "    "))
+    code = LOAD + "".join(READ.format(indent(READERS[one], "    "), one, one, one) for one in formats)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *SPECS]
     done = subprocess.run(command, cwd=tmp_path / "away", env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    for name, (made, probabilities) in expected.items():
+    for name, format in product(SPECS, formats):
+        made, probabilities = expected[name]
         assert np.ptp(probabilities) > 0.2
-        answer = np.load(tmp_path / "away" / name / "answer.npz")
+        answer = np.load(tmp_path / "away" / name / f"{format}.npz")
         for index, n in enumerate((1, 2, 5)):
             np.testing.assert_allclose(answer[f"arr_{index}"], probabilities[:n], atol=1e-5)
         about = json.loads(str(answer["about"]))
