@@ -228,7 +228,7 @@ def test_coordinates_are_rounded() -> None:
 
 
 def test_drawing_leaves_matplotlib_alone_and_is_reproducible(tmp_path: Path) -> None:
-    results = results_of(tmp_path, whole_run(clients=3, rounds=2))
+    results = results_of(tmp_path, whole_run(clients=2, rounds=1))
     before = dict(matplotlib.rcParams)
     first = [plot.svg for plot in plots.plots(results)]
     assert dict(matplotlib.rcParams) == before

@@ -153,7 +153,7 @@ def test_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_command_names_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_events(tmp_path / "run", whole_run(clients=2, rounds=1))
+    folder = write_events(tmp_path / "run", [rates_round(1)])
     (folder / "plots").touch()
     assert main([str(folder), "--plots"]) == 2
     assert capsys.readouterr().err.startswith(f"error: [Errno 17] File exists: '{folder / 'plots'}'")
