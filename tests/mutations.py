@@ -55,9 +55,7 @@ def tests_of(module: str) -> tuple[list[str], list[str]]:
     """
     *parents, last = module.split(".")
     folder = ROOT / "tests" / ("report" if module.startswith("fedtta.server.report") else module.split(".")[1])
-    package = sorted(folder.rglob("test_*.py"))
-    others = [path for path in sorted((ROOT / "tests").rglob("*/test_*.py")) if path not in package]
-    others = [path for path in others if not {"integration", "faults", "docker"} & set(path.parts)]
+    package, others = _files_of(folder)
 
     def named(part: str) -> list[Path]:
         pattern = re.compile(rf"test_(\w+_)?{part.strip('_').rstrip('s')}s?(_\w+)?\.py")
@@ -72,6 +70,14 @@ def tests_of(module: str) -> tuple[list[str], list[str]]:
     )
     rest = [path for path in package if path not in near]
     return [str(path.relative_to(ROOT)) for path in near], [str(path.relative_to(ROOT)) for path in rest]
+
+
+@functools.cache
+def _files_of(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the test files of a folder, and those of the other folders that start no processes."""
+    package = sorted(folder.rglob("test_*.py"))
+    others = [path for path in sorted(folder.parent.rglob("*/test_*.py")) if path not in package]
+    return package, [path for path in others if not {"integration", "faults", "docker"} & set(path.parts)]
 
 
 @functools.cache
