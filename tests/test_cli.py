@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -294,20 +293,3 @@ def test_a_reader_that_ends_first_is_no_error(tmp_path: Path, lines: int) -> Non
     )  # fmt: skip
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_a_tiny_run_as_a_process(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('methods = "fedavg"\nrounds = 3\n')
-    words = (
-        f"--settings {tmp_path}/mine.toml --rounds 1 --clients 2 --fraction 0.1 --local-epochs 1 --shifts original "
-        f"--engine vectorised --device cpu --results {tmp_path} --run-name tiny"
-    ).split()
-    done = subprocess.run(
-        [sys.executable, "-m", "fedtta", "run", *words],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert f"Results: {tmp_path}/tiny/" in done.stdout.replace("\n", "")
-    events = [json.loads(line) for line in (tmp_path / "tiny" / "metrics.jsonl").read_text().splitlines()]
-    assert events[0]["settings"]["rounds"] == 1
-    assert events[-1]["status"] == "completed"

@@ -177,13 +177,9 @@ assert Statistics.combine({}, found).spread is not None
 """
 
 
-def test_the_additions_are_in_the_tables_and_do_what_they_say(copy: Path) -> None:
-    """In one process: to import what they need takes most of its time."""
-    assert json.loads(python(copy, TABLES + DEFINITION + OTHERS)) == [True] * 8
-
-
-def test_all_additions_in_one_run(copy: Path) -> None:
-    """Methods, aggregation, data set and metric through the program; the table has the metric's columns."""
+@pytest.fixture(scope="module")
+def told(copy: Path) -> str:
+    """Output of the checks and of a run, in one process: to import what they need takes most of its time."""
     chosen = {
         "dataset": "stripes", "dataset-options": "count=240", "image-size": 16, "clients": 3, "partition": "iid",
         "rounds": 2, "local-epochs": 1, "shifts": "original", "engine": "vectorised", "aggregation": "sqrt_fedavg",
@@ -191,10 +187,17 @@ def test_all_additions_in_one_run(copy: Path) -> None:
         "run-name": "added",
     }  # fmt: skip
     words = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", "fedtta.simulation", *words], cwd=copy, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    a_run = f"from fedtta.simulation.__main__ import main\nassert main({words}) == 0\n"
+    return python(copy, TABLES + DEFINITION + OTHERS + a_run)
+
+
+def test_the_additions_are_in_the_tables_and_do_what_they_say(told: str) -> None:
+    assert json.loads(told.splitlines()[0]) == [True] * 8
+
+
+def test_all_additions_in_one_run(copy: Path, told: str) -> None:
+    """Methods, aggregation, data set and metric through the program; the table has the metric's columns."""
+    assert "confident" in told
     lines = (copy / "out" / "added" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = [json.loads(line) for line in lines]
     assert found[-1]["status"] == "completed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import zipfile
@@ -42,6 +43,7 @@ def test_a_wheel_holds_one_name_with_types(installed: Path) -> None:
 
 
 def test_a_users_own_settings_and_data_break_nothing(installed: Path, tmp_path: Path) -> None:
+    """Neither imports nor the command, in one process: to import torch takes longer than the run."""
     for name in ("settings.py", "models.py", "data/__init__.py", "tta/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine = True\n")
@@ -55,30 +57,34 @@ import fedtta.client.app, fedtta.data.federation, fedtta.server.app, fedtta.simu
 import sys
 print(BTFL.name, NoAdaptation(build("cnn", 3, image_size=16)).name, Settings().seed, fedtta.data.__file__)
 print(sys.modules["data"] is not fedtta.data)
+from fedtta.cli import app
+app()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["btfl", "none", "1", str(installed / "fedtta/data/__init__.py"), "True"]
+    small = {"rounds": 1, "clients": 2, "fraction": 0.1, "local-epochs": 1, "shifts": "original"}
+    words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    (tmp_path / "mine.toml").write_text('methods = "fedavg"\nrounds = 3\n')
+    words += ["--settings", "mine.toml", "--engine", "vectorised", "--run-name", "there"]
+    done = fedtta(installed, tmp_path, "-c", code, "run", *words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[:5] == ["btfl", "none", "1", str(installed / "fedtta/data/__init__.py"), "True"]
+    assert "Results: results/there/" in done.stdout
+    assert (tmp_path / "results" / "there" / "report.html").is_file()
+    events = [json.loads(line) for line in (tmp_path / "results" / "there" / "metrics.jsonl").read_text().splitlines()]
+    assert (events[0]["settings"]["rounds"], events[0]["settings"]["methods"]) == (1, "fedavg")
+    assert events[-1]["status"] == "completed"
 
 
 def test_the_command_runs_where_only_the_wheel_is(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "settings.py").write_text("raise ImportError('not ours')")
-
-    def fedtta(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", "from fedtta.cli import app; app()", *words],
-            cwd=tmp_path, env={"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)},
-            capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
-
-    small = {"rounds": 1, "clients": 2, "fraction": 0.1, "local-epochs": 1, "methods": "fedavg", "shifts": "original"}
-    words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    done = fedtta("run", *words, "--engine", "vectorised", "--run-name", "there")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "results" / "there" / "report.html").is_file()
-    refused = fedtta("submit", "rounds=1")
+    refused = fedtta(installed, tmp_path, "-m", "fedtta", "submit", "rounds=1")
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "needs a checkout" in refused.stderr
+
+
+def fedtta(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Start Python in a folder, with nothing but the wheel."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder, env={"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "HOME": str(folder)},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
