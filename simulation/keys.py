@@ -119,6 +119,8 @@ def make_keys(
         raise KeysError(f"replace = {', '.join(replace)!r}: agents get new certificates; name them with --agent")
     if "authorities" in new:
         new |= {"server", "agents"}
+    if "server" in new and not hosts:
+        hosts = _hosts_before(keys.server[0])
     files = _certificates(keys.folder, hosts, agents, days, new)
     files += [KeyPair(keys.node(number)[0], "nodes", "nodes" in new) for number in range(nodes)]
     signs = app or "app" in new
@@ -147,8 +149,6 @@ def _certificates(
     def leaf(stem: str, kind: str, hosts: Sequence[str], by: Authority, purpose: Purpose = "server") -> Leaf:
         return Leaf(folder / stem, kind, days, kind in new, tuple(hosts), purpose, by)
 
-    if fresh["server"] and not hosts:
-        hosts = _hosts_before(keys.server[0])
     main = authority("ca", "FedTTA SuperLink authority")
     files: list[Certificate | KeyPair] = [main, leaf("server", "server", (*LOCAL, *hosts), main)]
     if agents:
