@@ -136,13 +136,7 @@ def register(superlink: str, ca: Path | None, key: Path, name: str) -> int | Non
     """
     from flwr.proto.control_pb2 import RegisterNodeRequest
 
-    try:
-        public = load_ssh_public_key(existing(key).read_bytes())
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise FlowerError(f"{key} is not the public key of a node: {error}") from error
-    request = RegisterNodeRequest(
-        public_key=public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo), name=name
-    )
+    request = RegisterNodeRequest(public_key=public_key(key), name=name)
     try:
         with client(superlink, ca) as control:
             return control.RegisterNode(request).node_id
@@ -150,6 +144,15 @@ def register(superlink: str, ca: Path | None, key: Path, name: str) -> int | Non
         if REGISTERED in str(error):
             return None
         raise
+
+
+def public_key(path: Path) -> bytes:
+    """Return a node's public key as PEM; errors are those of `register` about the file."""
+    try:
+        public = load_ssh_public_key(existing(path).read_bytes())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise FlowerError(f"{path} is not the public key of a node: {error}") from error
+    return public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def existing(path: Path) -> Path:

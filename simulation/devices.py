@@ -14,8 +14,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from fedtta.client.names import check_name
 from fedtta.settings import SettingsError
-from fedtta.simulation.control import FlowerError, client, register
+from fedtta.simulation.control import FlowerError, client, public_key, register
 
 REMOVED = "unregistered"  # Flower's status of a node that may no longer connect
 PATIENCE = 10.0  # seconds for an agent to answer
@@ -35,12 +36,15 @@ class Device:
         "registered" (has never connected), "online", "offline" or "unregistered".
     last_seen : datetime, optional
         Its last heartbeat, UTC; None: it has never connected.
+    key : bytes
+        Its public key, PEM.
     """
 
     name: str
     node_id: int
     status: str
     last_seen: datetime | None
+    key: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def listed(superlink: str, ca: Path | None) -> list[Device]:
         if node.last_activated_at:
             # a node is online until so many intervals after its last heartbeat
             seen = datetime.fromtimestamp(node.online_until - HEARTBEAT_PATIENCE * node.heartbeat_interval, UTC)
-        found.append(Device(node.name or "-", node.node_id, node.status, seen))
+        found.append(Device(node.name or "-", node.node_id, node.status, seen, node.public_key))
     return sorted(found, key=lambda device: (device.name, device.node_id))
 
 
@@ -76,13 +80,25 @@ def enrol(superlink: str, ca: Path | None, key: Path, name: str) -> str:
 
     Raises
     ------
+    SettingsError
+        No device can have this name, another one has it, or the key was removed or is another device's.
     FlowerError
         The file is no public key, or the SuperLink does not answer.
     FileNotFoundError
         There is no such file.
     """
+    check_name(name)
+    content = public_key(key)
+    for device in listed(superlink, ca):
+        if device.key == content:
+            if device.status == REMOVED:
+                raise SettingsError(f"{key} was removed, as {device.name}: such a key stays out, make a new one")
+            if device.name != name:
+                raise SettingsError(f"{key} is enrolled already, as {device.name}")
+        elif device.name == name and device.status != REMOVED:
+            raise SettingsError(f"another key is enrolled as {name} (node {device.node_id}): remove it first")
     node = register(superlink, ca, key, name)
-    return f"{key} is enrolled already" if node is None else f"{name} is enrolled as node {node}"
+    return f"{key} is enrolled already, as {name}" if node is None else f"{name} is enrolled as node {node}"
 
 
 def remove(superlink: str, ca: Path | None, device: str) -> str:

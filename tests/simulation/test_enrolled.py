@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from fedtta import cli
 from fedtta.settings import SettingsError
 from fedtta.simulation import deployment, devices, superlink
+from fedtta.simulation.control import public_key
 from fedtta.simulation.devices import Device, Known
 from fedtta.simulation.keys import make_keys
 from fedtta.simulation.superlink import POLL, FlowerError, free_ports
@@ -102,6 +103,28 @@ def test_a_device_is_removed_by_its_name_only_if_one_is_called_so(monkeypatch: p
         devices.remove("h:1", None, "b")
     with pytest.raises(SettingsError, match=r"no such device; enrolled: a \(1\), b \(2\), b \(3\)$"):
         devices.remove("h:1", None, "4")
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "says"),
+    [
+        (0, "site a", "1 to 64 letters"),
+        (0, "site-b", "is enrolled already, as site-a"),
+        (1, "site-a", r"another key is enrolled as site-a \(node 1\)"),
+        (2, "site-c", "was removed, as site-a"),
+    ],
+)
+def test_a_name_or_a_key_that_is_taken_is_not_enrolled(
+    number: int, name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, _ = make_keys(tmp_path, 3)
+    content = [public_key(keys.node(i)[1]) for i in range(3)]
+    found = [Device("site-a", 1, "online", NOW, content[0]), Device("site-a", 2, "unregistered", None, content[2])]
+    monkeypatch.setattr(devices, "listed", lambda *_: found)
+    monkeypatch.setattr(devices, "register", lambda *_: 9)
+    with pytest.raises(SettingsError, match=says):
+        devices.enrol("h:1", None, keys.node(number)[1], name)
+    assert devices.enrol("h:1", None, keys.node(1)[1], "site-b") == "site-b is enrolled as node 9"
 
 
 @pytest.mark.faults
