@@ -35,7 +35,7 @@ from fedtta.messages.requests import Train
 from fedtta.models import PERSONAL_PREFIX, TwoHead
 from fedtta.models.accelerator import clock
 from fedtta.models.arrays import to_device
-from fedtta.models.memory import budget, in_parts, saved_bytes
+from fedtta.models.memory import budget, in_parts, is_out_of_memory, saved_bytes
 from fedtta.models.optim import StackedOptimizer
 from fedtta.models.vectorized import VectorizedNetwork, is_stackable
 
@@ -155,9 +155,9 @@ class Cohort:
             try:
                 smallest_batch(device.model, device.settings)
                 turns[index] = device.begin(request)
-            except torch.OutOfMemoryError:  # of all of them
-                raise
             except Exception as error:  # of this client alone; the others go on
+                if is_out_of_memory(error):  # of all of them
+                    raise
                 failed[index] = error
                 continue
             state = device.model.state_dict().items()

@@ -26,7 +26,7 @@ from fedtta.benchmarks.tables.results import (
     CONSTANT,
     add_run,
     cell_path,
-    check_frost,
+    check_alike,
     check_kept,
     constant_row,
     empty,
@@ -184,7 +184,7 @@ def missing_points(path: Path, settings: Settings, every: int) -> list[tuple[int
     Raises
     ------
     SettingsError
-        A training has several stages: its beginning is not a shorter training. Or as `check_frost`.
+        A training has several stages: its beginning is not a shorter training. Or as `check_alike`.
     """
     content = read_cell(path) if path.exists() else {}
     kept, found = content.get("curves", {}), []
@@ -196,7 +196,7 @@ def missing_points(path: Path, settings: Settings, every: int) -> list[tuple[int
             if labels:
                 found.append((round, training, labels))
     if found:
-        check_frost(path, content)
+        check_alike(path, content, settings)
     return found
 
 

@@ -30,6 +30,9 @@ from fedtta.strategies.registry import NO_COLLABORATION
 
 #: Settings in which the runs of one file may differ: where a run is computed, files of one machine, and the rows.
 UNRECORDED = {*FREE, *keys_in("paths"), "methods", "collaborations"}
+#: The precision of training, which depends on what a machine's processor has instructions for: the seeds of a cell may
+#: differ in it, which its page says, but not the rows of a seed.
+PRECISION = "autocast"
 #: Types of the fields of a kept file, of its parts, and of a row's numbers on a test distribution.
 FIELDS: Types = {
     "protocol": (str,), "cell": (str,), "seed": (int,), "settings": (dict,), "start": (dict,), "rows": (dict,),
@@ -107,19 +110,21 @@ def read_results_of(out: Path, protocol: str | None = None) -> dict[str, dict[st
 
 
 def check_kept(path: Path, settings: Settings, start: Mapping[str, Any] | None = None) -> None:
-    """Raise SettingsError if a file was made with other settings or from another network than these."""
+    """Raise SettingsError if a file was made with other settings, but for `PRECISION`, or from another network."""
     if not path.exists():
         return
     content = read_cell(path)
-    if other := differing(content["settings"], settings, UNRECORDED):
+    if other := differing(content["settings"], settings, {*UNRECORDED, PRECISION}):
         raise SettingsError(f"{path} was made with other settings ({', '.join(other)}); choose another --out")
     network_hash = content.get("start", {}).get("sha256")
     if start and network_hash and start.get("sha256") not in (network_hash, None):
         raise SettingsError(f"{path} was made from another network; choose another --out")
 
 
-def check_frost(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise SettingsError if a file's rows were measured with the easier frost: others would not compare with them."""
+def check_alike(path: Path, content: Mapping[str, Any], settings: Settings) -> None:
+    """Raise SettingsError if a file's rows have the easier frost or another `PRECISION`: others would not compare."""
+    if content and differing(content["settings"], settings, settings.flat().keys() - {PRECISION}):
+        raise SettingsError(f"{path} was made with another {PRECISION}; set it, or choose another --out")
     if any(EASIER in note for note in content.get("notes", ())):
         raise SettingsError(f"{path} has rows with {EASIER}; choose another --out, where all rows are run")
 
@@ -151,12 +156,12 @@ def missing(path: Path, settings: Settings) -> list[tuple[Training, Settings]]:
     Raises
     ------
     SettingsError
-        As `wanted_rows` and `check_frost`.
+        As `wanted_rows` and `check_alike`.
     """
     content = read_cell(path) if path.exists() else {}
     labels = [label for label in wanted_rows(settings) if label not in content.get("rows", {})]
     if labels:
-        check_frost(path, content)
+        check_alike(path, content, settings)
     by_collaboration: dict[str, list[str]] = {}
     for label in labels:
         method, _, collaboration = label.partition(WITH)

@@ -77,7 +77,7 @@ def test_a_committed_file_belongs_to_its_cell(protocol: str, cell: str, seed: in
 
 
 def test_committed_numbers_have_not_changed() -> None:
-    assert len(FILES) == 145
+    assert len(FILES) == 146
     for (protocol, cell, seed, row, column), value in KNOWN.items():
         shift = KEPT[protocol][cell][seed]["rows"][row]["shifts"][column]
         assert shift["accuracy_percent"] == value
@@ -269,6 +269,18 @@ def test_rows_with_an_easier_frost_get_no_others_beside_them(note: str, tmp_path
         with pytest.raises(SettingsError, match=r"c-1\.json has rows with an easier frost; choose another --out"):
             run()
     assert missing(tmp_path / "other.json", settings)
+
+
+def test_seeds_may_differ_in_precision_and_rows_of_a_seed_may_not(tmp_path: Path) -> None:
+    settings = Settings(methods="fedavg,btfl", autocast=False)
+    path, row = tmp_path / "c-1.json", {"training": "t", "shifts": {}}
+    path.write_text(json.dumps({**empty("p", Cell("c", "C", settings), settings), "rows": {"fedavg": row}}))
+    other = settings.replace(autocast=True)
+    check_kept(path, other)
+    assert missing(path, other.replace(methods="fedavg")) == []
+    assert len(missing(path, settings)) == 1
+    with pytest.raises(SettingsError, match=r"c-1\.json was made with another autocast; set it, or"):
+        missing(path, other)
 
 
 REALTIME = {"reference": "fedavg", "interval_milliseconds": 1, "queue": 8, "repeats": 3}
