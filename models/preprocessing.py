@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 RawImage: TypeAlias = "NDArray[Any] | Image.Image"
 
@@ -161,6 +161,8 @@ class Preprocessing:
             raise
         except Image.DecompressionBombError as error:
             raise ValueError(f"too many pixels: {error}") from error
+        except UnidentifiedImageError as error:  # its message is the address of `content` in memory
+            raise ValueError("damaged, or of another format") from error
         except Exception as error:  # the error type depends on where a file is damaged
             raise ValueError(f"damaged, or of another format: {error or type(error).__name__}") from error
         if bits == (12,) and self.window is None:  # such a file's values, too, are 16-bit integers to Pillow

@@ -193,7 +193,9 @@ def from_agent(address: str) -> Known:
 
 def table(devices: Sequence[Device], known: Mapping[str, Known], gone: bool = False) -> Table:
     """Return a table of devices; those that were removed only with `gone`."""
-    rows = Table("name", "node", "status", "last seen", "data", "model", box=None, pad_edge=False)
+    rows = Table(box=None, pad_edge=False)
+    for heading in ("name", "node", "status", "last seen", "data", "model"):  # ids and versions are copied: none is cut
+        rows.add_column(heading, overflow="fold", no_wrap=heading in ("node", "status"))
     for device in devices:
         if device.status == REMOVED and not gone:
             continue

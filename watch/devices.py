@@ -72,7 +72,7 @@ def _told(one: Telemetry) -> dict[str, str]:
         "accuracy": _percent(one.estimated_accuracy),
         "drift": UNKNOWN if one.drift is None else f"{one.drift:.2f}",
         "guard": "holding" if one.holding else "open",
-        "events": ", ".join(f"{kind} {count}" for kind, count in sorted(one.guard_events.items())),
+        "events": ", ".join(f"{kind} {count}" for kind, count in sorted(one.guard_events.items()) if count),
         "disk": f"{decimal(one.disk_used)}, {decimal(one.disk_free)}" if one.knows_disk else UNKNOWN,
         "memory": decimal(one.memory) if one.memory else UNKNOWN,
         "p50": _seconds(latency(one, 0.5)),

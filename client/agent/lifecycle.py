@@ -343,7 +343,7 @@ class Lifecycle:
             if self._shadow is not None and self._shadow.live is live:
                 self._shadow = None
         live.changed = True  # the newest snapshot is that of the served model
-        self._note(f"model {live.version}" + (f" replaces {former.version}" if former else ""))
+        self._note(f"model {live.version} " + (f"replaces {former.version}" if former else "is served"))
         self.log.write(event, version=live.version, former=former.version if former else "", **values)
         self._save()
 

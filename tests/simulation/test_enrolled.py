@@ -47,6 +47,16 @@ def test_a_table_says_what_is_known_and_a_dash_otherwise() -> None:
     assert len(drawn(enrolled, known, True)) == 4
 
 
+def test_a_narrow_table_cuts_no_id_and_no_version() -> None:
+    node, version = 12358915127539907807, "promoted dbcdee207d22/cross_entropy/3/e421e4cb"
+    console = Console(width=80)  # of a pipe
+    with console.capture() as text:
+        known = {"site-a": Known("270 samples, 3 classes", version)}
+        console.print(devices.table([Device("site-a", node, "online", NOW)], known))
+    assert str(node) in text.get()
+    assert "…" not in text.get()
+
+
 def test_a_run_says_what_data_each_device_had(tmp_path: Path) -> None:
     abouts = [
         {"labelled": True, "samples": 40, "skipped": 2, "classes_present": 3},

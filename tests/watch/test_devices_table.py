@@ -28,8 +28,8 @@ FULL = Telemetry(
     name="site-a", software={"fedtta": "1.2.0", "torch": "2.9"}, model="run/fedavg/3", candidate="shadow run/fedavg/4",
     refused="run/x: too new", adapter="auto[probe=50]", choice="btfl", samples=12_345, unsaved_samples=7,
     saving_fails=True, weight=0.5, weights=[0.0, 0.5, 1.0], estimated_accuracy=0.834, drift=0.25, holding=True,
-    guard_events={"collapse": 2, "black": 1}, disk_used=5_000_000, disk_free=7_000_000_000, memory=300_000_000,
-    latency=[0, 0, 100, *[0] * (len(LATENCY_BOUNDS) - 2)],
+    guard_events={"collapse": 2, "black": 1, "noise": 0}, disk_used=5_000_000,
+    disk_free=7_000_000_000, memory=300_000_000, latency=[0, 0, 100, *[0] * (len(LATENCY_BOUNDS) - 2)],
 )  # fmt: skip
 DEVICE = FleetDevice("site-a", 1, "online", NOW - 5, FULL, NOW - 600)
 SILENT = FleetDevice("site-b", 2, "registered", None, None, None)

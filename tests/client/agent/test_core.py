@@ -40,6 +40,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Evaluate, Eva
         agent.snapshot()
     assert agent.status().version == ""
     request, reply = train(agent.perform)
+    assert agent.status().notes == [f"model {agent.status().version} is served"]
     agent.close()
     return folder, request, reply
 
