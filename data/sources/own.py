@@ -253,7 +253,8 @@ def _gaps(images: Images, split: Split, present: NDArray[np.int64]) -> Iterator[
         yield "no labels: nothing is trained on or measured here"
         return
     if lacking := sorted(set(range(images.num_classes)) - set(present.tolist())):
-        yield f"no sample of {', '.join(images.classes[one] for one in lacking)}"
+        part = "training" if len(split.train) else "test"
+        yield f"no sample of {', '.join(images.classes[one] for one in lacking)} in the {part} split"
     if len(split.train):
         parts = {"validation": split.validation, "test": split.test}
         yield from (f"no sample in the {name} split" for name, part in parts.items() if not len(part))

@@ -288,7 +288,7 @@ def test_labels_are_numbers_of_the_runs_classes() -> None:
     assert data.images.labels.tolist() == [1] * 9 + [2] * 9
     assert data.images.classes == ("covid", "normal", "pneumonia")
     assert data.classes_present == 2
-    assert "no sample of covid" in data.notes
+    assert "no sample of covid in the training split" in data.notes
     with pytest.raises(ValueError, match=r"run does not have: pneumo \(9 samples\); allowed are covid, normal, pneu"):
         data_of(items, classes=("covid", "normal", "pneumonia"))
     with pytest.raises(ValueError, match="class-map: the run has no class flu; allowed are covid"):
@@ -316,11 +316,20 @@ def test_a_target_counts_the_classes_of_its_test_split() -> None:
     assert (data.labelled, len(data.split), data.classes_present) == (True, len(data.split.test), 2)
 
 
+def test_a_class_with_test_samples_alone_is_said_to_be_none_of_the_training_split() -> None:
+    notes = data_of([*MANY, Item("c", 99, "c", split="test")], classes=("a", "b", "c")).notes
+    assert notes == ("no sample of c in the training split",)
+    notes = data_of(MANY, classes=("a", "b", "c"), role="target").notes
+    assert notes == ("no sample of c in the test split",)
+
+
 def test_a_device_that_trains_needs_training_samples() -> None:
     with pytest.raises(ValueError, match="none of 1 samples is in the training split; add samples, state the splits"):
         data_of([Item("x", 1, split="test")])
     notes = data_of([Item("x", 1, split="train")]).notes
-    assert notes == ("no sample of b", "no sample in the validation split", "no sample in the test split")
+    assert notes == (
+        "no sample of b in the training split", "no sample in the validation split", "no sample in the test split"
+    )  # fmt: skip
 
 
 # Skipped samples ----------------------------------------------------------------------------------------------------
