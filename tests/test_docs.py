@@ -20,6 +20,7 @@ import torch
 import yaml
 from click import Group, UsageError
 from flwr.common.config import parse_config_args
+from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from PIL import Image
 from rich.console import Console
@@ -124,6 +125,15 @@ def supernode_parses(command: str, tmp_path: Path) -> None:
     parse_class_map(str(config.get("class-map", "")))
     own: set[str] = set() if "agent" in config else {"data", "class-map", "role", *keys_in("node")}
     assert set(config) - {"name", "agent"} <= own
+
+
+def superlink_parses(command: str, tmp_path: Path) -> None:
+    """The options are those of the SuperLinks that are started here, with a database."""
+    words = shlex.split(command)
+    assert _parse_args_run_superlink().parse_known_args(words[1:])[1] == []
+    made = keys.Keys(Path("keys"))
+    started = superlink.superlink_command("0.0.0.0", 8000, "0.0.0.0:9092", made)
+    assert set(words[1:]) - set(started) == {"--database", "superlink.db"}
 
 
 def benchmark_arguments(words: list[str]) -> None:
@@ -273,6 +283,7 @@ PROOFS = (
     Proof("make keys", keys_are_made),
     Proof("make torch-hashes", place="tests/docker", words='"torch-hashes"'),
     Proof("flwr run", run_config_parses, "simulation", '"run", str(app)'),
+    Proof("flower-superlink", superlink_parses, "tests/docker", "test_the_superlink_is_started_as_the_local"),
     Proof("flwr ls", place="tests/integration", words='"ls"'),
     Proof("fedtta supernode", supernode_parses, "simulation", '"-m", "fedtta", "supernode"'),
     Proof("make base-image", script_exists, "docker/README.md", "localhost/fedtta-base"),
