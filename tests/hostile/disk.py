@@ -57,9 +57,12 @@ class Disk:
 
     def _inside(self, path: Any, folder: int | None = None) -> str | None:
         """Return a path relative to the folder, None for one that is not in it."""
-        whole = (_opened(folder) if folder else Path()) / os.fsdecode(path)
-        whole = Path(os.path.abspath(whole))  # noqa: PTH100 (a link is not followed)
-        return str(whole.relative_to(self.folder)) if whole.is_relative_to(self.folder) else None
+        # as text: paths as objects took a sixth of the time of all tests with a disk; no link is followed
+        whole = os.path.abspath(os.path.join(_opened(folder) if folder else "", os.fsdecode(path)))  # noqa: PTH100, PTH118
+        top = str(self.folder)
+        if whole == top:
+            return "."
+        return whole[len(top) + 1 :] if whole.startswith(top + os.sep) else None
 
     def _happens(self, name: str, file: str | None) -> bool:
         """Count an operation; return whether it fails."""

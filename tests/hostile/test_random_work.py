@@ -156,7 +156,7 @@ def test_hostile_messages_get_no_path_no_time_and_no_crash(tmp_path: Path, outsi
 
     What bounds it are masks and noise, below.
     """
-    count = int(os.environ.get("FEDTTA_FUZZ", "40"))
+    count = int(os.environ.get("FEDTTA_FUZZ", "30"))
     draw, site = np.random.default_rng(18), {"classes": SITE.classes}
     policy = Policy(most_runs=4, most_memory_mb=1024, phases="*")
     own, divided = agent_in(tmp_path / "own", policy, data=noise), agent_in(tmp_path / "divided", policy)
@@ -231,9 +231,9 @@ def test_where_the_owner_wants_secure_sums_no_hostile_message_gets_an_image(tmp_
     members, others = own_images(agent)
     keys = [masking.public_key(masking.new_secret()).hex() for _ in range(3)]
     worst, updates, results = 0.0, 0, dict[str, int]()
-    for number in range(int(os.environ.get("FEDTTA_FUZZ", "40"))):
+    for number in range(int(os.environ.get("FEDTTA_FUZZ", "24"))):
         request: Any = hostile_request(draw, tmp_path, members)
-        if number % 4 == 0:  # what is ordinary
+        if number % 8 == 0:  # what is ordinary
             request = training(classes=SITE.classes)
         try:
             if isinstance(request, Train | Summarize | RefineRates) and draw.random() < 0.8:
