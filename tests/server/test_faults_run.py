@@ -12,6 +12,7 @@ from fedtta.server.methods import plan
 from fedtta.settings import Settings, SettingsError
 from tests.server.test_adaptation import SMALL as COLLABORATIVE
 from tests.server.test_rates import ATP
+from tests.server.test_resume import BATCHNORM
 from tests.server.test_run import SMALL, assert_same_results, events
 from tests.transports import Client, FakeTransport, devices
 
@@ -33,10 +34,10 @@ class Restarting(FakeTransport):
 @pytest.mark.parametrize(
     "settings",
     [
-        SMALL.replace(methods="fedavg,btfl", min_replies=3),
-        SMALL.replace(methods="fedbn", model="resnet20-bn", model_options="depth=8;width=4", min_replies=3),
+        SMALL.replace(methods="fedavg,btfl", fraction=0.06, shifts="original", min_replies=3),
+        SMALL.replace(methods="fedbn", fraction=0.06, shifts="original", min_replies=3, **BATCHNORM),
         COLLABORATIVE.replace(collaborations="fedavgm", min_replies=3),
-        ATP.replace(clients=3, rates_clients=0, min_replies=3),
+        ATP.replace(clients=3, fraction=0.06, rates_clients=0, min_replies=3),
     ],
     ids=["fedavg", "fedbn", "collaboration", "rates"],
 )
@@ -54,13 +55,15 @@ def test_a_restart_without_a_key_changes_no_bit(settings: Settings, tmp_path: Pa
 
 @pytest.mark.slow
 def test_statistics_and_rates_of_a_whole_run_are_robust_too(tmp_path: Path) -> None:
-    settings = SMALL.replace(clients=6, fraction=0.3, aggregation="multikrum", update_norm_bound=100.0)
+    settings = SMALL.replace(
+        clients=6, fraction=0.12, shifts="original", aggregation="multikrum", update_norm_bound=100.0
+    )
     serve(devices(settings), settings, tmp_path / "r")
     arrays, _ = load_arrays(tmp_path / "r" / "statistics.safetensors")
     assert 0 <= arrays["dle"].min() <= arrays["dle"].max() <= 1
     for methods in ("fedprox", "fedbn", "qffl"):
         with pytest.raises(SettingsError, match="aggregation = 'multikrum'"):
             plan(settings.replace(methods=methods, model="resnet20-bn"))
-    atp = ATP.replace(clients=6, fraction=0.3, aggregation="fedmedian", rates_clients=0)
+    atp = ATP.replace(clients=6, fraction=0.12, aggregation="fedmedian", rates_clients=0)
     atp = atp.replace(state_dir=str(tmp_path))
     serve(devices(atp), atp, tmp_path / "a")

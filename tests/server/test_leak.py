@@ -15,7 +15,9 @@ from fedtta.messages.flower import allow_messages
 from fedtta.server.events import Leak
 from tests.server.test_run import SMALL, assert_same_results, events, run
 
-LEAKY = SMALL.replace(split="published", rounds=5, methods="fedavg,personal,fedthe", shifts="original,corrupted")
+LEAKY = SMALL.replace(
+    split="published", rounds=5, fraction=0.08, methods="fedavg,personal,fedthe", shifts="original,corrupted"
+)
 
 
 @pytest.fixture(scope="module")

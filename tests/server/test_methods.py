@@ -318,7 +318,7 @@ def notes_of(folder: Path) -> list[str]:
 
 
 def test_a_run_of_all_methods_fills_the_whole_table(tmp_path: Path) -> None:
-    few = {"clients": 2, "fraction": 0.1, "rounds": 1, "classifier_rounds": 1, "rates_rounds": 1, "tune_samples": 2}
+    few = {"clients": 2, "fraction": 0.06, "rounds": 1, "classifier_rounds": 1, "rates_rounds": 1, "tune_samples": 2}
     folder = run(tmp_path / "r", SMALL.replace(methods="all", shifts="original", **BATCHNORM, **few))
     found = events(folder)
     assert not [event for event in found if event["event"] in ("failed", "late", "refused")]

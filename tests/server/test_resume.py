@@ -58,7 +58,7 @@ ROUNDS: dict[str, dict[str, Any]] = {
     "rates": {"methods": "fedavg,atp", "rounds": 1, "rates_rounds": 2, "rates_clients": 1, **BATCHNORM},
     "two variants of rates": {"methods": "atp[adapt=params],atp", "rounds": 0, "rates_rounds": 2, **BATCHNORM},
     "cells": {
-        "methods": "tent,bbn", "rounds": 0, "collaborations": "fedavgm,pfedbbn", "stream_size": 16, "stream_batch": 8,
+        "methods": "bbn", "rounds": 0, "collaborations": "fedavgm,pfedbbn", "stream_size": 16, "stream_batch": 8,
         "stream_rounds": 2, **BATCHNORM,
     },
 }  # fmt: skip
@@ -234,15 +234,14 @@ def test_killed_at_every_event_and_around_every_checkpoint(tmp_path: Path, monke
     assert_same(whole, tmp_path / "cut" / "r")
 
 
-@pytest.mark.parametrize("every", [2, 3])
-def test_a_checkpoint_every_few_rounds_and_clients_that_are_ahead(every: int, tmp_path: Path) -> None:
-    settings = SMALL.replace(methods="fedrep", rounds=5, checkpoint_every=every)
+def test_a_checkpoint_every_few_rounds_and_clients_that_are_ahead(tmp_path: Path) -> None:
+    settings = SMALL.replace(methods="fedrep", rounds=5, checkpoint_every=3)
     whole = run(tmp_path / "whole", settings.replace(checkpoint_every=0))
     assert not (whole / "checkpoints").exists()
     killer = Killer("answered")
     run_to_the_end(tmp_path / "cut", settings, killer)
     resumed = {event["round"] for event in events(tmp_path / "cut" / "r", "resumed")}
-    assert resumed <= {0, *range(every, 6, every), 5}
+    assert resumed == {0, 3, 5}
     assert_same(whole, tmp_path / "cut" / "r")
 
 

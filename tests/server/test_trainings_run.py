@@ -22,7 +22,13 @@ ROWS = {
     **{name: name for name in ("fedprox", "fedavgm", "qffl", "gma")},
 }  # fmt: skip
 EVERY = SMALL.replace(
-    methods=",".join(ROWS.values()), model_options="norm=batch", shifts="original", classifier_rounds=1, tune_samples=3
+    methods=",".join(ROWS.values()),
+    model_options="norm=batch",
+    shifts="original",
+    classifier_rounds=1,
+    tune_samples=3,
+    fraction=0.06,
+    batch_size=16,
 )
 
 
@@ -130,5 +136,5 @@ def test_a_client_whose_first_reply_is_lost_gets_everything_again(tmp_path: Path
 
 
 def test_one_seed_one_result_for_personal_trainings(tmp_path: Path) -> None:
-    settings = EVERY.replace(methods="fedrep,ditto,apfl,fedicon[mode=offline],knn_per")
+    settings = EVERY.replace(clients=2, methods="fedrep,ditto,apfl,fedicon[mode=offline],knn_per")
     assert_same_results(run(tmp_path / "one", settings), run(tmp_path / "two", settings))
