@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedtta import tta
 from fedtta.client import cohort
+from fedtta.client.adapters import AdapterContext
 from fedtta.client.agent.live import Live
 from fedtta.client.algorithms import ALGORITHMS, LocalContext
 from fedtta.client.algorithms.training import balanced_softmax
@@ -213,7 +214,8 @@ def served(device: torch.device, name: str, options: Mapping[str, Any] | None = 
     row, classes = AdapterRow(name, name, dict(options or {})), tuple(f"class{k}" for k in range(tiny.CLASSES))
     nothing = Neighbours(store, x.to(device), (torch.arange(12) % tiny.CLASSES).to(device))
     baseline, rates = Baseline.unknown(tiny.CLASSES), {"all": dict.fromkeys(zero_rates(model), 0.01)}
-    return serve(row, model, spec, tiny.settings(), classes, baseline, statistics, rates, nothing)
+    context = AdapterContext(model, tiny.settings(), statistics, rates, nothing)
+    return serve(row, context, None, spec, classes, baseline)
 
 
 VECTORS = ("descriptor_local", "descriptor_global", "dle_local", "dle_global")
