@@ -123,7 +123,7 @@ def check_kept(path: Path, settings: Settings, start: Mapping[str, Any] | None =
 
 def check_alike(path: Path, content: Mapping[str, Any], settings: Settings) -> None:
     """Raise SettingsError if a file's rows have the easier frost or another `PRECISION`: others would not compare."""
-    if content and differing(content["settings"], settings, settings.flat().keys() - {PRECISION}):
+    if content and content["settings"].get(PRECISION, Settings().autocast) != settings.autocast:
         raise SettingsError(f"{path} was made with another {PRECISION}; set it, or choose another --out")
     if any(EASIER in note for note in content.get("notes", ())):
         raise SettingsError(f"{path} has rows with {EASIER}; choose another --out, where all rows are run")
