@@ -21,7 +21,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure, FigureBase
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from fedtta.server.report.markup import DARK, LIGHT
 
@@ -31,7 +31,6 @@ INK, MUTED, GRID = LIGHT["--ink"], LIGHT["--muted"], LIGHT["--line"]
 # Paul Tol's "bright" scheme (personal.sron.nl/~pault): distinguishable by colorblind readers, on white and on black.
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_FEW = 500  # ratio of the limits of a logarithmic axis on which more than powers of ten fit
 _DPI = 160
 
 _STYLE: Any = {
@@ -99,15 +98,6 @@ def bare(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
 def integer_x(axes: Axes) -> None:
     """Place the ticks of the x axis at integers."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10], nbins=8))
-
-
-def log_x(axes: Axes) -> None:
-    """Make the x axis of a drawn plot logarithmic, with plain numbers at powers of ten (and 2 and 5 times these)."""
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < _FEW * low else (1.0,)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def series_style(index: int) -> dict[str, Any]:

@@ -192,17 +192,6 @@ def _mixed(results: Results) -> dict[tuple[str, str], list[AdaptRound]]:
     return {pair: rounds for pair, rounds in mixing_rounds(results).items() if not plain_mixing(rounds)}
 
 
-@styled
-def weight_maps(results: Results) -> Plot | None:
-    """Draw W alone: a line for each method and collaboration, a column for the first, a middle and the last round."""
-    mixed = _mixed(results)
-    if not mixed:
-        return None
-    figure = new_figure(1.95 * len(mixed) + 0.2)
-    words = _draw_weights(figure, mixed, results)
-    return to_svg(figure, "mixing", "Weights that clients give each other. " + "; ".join(words))
-
-
 def _draw_weights(figure: FigureBase, mixed: Mapping[tuple[str, str], list[AdaptRound]], results: Results) -> list[str]:
     """Draw heat maps of W, rows and columns being clients, and return a summary of each line."""
     grid = figure.subplots(len(mixed), _ACROSS, squeeze=False)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedtta.server.report import WEIGHT_BINS, matrix, plots, table
-from fedtta.server.report.drawing import INK, Plot, compact, log_x, new_figure, standalone, styled, to_svg
+from fedtta.server.report.drawing import INK, Plot, compact, new_figure, standalone, styled, to_svg
 from fedtta.server.report.markup import DARK, LIGHT
 from fedtta.server.report.rates import block_of, module_type, variant_labels
 from tests.report.runs import (
@@ -89,8 +89,9 @@ def test_collaboration_is_the_accuracy_so_far(tmp_path: Path) -> None:
     opacity = maps[0].collections[0].get_facecolors()[:, 3]
     np.testing.assert_allclose((opacity / opacity.max()) ** 2, np.array(weights).ravel() / 0.9)
     assert "a client's mean weight for itself is 0.80" in plot.alt
-    assert plots.weight_maps(results_of(tmp_path, events)) is not None
-    assert plots.weight_maps(results_of(tmp_path, [adapt_round(1, [[1.0, 0.0], [0.0, 1.0]])])) is None
+    plot = plots.collaboration(results_of(tmp_path, [*events[:3], adapt_round(1, [[1.0, 0.0], [0.0, 1.0]])]))
+    assert plot is not None
+    assert len(plot.figure.axes) == 1  # weights of clients that keep to themselves are not drawn
 
 
 def test_weight_histograms_sum_over_clients(tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def example() -> Plot:
     axes = figure.subplots()
     axes.hist(np.random.default_rng(0).random(500), bins=50)
     axes.set_xlim(0.4, 20)
-    log_x(axes)
+    axes.set_xticks([1, 2, 5, 10])
     axes.set_title("e of two  words < 1 and $x_2$")
     axes.text(0.5, 1.0, "turned", rotation=30)
     return to_svg(figure, "example", r'a "plot" \1')
