@@ -78,6 +78,8 @@ from fedtta.tta import Statistics
 from fedtta.tta.atp import zero_rates
 from fedtta.tta.auto import SERVED
 from fedtta.tta.collaborator import Collaborator
+from fedtta.tta.registry import needs_of
+from fedtta.tta.statistics import PERSONALISED
 
 Rates = Mapping[str, Mapping[str, float]]
 
@@ -411,10 +413,14 @@ class Device:
         Raises
         ------
         ValueError
-            As `evaluate`, or the training does not make what the adapter needs.
+            As `evaluate`, or the training, or a target, does not make what the adapter needs.
         """
         if row.base == "personalised" and self.role == "target":
             raise ValueError(f"base = personalised trains on labels, and {self.name} is a target; use base = global")
+        lacking = sorted(needs_of(row.adapter, row.options) & PERSONALISED)
+        if lacking and self.role == "target":  # its personal head is as the seed made it
+            what = ", ".join(lacking)
+            raise ValueError(f"{row.adapter} needs {what}, learned from labels of its own, and {self.name} is a target")
         private, statistics = self._trained(request)
         algorithm = request.task.algorithm
         if missing := missing_heads(row, self._algorithm(request.task)):

@@ -19,7 +19,7 @@ from fedtta.server.trainings import BATCHNORM, TRAININGS, TrainingRecipe
 from fedtta.settings import Settings, SettingsError, assignments, words
 from fedtta.strategies import AGGREGATIONS
 from fedtta.tta.registry import ADAPTERS, needs_of, parse_options
-from fedtta.tta.statistics import OWN_NEEDS, STATISTICS_NEEDS
+from fedtta.tta.statistics import PERSONALISED, STATISTICS_NEEDS
 
 Options = dict[str, bool | int | float | str | None]
 #: In place of methods by name: all of them.
@@ -101,8 +101,6 @@ _named = {method.adapter for method in METHODS.values()}
 METHODS |= {name: Method("cross_entropy", name, ADAPTERS[name].adapts) for name in ADAPTERS if name not in _named}
 
 
-#: Needs of an adapter that only a client that trains on labels of its own can meet.
-PERSONALISED = OWN_NEEDS | {"personal_head", "residual_head", "datastore", "candidates"}
 #: Needs that a statistics round meets.
 STATISTICS = STATISTICS_NEEDS | {"personal_head"}
 #: Needs that only a training with such a head meets.

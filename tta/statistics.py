@@ -79,6 +79,8 @@ DISTRIBUTIONS = tuple(name for name, statistic in STATISTICS.items() if statisti
 #: Needs of adapters that the statistics round meets, and those for which a client needs training data of its own.
 STATISTICS_NEEDS = frozenset(statistic.need for statistic in STATISTICS.values())
 OWN_NEEDS = frozenset(statistic.need for statistic in STATISTICS.values() if statistic.own)
+#: Needs of an adapter that only a client that trains on labels of its own can meet.
+PERSONALISED = OWN_NEEDS | {"personal_head", "residual_head", "datastore", "candidates"}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -323,4 +323,21 @@ def test_a_target_cannot_personalise_and_a_note_says_so(tmp_path: Path, own: Any
     assert reply.served == f"refused: {told}"
     assert any(told in note for note in agent.status().notes)
     assert agent.status().version == ""
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "lacking"),
+    [("personal", "personal_head"), ("fedthe", "descriptor, personal_head"), ("knn_per", "datastore")],
+)
+def test_a_target_serves_no_adapter_that_needs_labels_and_a_note_says_why(
+    tmp_path: Path, own: Any, adapter: str, lacking: str
+) -> None:
+    agent = Agent(replace(own(of_colours(tmp_path / "b", labelled=False), name="site-b"), adapter=adapter))
+    rows = [AdapterRow("fedavg", "none")]
+    reply = agent.perform(Evaluate(task=TASK, arrays=initial(), rows=rows, shifts=[], round=1, **about()))
+    told = f"{adapter} needs {lacking}, learned from labels of its own, and site-b is a target"
+    assert isinstance(reply, Evaluated)
+    assert reply.served == f"refused: {told}"
+    assert any(told in note for note in agent.status().notes)
     agent.close()
