@@ -136,9 +136,12 @@ def sent(record: Record) -> list[dict[str, Any]]:
     return rows
 
 
-def lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a state directory's audit log, the oldest first; a line that is cut short is left out."""
-    return heapq.merge(*(_lines_of(folder / name) for name in KEPT), key=_time)
+def lines(folder: Path, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a state directory's audit log, the oldest first.
+
+    A line that is cut short or otherwise damaged is left out; its file and number are appended to `damaged`.
+    """
+    return heapq.merge(*(_lines_of(folder / name, [] if damaged is None else damaged) for name in KEPT), key=_time)
 
 
 def _oldest_first(path: Path) -> list[Path]:
@@ -146,16 +149,18 @@ def _oldest_first(path: Path) -> list[Path]:
     return [*(path.with_name(f"{path.name}.{number}") for number in range(KEPT[path.name] - 1, 0, -1)), path]
 
 
-def _lines_of(newest: Path) -> Iterator[dict[str, Any]]:
+def _lines_of(newest: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
     for path in filter(Path.is_file, _oldest_first(newest)):
         with path.open(encoding="utf-8", errors="replace") as file:
-            for text in file:
+            for number, text in enumerate(file, 1):
                 try:
                     line = json.loads(text)
                 except ValueError:
-                    continue
+                    line = None
                 if isinstance(line, dict):
                     yield line
+                else:
+                    damaged.append(f"{path.name}, line {number}")
 
 
 def _time(line: Mapping[str, Any]) -> float:
@@ -200,9 +205,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(chosen.state_dir) if chosen.state_dir else folder_of(chosen.config)
         if not folder.is_dir():
             raise SettingsError(f"{folder}: no such folder")
-        for line in lines(folder):
+        damaged: list[str] = []
+        for line in lines(folder, damaged):
             if str(line.get("run", "")).startswith(chosen.run):
                 print(json.dumps(line) if chosen.json else _printable(text_of(line)))
+        for line_of_file in damaged:
+            print(f"{line_of_file}: damaged, cannot be read", file=sys.stderr)
     except BrokenPipeError:  # of the reader, such as `head`; the log itself is files
         raise
     except (SettingsError, OSError) as error:

@@ -236,6 +236,19 @@ def test_the_audit_log_has_what_left_and_no_values(agents: Any, capsys: pytest.C
     assert "state-dir = '~nobody-of-this-name/state'" in capsys.readouterr().err
 
 
+def test_damaged_lines_of_the_audit_log_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = audit.Audit(tmp_path, limit=10**6)
+    log.write("train", "ok", run="one")
+    with (tmp_path / "audit.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"time": "2026-11-2\n[]\n')
+    log.write("train", "ok", run="two")
+    assert audit.main(["--state-dir", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split("run ")[1].split()[0] for line in out.splitlines()] == ["one", "two"]
+    named = [f"audit.jsonl, line {number}: damaged, cannot be read" for number in (2, 3)]
+    assert err.splitlines() == named
+
+
 def test_what_the_audit_log_cannot_record_does_not_leave(agents: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = agents()
 
