@@ -302,6 +302,8 @@ def _late(sent: _Sent, timeout: float, announced: bool) -> Answer:
 
 
 def _last_line(reason: str | None) -> str:
-    """Return the last line of an error's text, which Ray fills with a coloured traceback."""
+    """Return the last line of an error's text, which Flower writes as `<class 'E'>:<'text'>` and Ray as a traceback."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", reason or "").splitlines() if line.strip()]
-    return lines[-1].removesuffix("'>") if lines else "no reason given"
+    if not lines:
+        return "no reason given"
+    return re.sub(r"^<class '(?:\w+\.)*(\w+)'>:<'", r"\1: ", lines[-1]).removesuffix("'>")

@@ -48,6 +48,23 @@ def test_a_grid_answers_each_request_once_whatever_its_nodes_do() -> None:
     assert first.reply is not None
 
 
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("<class 'PermissionError'>:<'policy phases: no train'>", "PermissionError: policy phases: no train"),
+        ("<class 'torch.cuda.OutOfMemoryError'>:<'first\nlast'>", "last"),
+        ("The FAB could not be verified.", "The FAB could not be verified."),
+        ("", "no reason given"),
+    ],
+)
+def test_an_error_of_a_node_is_told_in_plain_words(reason: str, told: str) -> None:
+    def failing(_: Message) -> RecordDict:
+        raise RuntimeError(reason)  # which the grid's error reply repeats
+
+    (answer,) = GridTransport(LocalGrid({1: failing})).exchange([Addressed(1, training())], 5.0)
+    assert (answer.kind, answer.reason) == ("failed", f"error 2: {told}")
+
+
 def test_a_window_bounds_the_messages_under_way() -> None:
     most = 0
 
