@@ -78,7 +78,7 @@ class Nodes:
     unknown : dict
         node id → identity of a connected node that is not in `by_partition`, in the order of arrival; None for one that
         could not be identified. One whose answer was refused is asked once while it is connected; one whose answer
-        failed or was late, `ASKED` times, after longer and longer waits.
+        failed or was late, `ASKED` times, after longer and longer waits; one that failed also when a run's start ends.
     """
 
     transport: Transport
@@ -90,7 +90,8 @@ class Nodes:
     unfit: Callable[[Identity], str] = lambda identity: ""
     barred: Callable[[Identity], str] = lambda identity: ""
     unknown: dict[int, Identity | None] = field(default_factory=dict)
-    _again: dict[int, tuple[int, float]] = field(default_factory=dict)  # node id → times asked in vain, when next
+    # node id → times asked in vain, when next, kind of the last answer
+    _again: dict[int, tuple[int, float, str]] = field(default_factory=dict)
     _reasons: dict[int, str] = field(default_factory=dict)  # node id → why it does not take part
     _told: set[tuple[int, str]] = field(default_factory=set)  # node id and reason of the events so far
     _away: set[int] = field(default_factory=set)  # partitions that have been reported as gone
@@ -159,7 +160,7 @@ class Nodes:
             connected = dict.fromkeys(self.transport.nodes())  # in their order, found by hash
             # a node that was killed while it was asked comes back under the same id, and is asked again
             self.unknown = {node: one for node, one in self.unknown.items() if one is not None or node in connected}
-            fresh = self._to_ask(connected)
+            fresh = self._to_ask(connected, last=over)
             found = self._fitting(wanted, connected)
             if fresh and (over or len(found) + len(fresh) >= number):
                 addressed = [Addressed(node, request) for node in fresh]
@@ -314,11 +315,14 @@ class Nodes:
         self._reasons.pop(node, None)
         self._away.discard(partition)
 
-    def _to_ask(self, connected: Iterable[int]) -> list[int]:
-        """Return the nodes, of those that are connected, that are to be asked who they are, now."""
+    def _to_ask(self, connected: Iterable[int], last: bool = False) -> list[int]:
+        """Return the nodes, of those that are connected, that are to be asked who they are, now.
+
+        If it is the last time, those that failed are asked again: their agents may have started since.
+        """
         now, known = self.clock(), list(connected)
         self._again = {node: self._again[node] for node in known if node in self._again}
-        due = {node for node, (_, when) in self._again.items() if when <= now}
+        due = {node for node, (_, when, kind) in self._again.items() if when <= now or (last and kind == "failed")}
         return [node for node in known if node in due or node not in self.unknown]
 
     def _note(self, answers: Iterable[Answer], events: Events, about: Mapping[str, Any]) -> None:
@@ -327,9 +331,9 @@ class Nodes:
         for answer in answers:
             identity = answer.reply if isinstance(answer.reply, Identity) else None
             self.unknown[answer.node] = identity
-            times, _ = self._again.pop(answer.node, (0, 0.0))
+            times, *_ = self._again.pop(answer.node, (0,))
             if answer.kind in TRANSIENT and times + 1 < ASKED:
-                self._again[answer.node] = times + 1, now + AGAIN * 2**times
+                self._again[answer.node] = times + 1, now + AGAIN * 2**times, answer.kind
             if identity is None:
                 self._leave_alone(answer.node, None, answer.reason or "no identity", events, about)
 

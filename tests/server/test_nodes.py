@@ -124,6 +124,19 @@ def test_a_node_that_could_not_be_reached_is_asked_again_while_a_run_waits_for_i
     assert start.left_alone() == [(8, None, "RuntimeError: disk full")]
 
 
+@pytest.mark.parametrize(("lost", "asked"), [(raises, 4), (silent, 1)])
+def test_a_node_that_failed_is_asked_once_more_before_the_start_is_given_up(lost: Client, asked: int) -> None:
+    start = Start({7: says("a"), 8: lost})
+    start.clock.later[250.0] = lambda: start.transport.clients.update({8: says("b")})
+    if lost is raises:
+        assert start.begin(2) == ["a", "b"]
+    else:  # it has had all the time, and a second question could take as long again
+        with pytest.raises(NodesMissing, match=r"1 of 2 clients are there after 300 s: a"):
+            start.begin(2)
+    assert 300 <= start.clock.now < 301
+    assert len(start.transport.requests(Identify, 8)) == asked
+
+
 def test_when_the_time_is_over_the_least_are_enough_or_all_are_named() -> None:
     clients = {7: says("b"), 8: says("a"), 6: raises, 9: says("b"), 5: says("odd", channels=1)}
     start = Start(dict(clients))
