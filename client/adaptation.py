@@ -24,6 +24,7 @@ from fedtta.models.accelerator import clock
 from fedtta.models.arrays import to_device
 from fedtta.settings import Scalar, Settings, from_config
 from fedtta.tta.atp import Adapt, refine_with_loss
+from fedtta.tta.checks import check_finite
 from fedtta.tta.collaborator import Collaborator, Share
 
 RENDERED = 1024  # batches kept; 200 CIFAR images take 0.6 MB
@@ -76,7 +77,7 @@ def adapt(
     Raises
     ------
     ValueError
-        As `Collaborator.load_shared`, `load_state_dict` and `predict`.
+        As `Collaborator.load_shared`, `load_state_dict` and `predict`, or a probability is not finite.
     """
     start = _arrays(adapter.shared(share))
     if state is not None:
@@ -86,6 +87,7 @@ def adapt(
     began = clock(x.device)
     probabilities = adapter.predict(x)
     seconds = clock(x.device) - began
+    check_finite("the prediction", probabilities)
     normalization = {
         f"{layer}.{part}": value.detach().cpu().numpy().copy()
         for layer, moments in adapter.domain().items()

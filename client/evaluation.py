@@ -5,7 +5,8 @@ An evaluation metric beside accuracy is a function in `METRICS`; the report says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.arrays import to_host
 from fedtta.tta.auto import NONE, USUAL, Gains, calibrate_gains
+from fedtta.tta.checks import check_finite, finite_rows
 from fedtta.tta.estimates import Calibration, Signals, calibrations, estimates, signals
 from fedtta.tta.heads import two_heads
 from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
@@ -113,24 +115,44 @@ def memorize(
     return Neighbours(Datastore(z, y), *labelled(federation, split.validation, device))
 
 
+@contextmanager
+def naming(row: AdapterRow, samples: str) -> Iterator[None]:
+    """Say in an error which of a client's rows failed, and on which samples."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{row.label} on {samples}: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"{row.label} on {samples}: {type(error).__name__}: {error}") from error
+
+
 def evaluate_row(
     row: AdapterRow, context: AdapterContext[TwoHead], samples: Stream, calibrated: Calibrated | None = None
 ) -> EvaluationResult:
-    """Predict a stream in order with a fresh adapter and count correct predictions; estimate accuracy if asked to."""
+    """Predict a stream in order with a fresh adapter and count correct predictions; estimate accuracy if asked to.
+
+    Raises
+    ------
+    ValueError
+        As `make_adapter` and `Adapter.predict`, or a probability is not finite.
+    """
     total, estimated = _count(row, len(samples.y), context.settings), bool(calibrated and calibrated.known)
     adapter = make_adapter(row, context, calibrated.gains if calibrated else None)
     adapter.reset()
     size = _batch_size(adapter, context.settings, total)
     device = next(context.model.parameters()).device
     start = clock(device)
-    right, predicted = torch.zeros((), dtype=torch.int64, device=samples.y.device), []
+    counts, predicted = torch.zeros(2, dtype=torch.int64, device=samples.y.device), []  # right, not finite
     for begin in range(0, total, size):
         stop = min(begin + size, total)
         probabilities = adapter.predict(samples.x[begin:stop])
-        right += (probabilities.argmax(1) == samples.y[begin:stop]).sum()
+        right = probabilities.argmax(1) == samples.y[begin:stop]
+        counts += torch.stack([right, ~finite_rows(probabilities)]).sum(1)
         if METRICS or estimated:
             predicted.append(probabilities)
-    correct = int(right)  # the only wait for a GPU that evaluation adds
+    correct, broken = counts.tolist()  # the only wait for a GPU that evaluation adds
+    if broken:
+        raise ValueError(f"probabilities of {broken} of {total} samples are not finite")
     seconds = clock(device) - start
     labels = samples.y[:total].cpu()
     found = {}
@@ -210,6 +232,7 @@ def predicted_by(
     adapter.reset()
     size = _batch_size(adapter, context.settings, total)
     predicted = [adapter.predict(samples.x[begin : min(begin + size, total)]) for begin in range(0, total, size)]
+    check_finite("the prediction", torch.cat(predicted))
     return predicted, to_host(torch.cat(predicted).argmax(1) == samples.y[:total])
 
 

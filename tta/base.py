@@ -44,8 +44,11 @@ def _options(constructor: Any) -> dict[str, tuple[Any, Any]]:
     given = dict.fromkeys(GIVEN)  # whose types may need torch
     plain = types.SimpleNamespace(__annotations__={**constructor.__annotations__, **given})
     hints = typing.get_type_hints(plain, constructor.__globals__)
-    parameters = inspect.signature(constructor).parameters
-    return {name: (hints[name], one.default) for name, one in parameters.items() if name not in GIVEN}
+    parameters = {name: one for name, one in inspect.signature(constructor).parameters.items() if name not in GIVEN}
+    if bad := [name for name, one in parameters.items() if name not in hints or one.default is one.empty]:
+        place = constructor.__qualname__
+        raise TypeError(f"{place}: {', '.join(bad)}: an option is a named argument with a type and a default")
+    return {name: (hints[name], one.default) for name, one in parameters.items()}
 
 
 class Adapter(ABC):
@@ -125,7 +128,7 @@ class Adapter(ABC):
             `x` is not a floating-point tensor.
         ValueError
             A sample is not finite (the message names its index in the batch), or `x` has no batch dimension. The
-            adapter's state is unchanged.
+            adapter's state is unchanged. Or `_predict` returned something other than a row for each sample.
         """
         fits = x.is_floating_point() if is_tensor(x) else isinstance(x, np.ndarray) and x.dtype.kind == "f"
         if not fits or is_tensor(x) != self._of_torch:
@@ -138,7 +141,12 @@ class Adapter(ABC):
             checks = Checks()
             checks.require(finite_rows(x), lambda bad: f"samples {bad} of the batch hold values that are not finite")
             checks.read()
-            return self._predict(x.clone() if self._of_torch and x.is_inference() else x)
+            found = self._predict(x.clone() if self._of_torch and x.is_inference() else x)
+        classes = getattr(self.model, "num_classes", None)
+        if found.ndim != 2 or len(found) != len(x) or classes not in (None, found.shape[1]):
+            allowed = f"({len(x)}, {classes or 'K'})"
+            raise ValueError(f"{self.name} predicted shape {tuple(found.shape)}; allowed is {allowed}")
+        return found
 
     @property
     def takes_whole_set(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,30 @@ def test_an_unknown_shift_lists_what_exists(trained: tuple[Device, Arrays, Array
     client, arrays, means = trained
     with pytest.raises(ValueError, match=r"unknown shift 'nowhere'.*there are: original"):
         client.evaluate(3, Task("t"), arrays, means, [Row("x", "none")], ["nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (
+            lambda x: torch.full((len(x), 3), torch.nan),
+            r"ValueError: .*: probabilities of (\d+) of \1 samples are not fin",
+        ),
+        (lambda x: torch.ones(1, 3), r"ValueError: .*none predicted shape \(1, 3\); allowed is \(\d+, 3\)"),
+        (lambda x: torch.ones(len(x), 4), r"ValueError: .*none predicted shape \(\d+, 4\); allowed is \(\d+, 3\)"),
+        (lambda x: torch.ones(len(x)), r"ValueError: .*none predicted shape \(\d+,\)"),
+        (lambda x: {}["nothing"], "RuntimeError: .*KeyError: 'nothing'"),
+    ],
+)
+def test_a_broken_adapter_is_named_and_nothing_is_counted(
+    answer: Any, told: str, trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, arrays, means = trained
+    monkeypatch.setattr(tta.ADAPTERS["none"], "_predict", lambda self, x: answer(x))
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        client.evaluate(3, Task("t"), arrays, means, [Row("personal", "personal"), Row("mine", "none")], ["original"])
+    assert re.match(told, f"{caught.type.__name__}: {caught.value}")
+    assert str(caught.value).startswith("mine on original: ")
 
 
 def test_tune_samples_limits_methods_that_take_gradients_only(trained: tuple[Device, Arrays, Arrays]) -> None:

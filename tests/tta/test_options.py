@@ -199,3 +199,14 @@ def test_the_number_of_classes_must_be_known_and_right(name: str) -> None:
         ADAPTERS[name](plain, num_classes=0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match=r"num_classes=9|is not \[8, 9\]"):
         ADAPTERS[name](plain, num_classes=9).predict(images(8))  # type: ignore[call-arg]
+
+
+def test_an_argument_that_is_no_option_is_named():
+    class Untyped(tta.FixedMix):
+        def __init__(self, model: torch.nn.Module, strength=1.0, *, rate: float, **more: float) -> None:
+            super().__init__(model)
+
+    with pytest.raises(
+        TypeError, match=r"Untyped.__init__: strength, rate, more: an option is a named argument with a"
+    ):
+        _ = Untyped.options
