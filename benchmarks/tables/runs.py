@@ -47,7 +47,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     SettingsError
         As `plan`, `simulate` and `fork`.
     RunError
-        The training or the test failed.
+        The training or the test failed, or a client's evaluation did: rows are paired by client.
     """
     from fedtta.simulation import simulate
 
@@ -71,6 +71,8 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     results = _completed(folder)
     if results is None:
         raise RunError(f"{folder}: the run did not complete; its metrics.jsonl says why")
+    if absent := _absent(results):
+        raise RunError(f"{folder}: clients {absent} have no accuracy; its metrics.jsonl says why")
     write_atomically(mark, made_by.encode())
     return results
 
@@ -148,6 +150,13 @@ def _completed(folder: Path) -> Results | None:
         return None
     results = read_results(folder / METRICS_FILE)
     return results if results.end is not None and results.end.status == "completed" else None
+
+
+def _absent(results: Results) -> list[int]:
+    """Return the clients whose evaluation failed, and that have no accuracy from a repeated round either."""
+    failed = {one.partition for one in results.incidents if one.phase.startswith("evaluate ")}
+    tested = {one.partition for one in results.evaluations}
+    return sorted(partition for partition in failed - tested if partition is not None)
 
 
 def _same(results: Results, settings: Settings) -> bool:

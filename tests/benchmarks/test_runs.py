@@ -9,6 +9,9 @@ import pytest
 
 from fedtta.benchmarks.tables import runs
 from fedtta.benchmarks.tables.runs import RUN, STATE, evaluated, key, trained
+from fedtta.client.device import Device
+from fedtta.messages.replies import Evaluated
+from fedtta.messages.requests import Evaluate
 from fedtta.server.app import serve
 from fedtta.server.events import RunError
 from fedtta.server.methods import plan
@@ -145,3 +148,21 @@ def test_a_run_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         evaluated(SETTINGS.replace(rounds=0), tmp_path / "kept", tmp_path / "one")
     with pytest.raises(SettingsError, match="unknown method"):
         evaluated(SETTINGS.replace(methods="nothing"), tmp_path / "kept", tmp_path / "one")
+
+
+def test_a_client_that_cannot_be_tested_ends_it(
+    started: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Device.evaluate
+
+    def failing(self: Device, request: Evaluate) -> Evaluated:
+        if self.partition == 1:
+            raise RuntimeError("out of memory")
+        return evaluate(self, request)
+
+    monkeypatch.setattr(Device, "evaluate", failing)
+    with pytest.raises(RunError, match=r"clients \[1\] have no accuracy"):
+        evaluated(SETTINGS, tmp_path / "kept", tmp_path / "one")
+    monkeypatch.setattr(Device, "evaluate", evaluate)
+    results = evaluated(SETTINGS, tmp_path / "kept", tmp_path / "one")
+    assert {one.partition for one in results.evaluations} == set(range(SETTINGS.clients))
