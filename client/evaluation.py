@@ -131,10 +131,12 @@ def evaluate_row(
 ) -> EvaluationResult:
     """Predict a stream in order with a fresh adapter and count correct predictions; estimate accuracy if asked to.
 
+    A prediction that is not finite, of an adapter that diverged, is wrong; the metric "not_finite" counts these.
+
     Raises
     ------
     ValueError
-        As `make_adapter` and `Adapter.predict`, or a probability is not finite.
+        As `make_adapter` and `Adapter.predict`.
     """
     total, estimated = _count(row, len(samples.y), context.settings), bool(calibrated and calibrated.known)
     adapter = make_adapter(row, context, calibrated.gains if calibrated else None)
@@ -146,18 +148,18 @@ def evaluate_row(
     for begin in range(0, total, size):
         stop = min(begin + size, total)
         probabilities = adapter.predict(samples.x[begin:stop])
-        right = probabilities.argmax(1) == samples.y[begin:stop]
-        counts += torch.stack([right, ~finite_rows(probabilities)]).sum(1)
+        finite = finite_rows(probabilities)
+        right = (probabilities.argmax(1) == samples.y[begin:stop]) & finite
+        counts += torch.stack([right, ~finite]).sum(1)
         if METRICS or estimated:
             predicted.append(probabilities)
     correct, broken = counts.tolist()  # the only wait for a GPU that evaluation adds
-    if broken:
-        raise ValueError(f"probabilities of {broken} of {total} samples are not finite")
     seconds = clock(device) - start
     labels = samples.y[:total].cpu()
     found = {}
-    if calibrated and estimated and total:
+    if calibrated and estimated and total and not broken:
         found = _estimates(calibrated, context.model, samples.x, predicted)
+    metrics = {name: float(metric(torch.cat(predicted).cpu(), labels)) for name, metric in METRICS.items() if total}
     return EvaluationResult(
         label=row.label,
         shift=samples.name,
@@ -165,7 +167,7 @@ def evaluate_row(
         total=total,
         seconds=seconds,
         **_weights(adapter, info(row.adapter).needs),
-        metrics={name: float(metric(torch.cat(predicted).cpu(), labels)) for name, metric in METRICS.items() if total},
+        metrics=metrics | ({"not_finite": float(broken)} if broken else {}),
         estimates=found,
     )
 
@@ -173,7 +175,8 @@ def evaluate_row(
 def calibrate_row(row: AdapterRow, context: AdapterContext[TwoHead], samples: Labelled) -> Calibrated:
     """Calibrate what a row needs on labelled samples, and its estimates if the settings ask for them.
 
-    Both go by what a fresh adapter predicts for the samples as a stream. There are no estimates without samples.
+    Both go by what a fresh adapter predicts for the samples as a stream. There are no estimates without samples, or
+    where the adapter diverged.
 
     Raises
     ------
@@ -184,6 +187,8 @@ def calibrate_row(row: AdapterRow, context: AdapterContext[TwoHead], samples: La
     if not context.settings.estimate_accuracy or not len(samples.y):
         return Calibrated({}, samples.heads, gains)
     predicted, correct = predicted_by(row, context, samples, gains)
+    if not finite_rows(torch.cat(predicted)).all():
+        return Calibrated({}, samples.heads, gains)
     found = signals_of(context.model, samples.x, predicted, samples.heads)
     return Calibrated(calibrations(found, correct), samples.heads, gains)
 
@@ -193,6 +198,8 @@ def gains_of(
 ) -> Gains:
     """Return the calibrated gains of what a row's adapter chooses from, each with default options.
 
+    A candidate that diverges on the samples is left out.
+
     Parameters
     ----------
     usual : sequence of str
@@ -201,7 +208,8 @@ def gains_of(
     Raises
     ------
     ValueError
-        There are no samples, or a candidate that the row names does not fit.
+        There are no samples, a candidate that the row names does not fit, or the network's own predictions are not
+        finite.
     """
     if not len(samples.y):
         raise ValueError(f"{row.label}: this client has no validation samples to calibrate candidates on")
@@ -210,7 +218,9 @@ def gains_of(
     names = dict.fromkeys((NONE, *named)) if named else _fitting(usual, context.model, context.statistics)
     rows = {name: candidate_row(name) for name in names}
     predicted = {name: to_host(torch.cat(predicted_by(one, alike, samples)[0])) for name, one in rows.items()}
-    return calibrate_gains(predicted, to_host(samples.y))
+    check_finite("the network's prediction", predicted[NONE])
+    finite = {name: rows for name, rows in predicted.items() if finite_rows(rows).all()}
+    return calibrate_gains(finite, to_host(samples.y))
 
 
 def _fitting(usual: Sequence[str], model: TwoHead, statistics: Statistics | None) -> list[str]:
@@ -226,14 +236,18 @@ def _fitting(usual: Sequence[str], model: TwoHead, statistics: Statistics | None
 def predicted_by(
     row: AdapterRow, context: AdapterContext[TwoHead], samples: Labelled, gains: Gains | None = None
 ) -> tuple[list[Tensor], NDArray[np.bool_]]:
-    """Return what a fresh adapter predicts for samples as a stream, batch by batch, and which are right [n]."""
+    """Return what a fresh adapter predicts for samples as a stream, batch by batch, and which are right [n].
+
+    A prediction that is not finite is wrong.
+    """
     total = _count(row, len(samples.y), context.settings)
     adapter = make_adapter(row, context, gains)
     adapter.reset()
     size = _batch_size(adapter, context.settings, total)
     predicted = [adapter.predict(samples.x[begin : min(begin + size, total)]) for begin in range(0, total, size)]
-    check_finite("the prediction", torch.cat(predicted))
-    return predicted, to_host(torch.cat(predicted).argmax(1) == samples.y[:total])
+    probabilities = torch.cat(predicted)
+    right = (probabilities.argmax(1) == samples.y[:total]) & finite_rows(probabilities)
+    return predicted, to_host(right)
 
 
 def _estimates(calibrated: Calibrated, model: TwoHead, x: Rows, predicted: list[Tensor]) -> dict[str, list[float]]:

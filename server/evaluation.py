@@ -149,6 +149,7 @@ def evaluation_round(
             _report(federation, name, one.partition, result)
         if one.reply.served:
             federation.events("served", training=name, partition=one.partition, served=one.reply.served)
+    _note_diverged(federation, name, outcome)
     _note_outlying(federation, name, outcome)
     _check_leaks(federation, name, outcome)
 
@@ -200,6 +201,19 @@ def _note_missing(federation: Federation, training: str, what: str, outcome: Out
         counts = f"{len(outcome.replied)} of {len(outcome.asked)} clients"
         names = ", ".join(federation.names(missing))
         federation.events("note", text=f"{training}: {what} of {counts} only; missing: {names}")
+
+
+def _note_diverged(federation: Federation, training: str, outcome: Outcome) -> None:
+    """Report rows with predictions that are not finite: their adapters diverged."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for one in outcome.replies:
+        for result in one.reply.results:
+            if count := result.metrics.get("not_finite"):
+                found.setdefault((result.label, result.shift), []).append(count)
+    for (label, shift), counts in found.items():
+        of = f"{sum(counts):,.0f} predictions of {len(counts)} of {len(outcome.replies)} clients"
+        text = f"{training}: {label} on {shift}: {of} are not finite and count as wrong"
+        federation.events("note", text=text)
 
 
 def _note_outlying(federation: Federation, training: str, outcome: Outcome) -> None:

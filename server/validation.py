@@ -412,6 +412,9 @@ def _result_refused(result: EvaluationResult) -> str | None:
     )
     if unknown := sorted(set(result.estimates) - set(ESTIMATES)):
         reason = reason or f"unknown estimates {unknown}"
+    wrong = result.total - result.correct
+    if not 0 <= (count := result.metrics.get("not_finite", 0)) <= wrong:
+        reason = reason or f"not_finite = {count:g}, and {wrong} are wrong"
     if odd := sorted(RESERVED & set(result.metrics)):
         reason = reason or f"a metric cannot be called {odd[0]}"
     return f"{result.label}, {result.shift}: {reason}" if reason else None

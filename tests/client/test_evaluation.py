@@ -14,7 +14,7 @@ import torch
 from fedtta import tta
 from fedtta.client import adapters
 from fedtta.client.adapters import AdapterContext
-from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row
+from fedtta.client.evaluation import Labelled, calibrate_row, evaluate_row, gains_of
 from fedtta.data import Federation, Stream, check_no_leak, stream
 from fedtta.data.split import Split
 from fedtta.messages.replies import WEIGHT_BINS as BINS
@@ -150,17 +150,13 @@ def test_an_unknown_shift_lists_what_exists(trained: tuple[Device, Arrays, Array
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (
-            lambda x: torch.full((len(x), 3), torch.nan),
-            r"ValueError: .*: probabilities of (\d+) of \1 samples are not fin",
-        ),
         (lambda x: torch.ones(1, 3), r"ValueError: .*none predicted shape \(1, 3\); allowed is \(\d+, 3\)"),
         (lambda x: torch.ones(len(x), 4), r"ValueError: .*none predicted shape \(\d+, 4\); allowed is \(\d+, 3\)"),
         (lambda x: torch.ones(len(x)), r"ValueError: .*none predicted shape \(\d+,\)"),
         (lambda x: {}["nothing"], "RuntimeError: .*KeyError: 'nothing'"),
     ],
 )
-def test_a_broken_adapter_is_named_and_nothing_is_counted(
+def test_a_broken_adapter_is_named(
     answer: Any, told: str, trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, arrays, means = trained
@@ -169,6 +165,47 @@ def test_a_broken_adapter_is_named_and_nothing_is_counted(
         client.evaluate(3, Task("t"), arrays, means, [Row("personal", "personal"), Row("mine", "none")], ["original"])
     assert re.match(told, f"{caught.type.__name__}: {caught.value}")
     assert str(caught.value).startswith("mine on original: ")
+
+
+def diverging(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Predict class 0 for the first four samples of a batch, and NaN for the others."""
+    p = torch.eye(3)[:1].repeat(len(x), 1)
+    p[4:] = torch.nan
+    return p
+
+
+@pytest.mark.parametrize("estimate", [False, True])
+def test_predictions_that_are_not_finite_are_wrong_and_counted(
+    estimate: bool, trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the other rows go on; NaN must not count as the class whose number argmax gives."""
+    client, arrays, means = trained
+    client = with_settings(client, eval_batch_size=50, estimate_accuracy=estimate)
+    rows, y = [Row("personal", "personal"), Row("mine", "none")], stream_of(client, "original").y
+    _, (undisturbed, _) = client.evaluate(3, Task("t"), arrays, means, rows, ["original"])
+    monkeypatch.setattr(tta.ADAPTERS["none"], "_predict", diverging)
+    reply = client.inner.evaluate(client.evaluation(3, Task("t"), arrays, means, rows, ["original"]))
+    other, mine = reply.results
+    assert (other.correct, other.metrics) == (undisturbed["correct"], {})
+    assert (mine.correct, mine.total) == (int((y[:4] == 0).sum()), len(y))
+    assert mine.metrics == {"not_finite": len(y) - 4}
+    assert (bool(other.estimates), mine.estimates) == (estimate, {})
+
+
+def test_auto_never_chooses_a_candidate_that_diverges(
+    trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, arrays, means = trained
+    model, known = prepared(client, arrays, means)
+    x = torch.tensor(client.federation.images.pixels[:40] / np.float32(255))
+    samples = Labelled(x, torch.tensor(client.federation.images.labels[:40]), True)
+    row, context = Row("auto", "auto", {"among": "personal+t3a"}), AdapterContext(model, client.settings, known)
+    assert list(gains_of(row, context, samples).of) == ["none", "personal", "t3a"]
+    monkeypatch.setattr(tta.ADAPTERS["t3a"], "_predict", diverging)
+    assert list(gains_of(row, context, samples).of) == ["none", "personal"]
+    monkeypatch.setattr(tta.ADAPTERS["none"], "_predict", diverging)
+    with pytest.raises(ValueError, match="network's prediction"):
+        gains_of(row, context, samples)
 
 
 def test_tune_samples_limits_methods_that_take_gradients_only(trained: tuple[Device, Arrays, Arrays]) -> None:

@@ -88,15 +88,26 @@ def test_estimates_are_a_field_of_the_event() -> None:
     assert "unknown estimates ['guess']" in reason
 
 
+def test_rows_whose_adapters_diverged_are_noted() -> None:
+    diverged = evaluated(correct=1, metrics={"not_finite": 3.0})
+    place = evaluate(evaluated(), diverged, diverged)
+    (note,) = place.of("note")
+    words = "6 predictions of 2 of 3 clients are not finite and count as wrong"
+    assert note["text"] == f"cross_entropy: fedavg on original: {words}"
+    assert [event.get("not_finite") for event in place.of("evaluation")] == [None, 3, 3]
+
+
 def test_a_bad_reply_is_refused_by_node_and_reason_and_the_others_count() -> None:
-    place = evaluate(evaluated(), evaluated(correct=5), evaluated(shift="fog"), None)
+    beyond = evaluated(metrics={"not_finite": 4.0})
+    place = evaluate(evaluated(), evaluated(correct=5), evaluated(shift="fog"), None, beyond)
     assert [(kind, partition) for kind, partition, _ in place.incidents()] == [
-        ("refused", 1), ("refused", 2), ("failed", 3),
+        ("refused", 1), ("refused", 2), ("failed", 3), ("refused", 4),
     ]  # fmt: skip
+    assert "and 1 are wrong" in place.incidents()[3][2]
     assert place.incidents()[0][2] == "fedavg, original: correct = 5, more than total = 4"
     assert [one["partition"] for one in place.of("evaluation")] == [0]
     (note,) = place.of("note")
-    assert note["text"] == "cross_entropy: accuracies of 1 of 4 clients only; missing: 1, 2, 3"
+    assert note["text"] == "cross_entropy: accuracies of 1 of 5 clients only; missing: 1, 2, 3, 4"
 
 
 def test_the_request_has_the_rows_and_the_round_after_the_last() -> None:
