@@ -16,7 +16,7 @@ import torch
 from fedtta.data import DATASETS, Federation, Images, load, load_natural
 from fedtta.messages.arrays import digest
 from fedtta.models import Preprocessing, TwoHead, build, normalization, without_weights
-from fedtta.models.libraries import IMAGENET
+from fedtta.models.libraries import IMAGENET, per_channel
 from fedtta.models.memory import take_share
 from fedtta.settings import Scalar, Settings, SettingsError, assignments, from_config, words
 
@@ -146,12 +146,12 @@ def normalization_of(settings: Settings, channels: int) -> tuple[tuple[float, ..
         return (0.5,) * channels, (0.5,) * channels
     if text == "imagenet":
         mean, std = IMAGENET
-        return (mean, std) if channels == 3 else ((sum(mean) / 3,), (sum(std) / 3,))
+        return per_channel(mean, channels), per_channel(std, channels)
     try:
         mean, std = (tuple(float(word) for word in part.split(",")) for part in text.split(";"))
     except ValueError:
         mean, std = (), ()
-    mean, std = (one * channels if len(one) == 1 else one for one in (mean, std))
+    mean, std = per_channel(mean, channels), per_channel(std, channels)
     if not (len(mean) == len(std) == channels and all(map(math.isfinite, (*mean, *std))) and min(std) > 0):
         allowed = "auto, half, imagenet, or 'mean,...;std,...' with a number for each channel, std positive"
         raise SettingsError(f"normalization = {text!r}: allowed are {allowed}")

@@ -138,9 +138,14 @@ def normalization(name: str, options: Mapping[str, Any], channels: int = 3) -> C
     elif name.startswith("torchvision:") or name in ("resnet18", "resnet50"):
         on_half = name.removeprefix("torchvision:") in ON_HALF and not options.get("transform_input")
         found = HALF if on_half else IMAGENET
-    if found is not None and channels == 1:
-        return (sum(found[0]) / 3,), (sum(found[1]) / 3,)
-    return found
+    return None if found is None else (per_channel(found[0], channels), per_channel(found[1], channels))
+
+
+def per_channel(numbers: Sequence[float], channels: int) -> tuple[float, ...]:
+    """Return constants of an image for `channels`: one number for all; R, G and B averaged for grayscale images."""
+    if channels == 1 and len(numbers) == 3:
+        return (sum(numbers) / 3,)
+    return tuple(numbers) * channels if len(numbers) == 1 else tuple(numbers)
 
 
 def _offline(error: BaseException) -> bool:

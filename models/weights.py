@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -169,9 +169,18 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], tuple[str, ...] | None]
 
 
 def stated_spec(path: Path | str) -> dict[str, Any]:
-    """Return the arguments of `build` that a model file of this project states; empty for other safetensors files."""
-    with safe_open(path, framework="pt") as file:
-        spec: dict[str, Any] = json.loads((file.metadata() or {}).get("spec", "{}"))
+    """Return the arguments of `build` that a model file of this project states; empty for other safetensors files.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        The file does not exist, or cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            spec: dict[str, Any] = json.loads((file.metadata() or {}).get("spec", "{}"))
+    except SafetensorError as error:
+        raise ValueError(f"{path}: cannot be read as weights: {error}") from error
     return spec
 
 

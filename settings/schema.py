@@ -113,8 +113,8 @@ class Settings:
     )
     normalization: str = setting(
         "auto",
-        "mean and standard deviation of the network's input: auto (pretrained weights', else the data set's), half "
-        "(0.5), imagenet, or 'mean,...;std,...'",
+        "mean and standard deviation of the input: auto (that of init or of pretrained weights, else the data "
+        "set's), half (0.5), imagenet, or 'mean,...;std,...'",
         group="model",
     )
     classes: str = setting(

@@ -128,6 +128,7 @@ def test_the_augmentation_of_own_images_flips_and_their_normalization_is_half(tm
         ("imagenet", 3, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
         ("0.1,0.2,0.3;0.4,0.5,0.6", 3, [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]),
         ("0.1;0.4", 3, [0.1] * 3, [0.4] * 3),
+        ("0.25,0.5,0.75;0.25,0.5,0.75", 1, [0.5], [0.5]),  # of colour images
     ],
 )
 def test_the_normalization_is_that_of_the_run(

@@ -19,7 +19,7 @@ from fedtta.server.events import NodesMissing, NoReplies, RunError
 from fedtta.server.members import FederationInfo
 from fedtta.server.methods import plan
 from fedtta.server.report import read_results, table
-from fedtta.server.run import initial_model, model_spec, notes
+from fedtta.server.run import initial_model, model_spec, notes, with_stated_normalization
 from fedtta.settings import Settings, SettingsError
 from tests.transports import devices
 
@@ -282,8 +282,6 @@ def test_a_note_tells_that_the_network_was_trained_on_other_images(tmp_path: Pat
     for stated, words in (
         (spec, ""),
         ({**spec, "classes": ["c", "d"], "mean": [0.5, 0.5, 0.5]}, ""),
-        ({**spec, "mean": [0.25, 0.5, 0.5], "std": 0.125},
-         "normalization = '0.25,0.5,0.5;0.125,0.125,0.125', not '0.5,0.5,0.5;0.5,0.5,0.5'"),
         ({**spec, "preprocessing": {**spec["preprocessing"], "resize": "pad", "window": [0, 9]}},
          "resize = 'pad', not 'stretch'; window = [0, 9], not None"),
     ):  # fmt: skip
@@ -293,6 +291,48 @@ def test_a_note_tells_that_the_network_was_trained_on_other_images(tmp_path: Pat
         assert initial.notes == tuple(f"init = '{file}'{one}" for one in expected)
         pretrained = initial_model(settings, {**spec, "pretrained": str(file)})
         assert pretrained.notes == tuple(f"pretrained = '{file}'{one}" for one in expected)
+
+
+def test_the_normalization_of_a_model_file_is_taken_and_another_one_is_refused(tmp_path: Path) -> None:
+    """With the data set's a network that had 95 % had 62."""
+    file, settings = tmp_path / "m.safetensors", SMALL.replace(methods="fedavg", rounds=0, shifts="original")
+    stated = {**model_spec(settings, INFO), "num_classes": 10, "classes": list("0123456789")}
+    stated |= {"mean": [0.25, 0.1 + 0.2, 0.5], "std": 0.125}
+    save_model(file, build(**stated), stated)
+    folder = run(tmp_path / "auto", settings.replace(init=str(file)))
+    spec = load_model(folder / "model.safetensors")[1]
+    assert (spec["mean"], spec["std"]) == (stated["mean"], [0.125] * 3)
+    assert not [one for one in events(folder) if one["event"] == "note" and "trained with" in one["text"]]
+    run(tmp_path / "same", settings.replace(init=str(file), normalization="0.25,0.3,0.5;0.125"))
+    refused = (
+        r"init = '.*m\.safetensors': it was trained with normalization = '0.25,0.3,0.5;0.125,0.125,0.125', and the run "
+        r"has normalization = 'half', which is '0.5,0.5,0.5;0.5,0.5,0.5'; allowed are auto, for the file's own, and '0"
+    )
+    with pytest.raises(SettingsError, match=refused):
+        run(tmp_path / "other", settings.replace(init=str(file), normalization="half"))
+
+
+def test_normalization_auto_is_what_a_model_file_says(tmp_path: Path) -> None:
+    file, settings = tmp_path / "m.safetensors", Settings(model="resnet20-bn", model_options="depth=8;width=4")
+    plain = settings.replace(init=str(file))
+    spec = {**model_spec(plain, INFO), "mean": [0.25, 0.5, 0.5], "std": 0.125}
+    save_model(file, build(**spec), spec)
+    text = "0.25,0.5,0.5;0.125,0.125,0.125"
+    assert with_stated_normalization(plain) == plain.replace(normalization=text)
+    pretrained = settings.replace(model_options=f"depth=8;width=4;pretrained={file}")
+    assert with_stated_normalization(pretrained) == pretrained.replace(normalization=text)
+    for other in (plain.replace(normalization="half"), pretrained.replace(normalization="half"), settings):
+        assert with_stated_normalization(other) == other
+    (note,) = initial_model(pretrained, model_spec(pretrained, INFO)).notes
+    assert f"was trained with normalization = '{text}', not '0.5,0.5,0.5;0.5,0.5,0.5'" in note
+    del spec["mean"], spec["std"]
+    save_model(file, build(**spec), spec)
+    assert with_stated_normalization(plain) == plain  # it does not say
+    file.write_bytes(b"half a file")
+    with pytest.raises(SettingsError, match=r"init = .*m\.safetensors"):
+        with_stated_normalization(plain)
+    with pytest.raises(SettingsError, match=r"model = 'resnet20-bn': .*m\.safetensors: cannot be read as weights"):
+        with_stated_normalization(pretrained)
 
 
 @pytest.mark.parametrize(("options", "random"), [("depth=8", True), ("pretrained=w.pth", False)])
