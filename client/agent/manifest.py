@@ -231,9 +231,10 @@ def origin_of(folder: Path) -> str:
 def rebuilt(models: Mapping[str, tuple[str, str]], snapshots: tuple[Entry, ...], time: Callable[[], float]) -> Manifest:
     """Return a manifest of intact files.
 
-    Which models were served, and which one waited, is lost with the old manifest. Every model that is served gets a
-    snapshot, so that of the newest one is served, and the others with snapshots were. At most one model waits to be
-    served: the newest one without snapshots may be it, and its trial and approval begin again. Older ones were served.
+    Which models were served, when, and which one waited, is lost with the old manifest. A model that is served gets
+    snapshots, so that of the newest one is served, and the others were, in the order of their newest ones. At most one
+    model waits to be served: the newest one without snapshots may be it, and its trial and approval begin again. Older
+    ones without were served before all others, in the order in which they were offered.
 
     Parameters
     ----------
@@ -245,12 +246,14 @@ def rebuilt(models: Mapping[str, tuple[str, str]], snapshots: tuple[Entry, ...],
         Returns seconds since 1970.
     """
     names = {digest: name for name, (digest, _) in models.items()}
-    with_snapshots = [names[entry.model] for entry in snapshots if entry.model in names]
-    without = [name for name in models if name not in with_snapshots]
-    waiting = without[-1] if without else ""
-    served = next(iter([*with_snapshots[-1:], *(name for name in models if name != waiting)]), "")
-    states: dict[str, State] = {waiting: "shadow", served: "served"}
+    newest = {names[entry.model]: position for position, entry in enumerate(snapshots) if entry.model in names}
+    without = [name for name in models if name not in newest]
+    order = [*without[:-1], *sorted(newest, key=lambda name: newest[name])]
+    now = time()
+    served_at = {name: now + 1e-3 * number for number, name in enumerate(order, 1 - len(order))}
+    states: dict[str, State] = {**dict.fromkeys(order, "kept"), **dict.fromkeys(order[-1:], "served")}
     found = tuple(
-        Model(name, digest, origin, states.get(name, "kept"), time()) for name, (digest, origin) in models.items()
+        Model(name, digest, origin, states.get(name, "shadow"), now, served_at.get(name, 0.0))
+        for name, (digest, origin) in models.items()
     )
     return Manifest(found, tuple(entry for entry in snapshots if entry.model in names))

@@ -339,6 +339,19 @@ def test_the_last_models_are_kept(folder: Path, start: tuple[Path, Evaluate], ag
     assert agent.restore_model().version == versions[-2]
 
 
+def test_after_its_manifest_is_lost_a_rollback_takes_the_model_before(
+    folder: Path, start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    one = agents(models_kept=3)
+    versions = [offer(one, moved(start[1], factor)).removeprefix("promoted ") for factor in (1.01, 1.02)]
+    one.close()
+    (folder / "state" / "manifest.json").unlink()
+    two = agents(models_kept=3)
+    assert [model.state for model, _ in two.models()] == ["kept", "kept", "served"]
+    assert two.status().version == versions[-1]
+    assert two.restore_model().version == versions[-2]
+
+
 @pytest.mark.parametrize("approval", [True, False])
 def test_a_candidate_outlives_the_process(start: tuple[Path, Evaluate], agents: Any, approval: bool) -> None:
     one = agents(approval=approval, shadow_samples=0 if approval else 20)

@@ -35,9 +35,9 @@ def state(value: float) -> Arrays:
     return {"adapter.history": np.full(100, value), "adapter.known": np.array(True)}
 
 
-def opened(folder: Path, kept: int = 3) -> tuple[Store, list[str]]:
+def opened(folder: Path, kept: int = 3, models: int = 3) -> tuple[Store, list[str]]:
     notes: list[str] = []
-    return Store(folder, kept, notes.append), notes
+    return Store(folder, kept, notes.append, models), notes
 
 
 def filled(folder: Path, saves: int = 4, kept: int = 3) -> None:
@@ -395,4 +395,25 @@ def test_without_a_manifest_a_model_that_was_never_served_waits_again(tmp_path: 
     assert store.candidate is not None
     assert store.candidate.digest == model(9).digest()
     assert "manifest.json is missing" in notes[0]
+    store.close()
+
+
+def test_without_a_manifest_the_order_of_service_is_that_of_the_newest_snapshots(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path, models=4)
+    for seed in range(3):
+        store.add(model(seed), "served")
+        if seed:  # the first one's snapshots are lost
+            store.save(state(1), 10, model(seed).digest())
+    store.promote("2")
+    store.save(state(2), 20, model(1).digest())
+    store.add(model(4), "served")
+    store.save(state(1), 10, model(4).digest())
+    store.add(model(9), "candidate")
+    store.close()
+    (tmp_path / "manifest.json").unlink()
+    store, _ = opened(tmp_path, models=4)
+    assert [one.state for one in store.models] == ["kept", "kept", "kept", "served", "shadow"]
+    assert [one.name for one in sorted(store.models, key=lambda one: one.served_at)] == ["5", "1", "3", "2", "4"]
+    store.promote("2")
+    assert max(store.models, key=lambda one: one.served_at).name == "2"
     store.close()
