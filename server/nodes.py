@@ -215,6 +215,7 @@ class Nodes:
         for node, identity in self.unknown.items():
             if identity is None or node not in connected:
                 continue
+            self._reasons.pop(node, None)  # of an answer before, or beside other nodes
             if wanted.members and identity.name not in wanted.members:
                 self._reasons[node] = f"{identity.name}: no client of the run that is resumed"
             elif identity.name in first:

@@ -106,6 +106,15 @@ def test_a_node_that_does_not_fit_is_told_before_others_are_waited_for() -> None
     assert told == start.left_alone() == [misfit]
 
 
+def test_a_reason_is_forgotten_when_the_node_fits() -> None:
+    cow = {"classes": ["cow"]}
+    clients = {7: says("b"), 8: says("c"), 9: says("d"), 5: says("y", **cow), 6: says("z", **cow)}
+    start = Start(clients, {1.0: {10: says("10", **cow), 11: says("11", **cow)}})  # now most have cows
+    with pytest.raises(NodesMissing, match=r"^4 of 5 clients are there after 300 s: 10, 11, y, z; node 7") as caught:
+        start.begin(5)
+    assert "the run has ['cat', 'dog']" not in str(caught.value)
+
+
 def test_a_node_that_was_killed_while_it_was_asked_is_asked_again_when_it_is_back() -> None:
     start = Start({7: says("a"), 8: raises}, {5.0: {8: says("b")}})
     start.clock.later[3.0] = lambda: start.transport.clients.pop(8)
