@@ -55,12 +55,15 @@ def imports(known: dict[str, Path]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in known.items():
         found: set[str] = set()
+        inside = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
         for node in parsed(path):
             if isinstance(node, ast.Import):
                 found |= {one.name for one in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                members = {f"{node.module}.{one.name}" for one in node.names}
-                found |= {one if one in known else node.module for one in members}
+            elif isinstance(node, ast.ImportFrom):
+                above = inside[: len(inside) + 1 - node.level] if node.level else []
+                source = ".".join([*above, *([node.module] if node.module else [])])
+                members = {f"{source}.{one.name}" for one in node.names}
+                found |= {one if one in known else source for one in members}
         graph[name] = {one for one in found if one in known} - {name}
     return graph
 
@@ -110,7 +113,10 @@ def test_no_folder_imports_itself_around_a_corner(graph: dict[str, set[str]]) ->
         if module.endswith(".__main__"):
             continue  # a program, which nothing imports, is above all folders
         home = folder(module, KNOWN)
-        folders.setdefault(home, set()).update({folder(one, KNOWN) for one in found} - {home})
+        others = {folder(one, KNOWN) for one in found} - {home}
+        if KNOWN[module].stem == "__init__":  # a package shows what its folders have
+            others = {one for one in others if not one.startswith(f"{home}.")}
+        folders.setdefault(home, set()).update(others)
     assert not any("__main__" in one for found in graph.values() for one in found)
     assert cycle(folders) == []
 
@@ -175,6 +181,18 @@ print(len(files) - len(set(files)), [file for file in files if "/fedtta/{PACKAGE
 def test_the_checks_see_a_cycle() -> None:
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+def test_the_checks_see_every_way_to_import(tmp_path: Path) -> None:
+    texts = {
+        "p": "from .a import x", "p.a": "from . import b", "p.b": "def f():\n    from .c import x",
+        "p.c": "from ..p import a as other", "p.d": "import p.c", "p.e": "from p.d import x",
+    }  # fmt: skip
+    known = {name: tmp_path / ("__init__.py" if name == "p" else f"{name}.py") for name in texts}
+    for name, path in known.items():
+        path.write_text(texts[name])
+    found = {"p": {"p.a"}, "p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}, "p.d": {"p.c"}, "p.e": {"p.d"}}
+    assert imports(known) == found
 
 
 # -- facts that are stated once

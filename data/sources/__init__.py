@@ -6,7 +6,7 @@
 `fedtta data folder:/data/site-a` shows samples, classes, groups, splits, and what is skipped and why.
 """
 
-from .base import Source, UnusableData, open_source
-from .own import OwnData, own_data
+from .base import Source, UnusableData
+from .own import OwnData, open_source, own_data
 
 __all__ = ["OwnData", "Source", "UnusableData", "open_source", "own_data"]

@@ -13,8 +13,8 @@ from rich.text import Text
 from fedtta.models.preprocessing import Preprocessing
 from fedtta.settings import Settings, class_names, parse_class_map
 
-from .base import SPLITS, UnusableData, open_source
-from .own import OwnData, own_data, skippable
+from .base import SPLITS, UnusableData
+from .own import OwnData, open_source, own_data, skippable
 
 SHOWN = 20
 

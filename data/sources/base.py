@@ -1,21 +1,16 @@
-"""The protocol of a source of samples, and `open_source`, which opens one by its text."""
+"""The protocol of a source of samples, and what all sources share."""
 
 from __future__ import annotations
 
-import importlib
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from fedtta.models.preprocessing import RawImage
 
 #: The stated split of a sample; "" leaves it to the hash.
 SPLITS = ("train", "validation", "test")
-#: "package.module:Class", or "package.module:Class(text)".
-_CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?:\((?P<text>.*)\))?", re.DOTALL)
 
 
 class UnusableData(ValueError):
@@ -79,68 +74,6 @@ class EncodedSource(Protocol):
         ValueError
             It cannot be opened; the message says why.
         """
-
-
-def open_source(text: str) -> Source:
-    """Open a device's data.
-
-    Parameters
-    ----------
-    text : str
-        "folder:/path" (`FolderSource`), "npz:/path/file.npz" (`NpzSource`), "hf:path-or-name" (`HuggingFaceSource`),
-        or a class of one's own that has the methods of `Source`: "package.module:Class", called without arguments,
-        or "package.module:Class(text)", called with the text.
-
-    Raises
-    ------
-    ValueError
-        The text has another form, the class lacks a method of the protocol, or the data cannot be opened.
-    """
-    kind, colon, rest = text.partition(":")
-    if colon and rest and kind in _KINDS:
-        return _KINDS[kind](rest)
-    if match := _CLASS.fullmatch(text):
-        return _own_class(text, match["module"], match["name"], match["text"])
-    raise ValueError(f"data = {text!r}: allowed are folder:PATH, npz:FILE, hf:PATH and package.module:Class")
-
-
-def _folder(rest: str) -> Source:
-    from .folder import FolderSource
-
-    return FolderSource(Path(rest).expanduser())
-
-
-def _npz(rest: str) -> Source:
-    from .arrays import NpzSource
-
-    return NpzSource(Path(rest).expanduser())
-
-
-def _hugging_face(rest: str) -> Source:
-    from .huggingface import HuggingFaceSource
-
-    return HuggingFaceSource(rest)
-
-
-_KINDS: dict[str, Callable[[str], Source]] = {"folder": _folder, "npz": _npz, "hf": _hugging_face}
-
-
-def _own_class(text: str, module: str, name: str, argument: str | None) -> Source:
-    """Import a class, create it and check that it is a source."""
-    try:
-        made = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the module may have a bug
-        what = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"data = {text!r} cannot be imported: {what}") from error
-    methods = ("__len__", "name", "image", "label", "group", "split")
-    with asked(f"data = {text!r}"):
-        source: Source = made() if argument is None else made(argument)
-        lacking = [f"{one}()" for one in methods if not callable(getattr(source, one, None))]
-        if not hasattr(source, "classes"):
-            lacking.insert(0, "classes")
-    if lacking:
-        raise ValueError(f"data = {text!r} is no source: it lacks {', '.join(lacking)} (see data.sources.base.Source)")
-    return source
 
 
 @contextmanager

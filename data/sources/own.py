@@ -1,11 +1,13 @@
-"""A device's own data: scanned, mapped to the run's classes, split, and read from disk when they are indexed."""
+"""A device's own data: opened, scanned, mapped to the run's classes, split, and read from disk when indexed."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,23 @@ from fedtta.data.split import Split
 from fedtta.models.preprocessing import Preprocessing
 from fedtta.settings import exactly
 
-from .base import SPLITS, UnusableData, notes_of, open_source
+from .arrays import NpzSource
+from .base import SPLITS, Source, UnusableData, asked, notes_of
+from .folder import FolderSource
+from .huggingface import HuggingFaceSource
 from .index import Index
 from .pixels import LazyPixels
 from .scan import Reader, Sample, Scanned, VerifiedReader, reasons, scan
 from .splits import assign
 
 MIB = 1 << 20
+#: "package.module:Class", or "package.module:Class(text)".
+_CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?:\((?P<text>.*)\))?", re.DOTALL)
+_KINDS: dict[str, Callable[[str], Source]] = {
+    "folder": lambda rest: FolderSource(Path(rest).expanduser()),
+    "npz": lambda rest: NpzSource(Path(rest).expanduser()),
+    "hf": HuggingFaceSource,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +85,47 @@ class OwnData:
     def used(self) -> int:
         """Samples in use."""
         return len(self.names)
+
+
+def open_source(text: str) -> Source:
+    """Open a device's data.
+
+    Parameters
+    ----------
+    text : str
+        "folder:/path" (`FolderSource`), "npz:/path/file.npz" (`NpzSource`), "hf:path-or-name" (`HuggingFaceSource`),
+        or a class of one's own that has the methods of `Source`: "package.module:Class", called without arguments,
+        or "package.module:Class(text)", called with the text.
+
+    Raises
+    ------
+    ValueError
+        The text has another form, the class lacks a method of the protocol, or the data cannot be opened.
+    """
+    kind, colon, rest = text.partition(":")
+    if colon and rest and kind in _KINDS:
+        return _KINDS[kind](rest)
+    if match := _CLASS.fullmatch(text):
+        return _own_class(text, match["module"], match["name"], match["text"])
+    raise ValueError(f"data = {text!r}: allowed are folder:PATH, npz:FILE, hf:PATH and package.module:Class")
+
+
+def _own_class(text: str, module: str, name: str, argument: str | None) -> Source:
+    """Import a class, create it and check that it is a source."""
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except Exception as error:  # the module may have a bug
+        what = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"data = {text!r} cannot be imported: {what}") from error
+    methods = ("__len__", "name", "image", "label", "group", "split")
+    with asked(f"data = {text!r}"):
+        source: Source = made() if argument is None else made(argument)
+        lacking = [f"{one}()" for one in methods if not callable(getattr(source, one, None))]
+        if not hasattr(source, "classes"):
+            lacking.insert(0, "classes")
+    if lacking:
+        raise ValueError(f"data = {text!r} is no source: it lacks {', '.join(lacking)} (see data.sources.base.Source)")
+    return source
 
 
 def own_data(
