@@ -16,7 +16,7 @@ from fedtta.models.exported import PRECISIONS
 from fedtta.settings import Scalar, SettingsError, from_toml, parse_class_map, words
 from fedtta.settings.fields import REQUIRED, by_field, check_fields, key_of, setting
 from fedtta.settings.logs import FORMATS, LEVELS
-from fedtta.settings.names import is_loopback
+from fedtta.settings.names import check_source, is_loopback
 from fedtta.settings.schema import check_device
 
 #: Keys that hold a path; a relative one is relative to the TOML file.
@@ -169,6 +169,8 @@ class AgentConfig:
         if -1 < self.max_skipped < 0:
             raise SettingsError(f"max-skipped = {self.max_skipped}: allowed are -1 and 0 to 1")
         check_name(self.name)
+        if self.data:
+            check_source(self.data)
         parse_class_map(self.class_map)
         if self.class_map and not self.data:
             raise SettingsError("class-map: allowed with data only")

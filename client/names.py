@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fedtta.messages.replies import NAME
 from fedtta.settings import SettingsError
+from fedtta.settings.names import PATH_KINDS
 
 #: Values by which a device's file leaves a setting to the run.
 LEFT = {"max-skipped": -1, "image-cache-mb": 0}
@@ -14,8 +15,6 @@ LEFT = {"max-skipped": -1, "image-cache-mb": 0}
 SOFTWARE = ("fedtta", "flwr", "torch")
 #: Tables of a device's file; every other key stands at the top level.
 TABLES = ("policy",)
-#: Kinds of sources whose text is a path.
-PATH_KINDS = ("folder", "npz", "hf")
 
 
 def check_name(name: str) -> str:

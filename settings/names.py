@@ -1,4 +1,4 @@
-"""Names: the order of clients, class names from a setting or a file, and hosts."""
+"""Names: the order of clients, class names from a setting or a file, sources of data, and hosts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from functools import lru_cache
 from pathlib import Path
 
 from fedtta.settings.fields import SettingsError
+
+#: Kinds of sources of a device's own data whose text is a path.
+PATH_KINDS = ("folder", "npz", "hf")
+#: A class of one's own: "package.module:Class", or "package.module:Class(text)".
+SOURCE_CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?:\((?P<text>.*)\))?", re.DOTALL)
 
 
 def is_number(name: str) -> bool:
@@ -68,6 +73,20 @@ def class_names(classes: str) -> str:
     if len(names) < 2:
         raise SettingsError(f"{where}: {len(names)} class names; allowed are two or more")
     return ",".join(names)
+
+
+def check_source(text: str) -> str:
+    """Return the text of a device's own data, if it has the form of one.
+
+    Raises
+    ------
+    SettingsError
+        It has another form; nothing is opened or imported.
+    """
+    kind, _, rest = text.partition(":")
+    if not (rest and kind in PATH_KINDS) and not SOURCE_CLASS.fullmatch(text):
+        raise SettingsError(f"data = {text!r}: allowed are folder:PATH, npz:FILE, hf:PATH and package.module:Class")
+    return text
 
 
 def _is_file(path: Path) -> bool:

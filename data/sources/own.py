@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from fedtta.data.images import Images
 from fedtta.data.split import Split
 from fedtta.models.preprocessing import Preprocessing
 from fedtta.settings import exactly
+from fedtta.settings.names import SOURCE_CLASS, check_source
 
 from .arrays import NpzSource
 from .base import SPLITS, Source, UnusableData, asked, notes_of
@@ -31,8 +31,6 @@ from .scan import Reader, Sample, Scanned, VerifiedReader, reasons, scan
 from .splits import assign
 
 MIB = 1 << 20
-#: "package.module:Class", or "package.module:Class(text)".
-_CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?:\((?P<text>.*)\))?", re.DOTALL)
 _KINDS: dict[str, Callable[[str], Source]] = {
     "folder": lambda rest: FolderSource(Path(rest).expanduser()),
     "npz": lambda rest: NpzSource(Path(rest).expanduser()),
@@ -102,12 +100,11 @@ def open_source(text: str) -> Source:
     ValueError
         The text has another form, the class lacks a method of the protocol, or the data cannot be opened.
     """
-    kind, colon, rest = text.partition(":")
-    if colon and rest and kind in _KINDS:
+    kind, _, rest = check_source(text).partition(":")
+    if kind in _KINDS:
         return _KINDS[kind](rest)
-    if match := _CLASS.fullmatch(text):
-        return _own_class(text, match["module"], match["name"], match["text"])
-    raise ValueError(f"data = {text!r}: allowed are folder:PATH, npz:FILE, hf:PATH and package.module:Class")
+    match: Any = SOURCE_CLASS.fullmatch(text)
+    return _own_class(text, match["module"], match["name"], match["text"])
 
 
 def _own_class(text: str, module: str, name: str, argument: str | None) -> Source:

@@ -124,6 +124,9 @@ def test_what_must_be_set_is_named(tmp_path: Path, key: str) -> None:
         ({"data": "folder:x", "class_map": "pneumo"}, "class-map: 'pneumo' is not of the form"),
         ({"data": "folder:x", "class_map": "a=b;a=c"}, "class-map: a is given twice"),
         ({"class_map": "a=b"}, "class-map: allowed with data only"),
+        ({"data": "/site/a"}, "data = '/site/a': allowed are folder:PATH, npz:FILE, hf:PATH and package.module:Class"),
+        ({"data": "folder:"}, "data = 'folder:': allowed are folder:PATH"),
+        ({"data": "foldr:/site/a"}, "data = 'foldr:/site/a': allowed are folder:PATH"),
     ],
 )
 def test_names_that_cannot_be_used_are_refused(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
