@@ -25,6 +25,7 @@ from fedtta.client.agent.status import of_any_adapter
 from fedtta.client.served import ServedModel
 from fedtta.messages.arrays import Arrays
 from fedtta.models import load_arrays, save_arrays
+from fedtta.settings import SettingsError
 from fedtta.settings.files import make_folder, write_atomically
 
 __all__ = ["SCHEMA", "Lock", "NewerSchema", "StateInUse", "Store"]
@@ -47,13 +48,20 @@ class Lock:
 
     Raises
     ------
+    SettingsError
+        It cannot be written.
     StateInUse
         Another process holds it; the message names folder and process.
     """
 
     def __init__(self, folder: Path) -> None:
-        make_folder(folder, 0o700)
-        self._file = (folder / "lock").open("a+")
+        try:
+            make_folder(folder, 0o700)
+            self._file = (folder / "lock").open("a+")
+        except OSError as error:
+            raise SettingsError(
+                f"state-dir = {str(folder)!r}: allowed is a folder that this user can write: {error}"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -88,7 +96,7 @@ class Store:
 
     Raises
     ------
-    StateInUse
+    SettingsError, StateInUse
         See `Lock`.
     NewerSchema
         The manifest was written by a newer version of the agent.

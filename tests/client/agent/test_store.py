@@ -22,6 +22,7 @@ from fedtta.client.serving import Served
 from fedtta.messages.arrays import Arrays
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import build
+from fedtta.settings import SettingsError
 from tests.client.agent.world import fork, killed, said
 
 
@@ -64,6 +65,13 @@ def test_the_last_snapshots_and_the_model_come_back(tmp_path: Path) -> None:
     assert not notes
     assert sorted(path.stem for path in (tmp_path / "snapshots").iterdir()) == store.names
     store.close()
+
+
+@pytest.mark.parametrize("name", ["file", "file/s"])
+def test_a_folder_that_cannot_be_written_is_named_with_its_key(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match=rf"state-dir = '{tmp_path / name}': allowed is a folder .* can write: "):
+        opened(tmp_path / name)
 
 
 def test_a_second_owner_is_refused_by_folder_and_process(tmp_path: Path) -> None:
