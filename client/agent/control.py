@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Connection:
         Raises
         ------
         SettingsError
-            TCP without certificates, or with files that cannot be read.
+            An address of another form; TCP without certificates, or with files that cannot be read.
         ValueError
             The agent refuses a call; the text is its reason.
         ConnectionError
@@ -74,6 +75,8 @@ class Connection:
         options = [("grpc.max_receive_message_length", LIMIT)]
         if self.address.startswith("unix:"):
             return grpc.insecure_channel(self.address, options)
+        if not re.fullmatch(r".+:\d+", self.address):
+            raise SettingsError(f"{self.address}: allowed are unix:PATH, such as unix:/run/agent.sock, and HOST:PORT")
         if not (self.ca and self.certificate and self.key):
             raise SettingsError(f"{self.address}: an agent on TCP needs --ca, --certificate and --key")
         try:

@@ -65,6 +65,8 @@ def test_a_refusal_and_a_missing_agent_are_told(capsys: pytest.CaptureFixture[st
         assert f"no agent answers at unix:{path}/none.sock" in capsys.readouterr().err
     assert main(["--socket", "localhost:7000", "status"]) == 2
     assert "needs --ca, --certificate and --key" in capsys.readouterr().err
+    assert main(["--socket", "/run/agent.sock", "status"]) == 2
+    assert "/run/agent.sock: allowed are unix:PATH, such as" in capsys.readouterr().err
     files = [word for name in ("ca", "certificate", "key") for word in (f"--{name}", "/no/such.pem")]
     assert main(["--socket", "localhost:7000", *files, "status"]) == 2
     assert "/no/such.pem" in capsys.readouterr().err
