@@ -46,7 +46,12 @@ def main(grid: Grid, context: Context) -> None:
     if settings.engine in ("ray", "vectorised"):
         raise SettingsError(f"engine = {settings.engine!r}: Flower runs these nodes; allowed are auto, flower")
     configure(settings.log_format, settings.log_level)  # until the process ends: Flower logs after the run, too
-    serve(GridTransport(grid), settings, run_folder(settings), bundle=grid.run.fab_hash or None)
+    folder = run_folder(settings)
+    try:
+        serve(GridTransport(grid), settings, folder, bundle=grid.run.fab_hash or None)
+    finally:
+        if folder.is_dir():
+            LOG.info("results: %s", folder.resolve())  # in the log that who submits the run sees
 
 
 def make_app(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from fedtta.client.node import federation_of
 from fedtta.messages.flower import allow_messages
 from fedtta.messages.requests import Evaluate, Request, Summarize, Train
 from fedtta.models import build, load_arrays, load_model, save_model
+from fedtta.server import app
 from fedtta.server.adaptation import check_collaborations
 from fedtta.server.app import run_folder, serve
 from fedtta.server.events import NodesMissing, NoReplies, RunError
@@ -350,6 +353,27 @@ def test_only_a_network_without_training_and_weights_is_called_random(options: s
 )
 def test_a_run_folder_is_called_by_the_data(own: dict[str, str], name: str, tmp_path: Path) -> None:
     assert run_folder(Settings(results=str(tmp_path), seed=4, **own)).name.startswith(f"{name}-4-")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_log_of_a_run_ends_with_the_folder_of_its_results(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who submits a run with no name did not learn where its results are, on the SuperLink's machine."""
+
+    def serving(transport: object, settings: Settings, folder: Path, **_: object) -> None:
+        folder.mkdir()
+        if fails:
+            raise RunError("no")
+
+    monkeypatch.setattr(app, "serve", serving)
+    monkeypatch.setattr(app, "GridTransport", lambda grid: None)
+    monkeypatch.setattr(app, "configure", lambda *known: None)
+    grid, context = Mock(), Mock(run_config={"results": str(tmp_path)})
+    with caplog.at_level("INFO"), pytest.raises(RunError) if fails else nullcontext():
+        app.main(grid, context)
+    (folder,) = tmp_path.iterdir()
+    assert caplog.messages[-1] == f"results: {folder}"
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
