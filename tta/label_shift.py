@@ -153,10 +153,9 @@ def required(statistics: Statistics | None, name: str, method: str, dimensions: 
     ValueError
         It is missing, is not of that shape, has a negative or non-finite value, or does not sum to 1.
     """
-    value = getattr(statistics, name, None)
-    if value is None:
-        raise ValueError(f"{method} needs the statistics {name}, which are None")
-    table = on_cpu(double(value))
+    known = statistics or Statistics()
+    known.require(method, name)
+    table = on_cpu(double(getattr(known, name)))
     if table.ndim != dimensions or len(set(table.shape)) != 1:
         raise ValueError(f"{name} has shape {tuple(table.shape)}, not [{', '.join(['K'] * dimensions)}]")
     _check_distribution(name, table)

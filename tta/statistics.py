@@ -123,7 +123,12 @@ class Statistics:
         """Raise ValueError naming every statistic that `method` needs and that is missing here."""
         missing = [name for name in names if getattr(self, name) is None]
         if missing:
-            raise ValueError(f"{method} needs the statistics {', '.join(missing)}, which are None")
+            own = [statistic.own for statistic in STATISTICS.values()]
+            named = (f"{name} ({'of this client' if name in own else 'mean over clients'})" for name in missing)
+            raise ValueError(
+                f"{method} needs statistics of training data that are not here: {', '.join(named)}; "
+                "a run's statistics round makes them at clients that train"
+            )
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the fields that are known, as arrays by name; numbers have no dimension."""

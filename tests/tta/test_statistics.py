@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 import numpy as np
@@ -93,5 +94,9 @@ def test_arrays_there_and_back() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(ValueError, match="m needs the statistics dle_global, entropy_local, which are None"):
+    told = (
+        "m needs statistics of training data that are not here: dle_global (mean over clients), entropy_local (of this "
+        "client); a run's statistics round makes them at clients that train"
+    )
+    with pytest.raises(ValueError, match=re.escape(told)):
         Statistics(dle_local=torch.zeros(2)).require("m", "dle_local", "dle_global", "entropy_local")
