@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from fedtta.client.names import LEFT, TABLES, absolute_source, check_name
 from fedtta.client.policy import Policy
@@ -228,7 +230,7 @@ class AgentConfig:
         self._check_runs(name, options)
         if "candidates" in info(name).needs:
             self._check_candidates(name, options)
-        if options and self.runtime == "torch":  # the agent of the other one does not import it
+        if options:
             self._check_ranges(name, options)
 
     def _check_candidates(self, name: str, options: Mapping[str, Any]) -> None:
@@ -277,13 +279,22 @@ class AgentConfig:
                 )
 
     def _check_ranges(self, name: str, options: Mapping[str, Any]) -> None:
-        """Refuse options out of range, by a trial on a small network."""
-        from fedtta.models import build
+        """Refuse options out of range, by a trial on a small network; without torch under runtime = onnx."""
         from fedtta.tta.trial import check_options
 
+        network: Any
+        if self.runtime == "onnx":
+            from fedtta.models.exported import ExportedNetwork, Linear
+
+            head = Linear(np.zeros((2, 4), np.float32))
+            network = ExportedNetwork(Path(), cast(Any, None), head, head, features_nonnegative=True)
+        else:
+            from fedtta.models import build
+
+            network = build("cnn", 2, image_size=16, norm="batch", seed=0)
         known = {option: value for option, value in options.items() if option not in OF_NETWORK}
         try:
-            check_options(name, build("cnn", 2, image_size=16, norm="batch", seed=0), 2, **known)
+            check_options(name, network, 2, **known)
         except ValueError as error:
             raise SettingsError(f"adapter = {self.adapter!r}: {error}") from error
 

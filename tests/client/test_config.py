@@ -77,6 +77,8 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ('adapter = "fedthe[beta=much]"', "beta='much' is not a number"),
         ('adapter = "fedthe[beta=2]"', "adapter = 'fedthe[beta=2]': beta=2.0 is outside [0, 1]"),
         ('adapter = "tent[lr=-1]"', "adapter = 'tent[lr=-1]': lr=-1.0 is outside [0, inf)"),
+        ('adapter = "fedthe[beta=2]"\nruntime = "onnx"', "adapter = 'fedthe[beta=2]': beta=2.0 is outside [0, 1]"),
+        ('adapter = "auto[every=10; among=t3a+em]"\nruntime = "onnx"', "every=10: allowed is 0, or at least probe=200"),
         ('adapter = "auto[every=10]"', "every=10: allowed is 0, or at least probe=200"),
         ('adapter = "fedicon[mode=offline]"', "needs a whole test set"),
         ('adapter = "auto"\nrole = "target"', "adapter = 'auto': with role = 'target' there are no labels"),

@@ -250,6 +250,7 @@ def test_a_process_that_predicts_has_neither_torch_nor_flower(tmp_path: Path, ad
         ("torch", "", "runtime = 'torch': PyTorch is not installed here"),
         ("torch", 'runtime = "onnx"\nadapter = "tent"', "tent adapts the network itself"),
         ("torch", 'runtime = "onnx"\nadapter = "auto[among=fedthe+tent]"', "tent adapts the network itself"),
+        ("torch", 'runtime = "onnx"\nadapter = "fedthe[beta=2]"', "'fedthe[beta=2]': beta=2.0 is outside [0, 1]"),
         ("onnxruntime", 'runtime = "onnx"', "runtime = onnx needs onnxruntime"),
     ],
 )
