@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -42,6 +43,9 @@ DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 #: Pixels of the largest image that `decode` accepts by default.
 MAX_PIXELS = 100_000_000
+# `max_pixels` decides, of which Pillow's warning of more than 89 megapixels knows nothing. Its error of more than 178
+# stays: the image inside a DICOM file may be larger than the file's header says.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 class _Refused(ValueError):

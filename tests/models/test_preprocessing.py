@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import subprocess
+import sys
 import zlib
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from PIL import Image, ImageOps
 from fedtta.models import Preprocessing
 from fedtta.models.preprocessing import INTERPOLATIONS, RESIZES
 
+ROOT = Path(__file__).parents[2]
 FORMATS = {"JPEG": {"quality": 95}, "PNG": {}, "TIFF": {}, "BMP": {}, "WEBP": {"lossless": True}, "GIF": {}}
 
 
@@ -145,6 +149,34 @@ def test_large_images_are_refused_before_they_are_decoded() -> None:
         Preprocessing().decode(content[:60], max_pixels=5_999_999)  # its pixels are not even there
     with pytest.raises(ValueError, match="too many pixels"):
         Preprocessing().decode(encoded(Image.new("1", (16_000, 16_000)))[:60], max_pixels=10**9)
+
+
+HUGE = """
+from io import BytesIO
+from PIL import Image
+from fedtta.data.sources.files import read_encoded
+from fedtta.models import Preprocessing
+
+Image.new("1", (9900, 9900)).save(file := BytesIO(), "PNG")
+print(len(read_encoded(file, 99_000_000)) == len(file.getvalue()))
+cut = file.getvalue()[:60]
+for read in (lambda: read_encoded(BytesIO(cut), 90_000_000), lambda: Preprocessing().decode(cut, 90_000_000)):
+    try:
+        read()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_of_large_images_the_bound_decides_and_nothing_else_is_said() -> None:
+    """Pillow warned of more than 89 megapixels; in a process of its own, since pytest has its filters of warnings."""
+    done = subprocess.run([sys.executable, "-c", HUGE], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "True",
+        "too large: 9900 x 9900 pixels; max-megapixels allows 90 million",
+        "9900 x 9900 pixels; allowed are 90,000,000",
+    ]
 
 
 # More than 8 bits ---------------------------------------------------------------------------------------------------
