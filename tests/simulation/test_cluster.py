@@ -137,7 +137,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Nodes that know nothing of this checkout: it is neither their folder nor on their path."""
     fast = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 5}
-    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": fast}
+    # nor processes that nobody needs: the autoscaler's, those that read logs, and workers without our environment
+    bare = {"include_log_monitor": False}
+    config = {**fast, "prestart_worker_first_driver": False}
+    head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "_system_config": config, **bare}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("elsewhere"))
         patch.delenv("PYTHONPATH", raising=False)
@@ -146,9 +149,9 @@ def cluster(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             patch.setattr(name, lambda *_: None)  # other programs of this machine would take the cluster for theirs
         made = Cluster(initialize_head=True, head_node_args=head)
         try:
-            b = made.add_node(num_cpus=1, wait=False)
+            b = made.add_node(num_cpus=1, wait=False, **bare)
             patch.setenv("FEDTTA_DATA", str(images))
-            a = made.add_node(num_cpus=2, wait=False)
+            a = made.add_node(num_cpus=2, wait=False, **bare)
             made.wait_for_nodes(PATIENCE)
             yield SimpleNamespace(made=made, a=a, b=b, address=made.address)
         finally:
