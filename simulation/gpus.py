@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from fedtta.client.resources import missing_gpu
 from fedtta.settings import Settings, SettingsError
 
 MASK = "CUDA_VISIBLE_DEVICES"
@@ -22,6 +19,8 @@ UNITS = 10_000  # in which Ray counts a GPU; it rounds a share down
 
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them: indices, GPU-... or MIG-..."""
+    import torch  # slow, and nothing to the keeper of a cluster's private state, which needs the rest of this module
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if MASK not in os.environ or not count:
         return [str(index) for index in range(count)]
@@ -43,6 +42,8 @@ def chosen_gpus(device: str) -> list[str]:
     if index and int(index) < len(names):
         return [names[int(index)]]
     if index or (device == "cuda" and not names):
+        from fedtta.client.resources import missing_gpu
+
         raise SettingsError(missing_gpu(device, len(names)))
     return names
 

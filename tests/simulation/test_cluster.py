@@ -213,6 +213,11 @@ def test_a_node_that_is_killed_costs_nothing_but_time(
             facts["failed"] = event
         elif event["event"] == "end":
             facts["after"] = settled()
+            keeper = ray.get_actor("fedtta-r-keeper")
+            (pid,) = (
+                one["Pid"] for one in ray._private.state.actors().values() if one["ActorID"] == keeper._actor_id.hex()
+            )
+            facts["keeper"] = Path(f"/proc/{pid}/maps").read_text()
 
     monkeypatch.setattr(workers, "RayTransport", Seen)
     killer = threading.Thread(target=kill, daemon=True)
@@ -227,6 +232,7 @@ def test_a_node_that_is_killed_costs_nothing_but_time(
     assert {facts["before"][f"fedtta-r-worker-{i}"] for i in (0, 1)} == {a, b}
     assert {facts["after"][f"fedtta-r-worker-{i}"] for i in (0, 1)} == {a}
     (stored,) = facts["images"].values()
+    assert "libtorch" not in facts["keeper"]  # hundreds of megabytes that it has no use for
     assert set(stored["node_ids"]) == {cluster.made.head_node.node_id, b}  # A has files of its own
     assert_same_results(ours, run(tmp_path / "one process", SETTINGS))
 
