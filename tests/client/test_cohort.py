@@ -97,17 +97,18 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "qffl": ({}, "cross_entropy", "plain"),
     "batch": ({"momentum": 0.9}, "balanced_softmax", "batch"),
     "group": ({"local_epochs": 1, "personal_epochs": 1}, "cross_entropy", "group"),
-    "layer": ({"momentum": 0.9}, "cross_entropy", "layer"),
+    "layer": ({"momentum": 0.9, "local_epochs": 1, "personal_epochs": 1}, "cross_entropy", "layer"),
 }
 
 
 def start(kind: str) -> TwoHead:
-    if kind == "group":
-        return build("resnet20-gn", CLASSES, in_channels=3, image_size=16, seed=0, width=2, groups=1).double()
     if kind == "layer":
         quiet = {"attention_dropout": 0.0, "stochastic_depth": 0.0}
         return build("cct-4/3x2", CLASSES, in_channels=3, image_size=16, seed=0, **quiet).double()
-    return network(norm=kind == "batch").double()
+    model = network(norm=kind != "plain")
+    if kind == "group":
+        model.encoder.norm = nn.GroupNorm(2, 4)
+    return model.double()
 
 
 @pytest.mark.parametrize("name", list(CASES))
