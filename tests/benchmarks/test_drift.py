@@ -57,7 +57,7 @@ def test_mmd_is_that_of_a_loop() -> None:
 
 
 def test_mmd_finds_a_change_and_has_false_alarms_as_stated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drift, "STREAMS", 600)
+    monkeypatch.setattr(drift, "STREAMS", 300)
     found = []
     for seed in range(20):
         draw = np.random.default_rng(seed)
