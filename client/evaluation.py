@@ -26,7 +26,7 @@ from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.arrays import to_host
 from fedtta.tta.auto import NONE, USUAL, Gains, calibrate_gains
-from fedtta.tta.checks import check_finite, finite_rows
+from fedtta.tta.checks import Diverged, check_finite, finite_rows
 from fedtta.tta.estimates import Calibration, Signals, calibrations, estimates, signals
 from fedtta.tta.heads import two_heads
 from fedtta.tta.knn_per import Datastore, KNNPer, choose_weight
@@ -131,7 +131,8 @@ def evaluate_row(
 ) -> EvaluationResult:
     """Predict a stream in order with a fresh adapter and count correct predictions; estimate accuracy if asked to.
 
-    A prediction that is not finite, of an adapter that diverged, is wrong; the metric "not_finite" counts these.
+    A prediction that is not finite, or of a batch at which the adapter diverged, is wrong; the metric "not_finite"
+    counts these.
 
     Raises
     ------
@@ -147,7 +148,7 @@ def evaluate_row(
     counts, predicted = torch.zeros(2, dtype=torch.int64, device=samples.y.device), []  # right, not finite
     for begin in range(0, total, size):
         stop = min(begin + size, total)
-        probabilities = adapter.predict(samples.x[begin:stop])
+        probabilities = _predict(adapter, samples.x[begin:stop], context.model)
         finite = finite_rows(probabilities)
         right = (probabilities.argmax(1) == samples.y[begin:stop]) & finite
         counts += torch.stack([right, ~finite]).sum(1)
@@ -238,16 +239,25 @@ def predicted_by(
 ) -> tuple[list[Tensor], NDArray[np.bool_]]:
     """Return what a fresh adapter predicts for samples as a stream, batch by batch, and which are right [n].
 
-    A prediction that is not finite is wrong.
+    A prediction that is not finite, or of a batch at which the adapter diverged, is NaN, and wrong.
     """
     total = _count(row, len(samples.y), context.settings)
     adapter = make_adapter(row, context, gains)
     adapter.reset()
     size = _batch_size(adapter, context.settings, total)
-    predicted = [adapter.predict(samples.x[begin : min(begin + size, total)]) for begin in range(0, total, size)]
+    parts = (samples.x[begin : min(begin + size, total)] for begin in range(0, total, size))
+    predicted = [_predict(adapter, part, context.model) for part in parts]
     probabilities = torch.cat(predicted)
     right = (probabilities.argmax(1) == samples.y[:total]) & finite_rows(probabilities)
     return predicted, to_host(right)
+
+
+def _predict(adapter: Adapter, x: Tensor, model: TwoHead) -> Tensor:
+    """Predict a batch; NaN if the adapter diverges, which leaves its state as it was."""
+    try:
+        return adapter.predict(x)
+    except Diverged:
+        return x.new_full((len(x), model.num_classes), torch.nan)
 
 
 def _estimates(calibrated: Calibrated, model: TwoHead, x: Rows, predicted: list[Tensor]) -> dict[str, list[float]]:

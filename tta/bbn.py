@@ -200,7 +200,7 @@ class BBN(Collaborator):
             self._check_statistics(checks)
             moved, memory = self._affine, self._memory
             if moved:
-                moved, memory = self._optimizer.step(moved, gradients, memory, checks.require)
+                moved, memory = self._optimizer.step(moved, gradients, memory, checks.require_finite)
             checks.read()
         self._memory = memory
         for name, value in moved.items():
@@ -226,7 +226,7 @@ class BBN(Collaborator):
         """Require that class statistics be finite; a layer's output can be finite even where one is not."""
         statistics = self.normalisation()
         names = list(statistics)
-        checks.require(
+        checks.require_finite(
             torch.stack([torch.isfinite(value).all() for value in statistics.values()]),
             lambda bad: f"the batch makes {', '.join(names[index] for index in bad)} not finite",
         )

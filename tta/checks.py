@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     _Rows = TypeVar("_Rows", Tensor, np.ndarray)
 
 
+class Diverged(ValueError):
+    """What an adapter computed for a batch is not finite; its state is unchanged."""
+
+
 def check_number(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise ValueError naming `name` unless `value` is finite and in [low, high] (or (low, high])."""
     inside = (low < value if open_low else low <= value) and value <= high
@@ -50,15 +54,19 @@ class Checks:
     """
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Array, Callable[[list[int]], str]]] = []
+        self._noted: list[tuple[Array, Callable[[list[int]], str], type[ValueError]]] = []
 
     def require(self, good: Array, error: Callable[[list[int]], str]) -> None:
         """Require that `good` [n] be True throughout; `error` makes a message of the indices where it is not."""
-        self._noted.append((good, error))
+        self._noted.append((good, error, ValueError))
+
+    def require_finite(self, good: Array, error: Callable[[list[int]], str]) -> None:
+        """Require as `require`; what is not `good` is not finite, and the adapter has `Diverged`."""
+        self._noted.append((good, error, Diverged))
 
     def finite(self, what: str, rows: _Rows) -> _Rows:
         """Return `rows` [B, ...], which have to be finite; the message names `what` and the samples."""
-        self.require(finite_rows(rows), lambda bad: f"{what} for samples {bad} of the batch is not finite")
+        self.require_finite(finite_rows(rows), lambda bad: f"{what} for samples {bad} of the batch is not finite")
         return rows
 
     def read(self, values: Array | None = None) -> Any:
@@ -77,10 +85,10 @@ class Checks:
         Raises
         ------
         ValueError
-            A check failed.
+            A check failed; Diverged if something is not finite.
         """
         noted, self._noted = self._noted, []
-        flags = [good for good, _ in noted]
+        flags = [good for good, _, _ in noted]
         if values is None:
             fine, found = not flags or bool(namespace(flags[0]).concat(flags, axis=0).all()), None
         elif isinstance(values, np.ndarray):
@@ -91,9 +99,9 @@ class Checks:
             start = len(host) - values.numel()
             fine, found = bool(host[:start].all()), host[start:].reshape(values.shape)
         if not fine:
-            for good, error in noted:
+            for good, error, kind in noted:
                 if bad := [index for index, one in enumerate(good.tolist()) if not one]:
-                    raise ValueError(error(bad))
+                    raise kind(error(bad))
         return found
 
 
@@ -104,7 +112,7 @@ def finite_rows(rows: Tensor | np.ndarray) -> Array:
 
 
 def check_finite(what: str, rows: _Rows) -> _Rows:
-    """Return `rows` [B, ...]; raise ValueError naming `what` and the samples whose rows are not finite."""
+    """Return `rows` [B, ...]; raise Diverged naming `what` and the samples whose rows are not finite."""
     checks = Checks()
     checks.finite(what, rows)
     checks.read()

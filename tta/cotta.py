@@ -139,7 +139,7 @@ class CoTTA(BatchNormalised):
                 losses.mean() + self._pull(), list(self._student.values()), allow_unused=True
             )
         domain = self._last()
-        student, memory = self._optimizer.step(self._student, gradients, self._memory, checks.require)
+        student, memory = self._optimizer.step(self._student, gradients, self._memory, checks.require_finite)
         checks.read()
         teacher = {
             name: torch.lerp(student[name].detach(), old, self.momentum_teacher) for name, old in self._teacher.items()

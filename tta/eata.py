@@ -241,7 +241,7 @@ class EATA(BatchNormalised):
                 return logits.detach(), weights
             loss = (weights[kept] * entropy_of_logits(logits[kept])).mean() + self._regulariser() + self._pull()
             gradients = torch.autograd.grad(loss, list(self._affine.values()), allow_unused=True)
-        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require)
+        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require_finite)
         mean = logits.detach()[kept].softmax(1).mean(0)
         moved = torch.lerp(mean, self._average, self.momentum_probs)
         self._average = torch.where(self._average.any(), moved, mean)

@@ -210,8 +210,8 @@ class FedICON(Adapter):
             gradients = torch.autograd.grad(loss, list(tuned.weights.values()), allow_unused=True)
         if buffers:
             finite, names = torch.stack([torch.isfinite(value).all() for value in buffers.values()]), list(buffers)
-            checks.require(finite, lambda bad: f"the batch makes {names[bad[0]]} not finite")
-        weights, memory = self._optimizer.step(tuned.weights, gradients, tuned.memory, checks.require)
+            checks.require_finite(finite, lambda bad: f"the batch makes {names[bad[0]]} not finite")
+        weights, memory = self._optimizer.step(tuned.weights, gradients, tuned.memory, checks.require_finite)
         checks.read()
         return Tuned(weights, buffers, memory), loss.detach()
 

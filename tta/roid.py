@@ -189,7 +189,7 @@ class ROID(BatchNormalised):
             gradients = torch.autograd.grad(
                 self._loss(x, logits, weights, checks) + self._pull(), list(self._affine.values()), allow_unused=True
             )
-        moved, memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require)
+        moved, memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require_finite)
         checks.read()
         ensembled = {name: torch.lerp(self._source[name], moved[name].detach(), self.momentum_src) for name in moved}
         probabilities = torch.softmax(logits.detach(), 1)

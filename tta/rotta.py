@@ -377,7 +377,7 @@ class RoTTA(Collaborator):
             weights = to_device(torch.sigmoid(-ages).to(losses.dtype), losses.device)  # E(A)
             loss = (weights * losses).mean() + self._pull()
             gradients = torch.autograd.grad(loss, list(affine["student"].values()), allow_unused=True)
-        student, moments = self._optimizer.step(affine["student"], gradients, moments, checks.require)
+        student, moments = self._optimizer.step(affine["student"], gradients, moments, checks.require_finite)
         checks.read()
         teacher = {name: torch.lerp(old, student[name].detach(), self.nu) for name, old in affine["teacher"].items()}
         self._learned = _Learned({"student": student, "teacher": teacher}, running, moments)

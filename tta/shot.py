@@ -174,7 +174,7 @@ class SHOT(Adapter):
                 labels = centroid_labels(z.detach(), logits.detach())
                 loss = information_maximisation(logits) + self.strength * cross_entropy(logits, labels)
                 gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
-            weights, memory = self._optimizer.step(weights, gradients, memory, checks.require)
+            weights, memory = self._optimizer.step(weights, gradients, memory, checks.require_finite)
         checks.read()
         self._weights, self._memory = weights, memory
         self._note(entropy=entropy_of_logits(logits), pseudo_label=labels)

@@ -113,7 +113,7 @@ class Tent(BatchNormalised):
             gradients = torch.autograd.grad(
                 entropy.mean() + self._pull(), list(self._affine.values()), allow_unused=True
             )
-        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require)
+        self._affine, self._memory = self._optimizer.step(self._affine, gradients, self._memory, checks.require_finite)
         return logits.detach(), entropy.detach()
 
     def _state(self) -> dict[str, Tensor]:

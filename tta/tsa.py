@@ -167,7 +167,7 @@ class TSA(Adapter):
                 # A sum, so that a sample's gradient does not depend on the number of samples.
                 loss = -(agreed.sum() if self.scope == "sample" else agreed.mean())
                 gradient = torch.autograd.grad(loss, values["a"])
-            values, memory = self._optimizer.step(values, gradient, memory, checks.require)
+            values, memory = self._optimizer.step(values, gradient, memory, checks.require_finite)
         checks.read()
         return values, memory
 

@@ -260,7 +260,7 @@ class TTT(Adapter):
                 gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
             losses[step] = loss.detach()
             start = self._optimizer.init(weights)  # plain: no state
-            weights, _ = self._optimizer.step(weights, gradients, start, checks.require)
+            weights, _ = self._optimizer.step(weights, gradients, start, checks.require_finite)
         return weights, losses
 
     def _reset(self) -> None:

@@ -192,6 +192,19 @@ def test_predictions_that_are_not_finite_are_wrong_and_counted(
     assert (bool(other.estimates), mine.estimates) == (estimate, {})
 
 
+@pytest.mark.parametrize("adapter", ["tent", "shot", "cotta", "ttt"])
+def test_an_adapter_that_diverges_loses_its_own_row_alone(adapter: str) -> None:
+    """A rate beyond all sense: some refuse the step, some the output that comes of it; the network is as it was."""
+    model, samples = network(norm=True, seed=4), stream(federation(), 0, "corrupted", seed=1)
+    if adapter == "ttt":
+        model.rotation_head = torch.nn.Linear(model.feature_dim, 4)
+    context = AdapterContext(model, settings(adapt_batch_size=5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = evaluate_row(Row("x", adapter, {"lr": 3e38}), context, samples)
+    assert 0 < result.metrics["not_finite"] <= result.total - result.correct
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_auto_never_chooses_a_candidate_that_diverges(
     trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,7 +186,7 @@ def test_negative_features_are_named_and_change_nothing(stream):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dle_local": None, "entropy_global": None}, "dle_local, entropy_global"),
+        ({"dle_local": None, "entropy_global": None}, r"dle_local \(of this client\), entropy_global"),
         ({"dle_global": torch.full((12,), 1.1)}, r"dle_global holds values outside \[0, 1\]"),
         ({"dle_local": torch.zeros(11)}, "dle_local has shape"),
         ({"dle_local": torch.full((12,), math.nan)}, "dle_local holds values that are not finite"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedtta.tta.arrays import double
-from fedtta.tta.checks import Checks
+from fedtta.tta.checks import Checks, Diverged
 
 ROWS = [[1.0, 2.0], [math.nan, 0.0], [0.0, -math.inf]]
 
@@ -19,7 +19,7 @@ def test_checks_are_read_in_order_and_then_forgotten(kind: Any) -> None:
     assert checks.finite("the input", rows[:1]) is not None
     checks.finite("the output", rows)
     checks.require(kind([False]), lambda bad: f"later: {bad}")
-    with pytest.raises(ValueError, match=r"^the output for samples \[1, 2\] of the batch is not finite$"):
+    with pytest.raises(Diverged, match=r"^the output for samples \[1, 2\] of the batch is not finite$"):
         checks.read()
     checks.read()
     checks.require(kind([True, False]), lambda bad: f"later: {bad}")

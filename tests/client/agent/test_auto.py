@@ -252,7 +252,7 @@ def test_candidates_can_be_named(tmp_path: Path) -> None:
 def test_without_labels_no_model_is_served_and_the_reason_is_told(tmp_path: Path) -> None:
     node, request = trained()
     device = make_device(request, node)
-    with pytest.raises(ValueError, match="client 0 is a target: it has no labels to calibrate on"):
+    with pytest.raises(ValueError, match=r"auto needs .*, learned from labels of its own, and 0 is a target"):
         dataclasses.replace(device, role="target").serve(request, AdapterRow("auto", "auto"))
     nothing = Labelled(torch.empty(0, 3, 16, 16), torch.empty(0, dtype=torch.int64), True)
     with pytest.raises(ValueError, match="auto: this client has no validation samples to calibrate candidates on"):
