@@ -105,7 +105,8 @@ def evaluation_round(
 ) -> None:
     """Run every adapter of a training on every test distribution at every client; results are events.
 
-    A client without labels gets the model, and has no results.
+    A client without labels gets the model, and has no results; one of whose layers some stay on the clients that train
+    would be as the seed made it there, and is not sent.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ def evaluation_round(
         As `Round.ask`.
     """
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
-    clients, sent = federation.testers, _Sent(training, arrays, trained)
+    clients, sent = _able(federation, training), _Sent(training, arrays, trained)
     common = {
         **federation.common(name),
         "round": round,
@@ -152,6 +153,17 @@ def evaluation_round(
     _note_diverged(federation, name, outcome)
     _note_outlying(federation, name, outcome)
     _check_leaks(federation, name, outcome)
+
+
+def _able(federation: Federation, training: Training) -> list[int]:
+    """Return the testers that can use a training's model; a note tells of the others."""
+    testers = federation.testers
+    without = [one for one in testers if not federation.labelled(one)] if training.recipe.partial else []
+    if without:
+        names = ", ".join(federation.names(without))
+        text = f"{training.name}: without labels, {names} cannot have its model: some layers stay on clients that train"
+        federation.events("note", text=text)
+    return [one for one in testers if one not in without]
 
 
 def _check_leaks(federation: Federation, name: str, outcome: Outcome) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fedtta.messages.arrays import Arrays
 from fedtta.messages.replies import Evaluated, EvaluationResult, Summarized
 from fedtta.messages.requests import Evaluate, Request
 from fedtta.models import build
@@ -35,13 +36,14 @@ def evaluate(
     training: Training = CE,
     trained: Collection[int] = (0, 1, 2, 3),
     unlabelled: Collection[int] = (),
+    arrays: Arrays = START,
     **settings: object,
 ) -> Place:
     place = Place({i: (lambda r: lambda _: r)(one) if one else raises for i, one in enumerate(replies)}, **settings)
     for partition in unlabelled:
         client = place.nodes.identities[partition]
         place.nodes.identities[partition] = replace(client, labelled=False, role="target")
-    evaluation_round(place.federation, training, START, None, {}, ["original"], trained)
+    evaluation_round(place.federation, training, arrays, None, {}, ["original"], trained)
     return place
 
 
@@ -123,6 +125,17 @@ def test_a_leak_ends_the_run_unless_it_was_asked_for() -> None:
         evaluate(evaluated(leaked=1))
     (note,) = evaluate(evaluated(leaked=1), split="published").of("note")
     assert "1 of 4 test samples (25.0 %) had been trained on" in note["text"]
+
+
+def test_a_client_without_labels_gets_no_model_of_which_layers_stay_on_the_others() -> None:
+    (training,) = plan(Settings(methods="fedbn", model_options="norm=batch"))
+    own = replace(evaluated(), results=[replace(RESULT, label="fedbn")])
+    arrays = {**START, **{f"norm.{name}": np.zeros(2) for name in ("weight", "bias", "running_mean", "running_var")}}
+    place = evaluate(own, own, own, training=training, unlabelled=[1, 2], arrays=arrays)
+    assert len(place.transport.requests(Evaluate)) == 1
+    assert [one["partition"] for one in place.of("evaluation")] == [0]
+    (note,) = place.of("note")
+    assert note["text"] == "fedbn: without labels, 1, 2 cannot have its model: some layers stay on clients that train"
 
 
 def test_a_client_without_labels_gets_the_model_and_has_no_results() -> None:
