@@ -221,6 +221,7 @@ class AgentConfig:
         if self.runtime == "torch" and find_spec("torch") is None:
             raise SettingsError("runtime = 'torch': PyTorch is not installed here; runtime = 'onnx' does without it")
         from fedtta.tta.registry import info
+        from fedtta.tta.statistics import PERSONALISED
 
         name = self.adapter_name
         self._check_light(name)
@@ -228,6 +229,12 @@ class AgentConfig:
         for candidate in str(options.get("among", "")).split("+"):
             self._check_light(candidate)
         self._check_runs(name, options)
+        learned = sorted(info(name).needs & PERSONALISED)
+        if learned and self.role == "target" and not self.model:  # a model file may have them
+            raise SettingsError(
+                f"adapter = {self.adapter!r}: with role = 'target' there are no labels to learn {', '.join(learned)} "
+                "from"
+            )
         if "candidates" in info(name).needs:
             self._check_candidates(name, options)
         if options:
@@ -237,10 +244,6 @@ class AgentConfig:
         """Refuse an adapter that chooses among others where it, or one of these, cannot be calibrated."""
         from fedtta.tta.registry import candidates_of, info
 
-        if self.role == "target":
-            raise SettingsError(
-                f"adapter = {self.adapter!r}: with role = 'target' there are no labels to calibrate its candidates on"
-            )
         try:
             candidates = candidates_of(name, options)
         except ValueError as error:

@@ -132,7 +132,7 @@ def from_file(path: Path, row: AdapterRow, device: torch.device) -> tuple[Served
     if missing := sorted(info(row.adapter).needs - given):
         raise ValueError(
             f"adapter = {row.adapter} needs {', '.join(missing)}, which a federated training makes; "
-            "there are adapters without: none, bn_adapt, tent, t3a"
+            "there are adapters without: none and t3a, and with runtime = torch bn_adapt and tent"
         )
     if row.base == "personalised":
         raise ValueError("base = personalised: only a federated training personalizes a network")

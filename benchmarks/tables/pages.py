@@ -23,7 +23,7 @@ from fedtta.benchmarks.tables.protocol import Protocol, Table
 from fedtta.benchmarks.tables.protocol_file import protocol_names, read_protocol
 from fedtta.benchmarks.tables.results import Content, read_results_of
 from fedtta.benchmarks.tables.tuning import choices
-from fedtta.settings import Settings
+from fedtta.settings import Settings, SettingsError
 from fedtta.settings.files import write_atomically
 
 PAGES = Path("results/tables")
@@ -56,7 +56,14 @@ def write_pages(out: Path, to: Path) -> list[Path]:
         Of kept results.
     to : Path
         Of the pages.
+
+    Raises
+    ------
+    SettingsError
+        The folder of kept results does not exist.
     """
+    if not out.is_dir():
+        raise SettingsError(f"--out {out}: no such folder")
     kept = read_results_of(out)
     written, pages = [], {}
     for name in (name for name in protocol_names() if name in kept):

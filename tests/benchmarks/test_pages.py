@@ -18,6 +18,7 @@ from fedtta.benchmarks.tables import plots
 from fedtta.benchmarks.tables.comparison import compare
 from fedtta.benchmarks.tables.pages import table_section, write_pages
 from fedtta.benchmarks.tables.protocol_file import read_protocol
+from fedtta.settings import SettingsError
 
 RUN = {
     "training": "cross_entropy", "methods": ["fedavg"], "time": "2030-01-01T00:00:00+00:00", "commit": "abc",
@@ -119,6 +120,12 @@ def test_a_page_says_which_seeds_have_other_settings(tmp_path: Path) -> None:
     own = "Settings of `cnn-dir-1` that differ from the defaults: `rounds = 3`, `alpha = 0.5`, `autocast = True`"
     others = "with seeds 2, 10: `autocast = False`; with seed 3: `rounds = 4`, `autocast = False`"
     assert f"{own}; {others}\n" in (tmp_path / "brfl.md").read_text()
+
+
+def test_pages_of_a_folder_that_does_not_exist_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"--out .*typo: no such folder"):
+        write_pages(tmp_path / "typo", tmp_path / "pages")
+    assert not (tmp_path / "pages").exists()
 
 
 def test_the_seeds_of_every_cell_of_a_table_are_compared() -> None:

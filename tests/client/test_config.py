@@ -82,6 +82,7 @@ def test_the_guard_gets_its_numbers(tmp_path: Path) -> None:
         ('adapter = "auto[every=10]"', "every=10: allowed is 0, or at least probe=200"),
         ('adapter = "fedicon[mode=offline]"', "needs a whole test set"),
         ('adapter = "auto"\nrole = "target"', "adapter = 'auto': with role = 'target' there are no labels"),
+        ('adapter = "fedthe"\nrole = "target"', "there are no labels to learn descriptor, personal_head from"),
         ('adapter = "auto[among=tent+fedthee]"', "unknown adapter 'fedthee'; there are:"),
         ('adapter = "auto[among=auto]"', "auto cannot be a candidate"),
         ('adapter = "auto[among=knn_per]"', "knn_per cannot be a candidate of an agent"),
