@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -26,10 +25,10 @@ from fedtta.client.agent.light import Exported, Light
 from fedtta.client.agent.live import Live
 from fedtta.client.agent.store import Store
 from fedtta.client.config import Limits
-from fedtta.client.policy import Policy, PolicyError
+from fedtta.client.policy import PolicyError
 from fedtta.client.served import NETWORK, Baseline, ServedModel
 from fedtta.client.serving import Served
-from fedtta.messages.replies import Evaluated, Identity
+from fedtta.messages.replies import Evaluated
 from fedtta.messages.requests import AdapterRow, Evaluate, Identify, Train
 from fedtta.models import build
 from fedtta.models.deadline import Deadline, Stopped
@@ -41,7 +40,9 @@ from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.auto import SERVED, Gains
 from fedtta.tta.estimates import Calibration
 from fedtta.tta.registry import ADAPTERS, LIGHT, info
-from tests.client.agent.world import TASK, common, config, initial, sample_images, train
+from tests.client.agent import stub_child
+from tests.client.agent.fake import until
+from tests.client.agent.world import EXACT, TASK, common, config, initial, sample_images, train
 
 ROOT = Path(__file__).parents[3]
 NETWORKS = {"cnn": {"norm": "batch"}, "resnet20-bn": {}, "resnet20-gn": {}}
@@ -59,6 +60,8 @@ ROWS: list[tuple[str, dict[str, Any], bool]] = [
     ("fixed_mix", {"mix": "logits", "e": 0.3}, False),
     ("auto", {"probe": 6, "every": 9, "caution": 0.0}, True),
 ]
+#: Of them, for networks whose adapters are the same: the network alone, its rounding magnified, and histories.
+FEW = [("none", {}, False), ("em", {}, False), ("btfl", {}, True), ROWS[-1]]
 CLOSE = {"rtol": 0, "atol": 1e-5}
 #: EM's iterations on one image magnify the network's rounding.
 CLOSE_OF: dict[str, dict[str, float]] = {"em": {"rtol": 0, "atol": 5e-5}}
@@ -129,10 +132,8 @@ def stream(one: Live, begin: int, end: int) -> list[NDArray[np.float32]]:
     return found
 
 
-@pytest.mark.parametrize(("adapter", "options", "guard"), ROWS, ids=str)
-def test_probabilities_are_torchs_and_histories_move_both_ways(
-    both: tuple[Served, Exported], adapter: str, options: dict[str, Any], guard: bool
-) -> None:
+def compare(both: tuple[Served, Exported], adapter: str, options: dict[str, Any], guard: bool) -> None:
+    """Probabilities are torch's, and histories move both ways."""
     heavy, light = (live(one, adapter, options, guard) for one in both)
     assert heavy.digest == light.digest
     close = CLOSE_OF.get(adapter, CLOSE)
@@ -152,6 +153,23 @@ def test_probabilities_are_torchs_and_histories_move_both_ways(
             np.testing.assert_allclose(ours, theirs, **close)
 
 
+@pytest.mark.parametrize("both", ["cnn"], indirect=True)
+@pytest.mark.parametrize(("adapter", "options", "guard"), ROWS, ids=str)
+def test_probabilities_are_torchs_and_histories_move_both_ways(
+    both: tuple[Served, Exported], adapter: str, options: dict[str, Any], guard: bool
+) -> None:
+    compare(both, adapter, options, guard)
+
+
+@pytest.mark.parametrize("both", ["resnet20-bn", "resnet20-gn"], indirect=True)
+@pytest.mark.parametrize(("adapter", "options", "guard"), FEW, ids=str)
+def test_so_they_do_with_other_networks(
+    both: tuple[Served, Exported], adapter: str, options: dict[str, Any], guard: bool
+) -> None:
+    compare(both, adapter, options, guard)
+
+
+@pytest.mark.parametrize("both", ["cnn"], indirect=True)
 def test_a_history_matters(both: tuple[Served, Exported]) -> None:
     """Otherwise the test before would say nothing of histories."""
     for adapter in ("btfl", "fedthe", "t3a", "auto"):
@@ -214,66 +232,101 @@ from fedtta.client.agent.core import Agent
 from fedtta.client.agent.server import serve
 from fedtta.tta.registry import LIGHT, info
 
-config = AgentConfig(name="0", state_dir=sys.argv[1], runtime="onnx", adapter=sys.argv[2])
-agent = Agent(config)
-running = serve(agent, config)
-answer = agent.predict(np.random.default_rng(0).random((5, 3, 16, 16), np.float32))
-print(answer.version, answer.adapted, len(answer.probabilities), agent.telemetry().predictions)
-for name in LIGHT:
-    info(name).options
-print(sorted({"torch", "flwr", "scipy", "onnx"} & set(sys.modules)), agent.backend._children._process)
-running.stop(1)
-print(agent.close() == "")
+folder, *adapters = sys.argv[1:]
+for adapter in adapters:
+    config = AgentConfig(name="0", state_dir=f"{folder}/{adapter}", runtime="onnx", adapter=adapter)
+    agent = Agent(config)
+    running = serve(agent, config)
+    answer = agent.predict(np.random.default_rng(0).random((5, 3, 16, 16), np.float32))
+    print(answer.adapted, len(answer.probabilities), agent.telemetry().predictions)
+    for name in LIGHT:
+        info(name).options
+    print(sorted({"torch", "flwr", "scipy", "onnx"} & set(sys.modules)), agent.backend._children._process)
+    running.stop(1)
+    print(agent.close() == "")
 """
 
 
-@pytest.mark.parametrize("adapter", ["btfl", "auto"])
-def test_a_process_that_predicts_has_neither_torch_nor_flower(tmp_path: Path, adapter: str) -> None:
-    served, state = made("cnn"), tmp_path / "state"
-    store = Store(state, 1, print)
-    store.add(replace(served, row=AdapterRow(adapter, adapter)), "served")
-    (folder,) = (state / "models").iterdir()
-    export_encoder(served.network, served.shape, folder / NETWORK)
-    store.close()
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(state), adapter], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+def test_a_process_that_predicts_has_neither_torch_nor_flower(tmp_path: Path) -> None:
+    served, adapters = made("cnn"), ("btfl", "auto")
+    for adapter in adapters:
+        store = Store(tmp_path / adapter, 1, print)
+        store.add(replace(served, row=AdapterRow(adapter, adapter)), "served")
+        (folder,) = (tmp_path / adapter / "models").iterdir()
+        export_encoder(served.network, served.shape, folder / NETWORK)
+        store.close()
+    command = [sys.executable, "-c", CODE, str(tmp_path), *adapters]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    answered, imported, closed = done.stdout.splitlines()
-    assert answered.split()[1:] == ["True", "5", "5"]
-    assert (imported, closed) == ("[] None", "True")
+    assert done.stdout.splitlines() == ["True 5 5", "[] None", "True"] * 2
 
 
 @pytest.mark.parametrize(
-    ("missing", "keys", "said"),
+    ("missing", "cases"),
     [
-        ("torch", "", "runtime = 'torch': PyTorch is not installed here"),
-        ("torch", 'runtime = "onnx"\nadapter = "tent"', "tent adapts the network itself"),
-        ("torch", 'runtime = "onnx"\nadapter = "auto[among=fedthe+tent]"', "tent adapts the network itself"),
-        ("torch", 'runtime = "onnx"\nadapter = "fedthe[beta=2]"', "'fedthe[beta=2]': beta=2.0 is outside [0, 1]"),
-        ("onnxruntime", 'runtime = "onnx"', "runtime = onnx needs onnxruntime"),
+        (
+            "torch",
+            {
+                "": "runtime = 'torch': PyTorch is not installed here",
+                'runtime = "onnx"\nadapter = "tent"': "tent adapts the network itself",
+                'runtime = "onnx"\nadapter = "auto[among=fedthe+tent]"': "tent adapts the network itself",
+                'runtime = "onnx"\nadapter = "fedthe[beta=2]"': "'fedthe[beta=2]': beta=2.0 is outside [0, 1]",
+            },
+        ),
+        ("onnxruntime", {'runtime = "onnx"': "runtime = onnx needs onnxruntime"}),
     ],
 )
 def test_a_runtime_that_is_not_installed_is_told_at_the_start(
-    tmp_path: Path, missing: str, keys: str, said: str
+    tmp_path: Path, missing: str, cases: dict[str, str]
 ) -> None:
-    (tmp_path / "device.toml").write_text(f'name = "0"\nstate-dir = "state"\n{keys}\n')
-    code = f"import sys; sys.modules[{missing!r}] = None; from fedtta.client.agent.__main__ import main; exit(main())"
-    command = [sys.executable, "-c", code, "--config", str(tmp_path / "device.toml")]
+    paths = [tmp_path / f"{number}.toml" for number in range(len(cases))]
+    for path, keys in zip(paths, cases, strict=True):
+        path.write_text(f'name = "0"\nstate-dir = "state"\n{keys}\n')
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from fedtta.client.agent.__main__ import main;"
+        "print([main(['--config', path]) for path in sys.argv[1:]])"
+    )
+    command = [sys.executable, "-c", code, *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode in (1, 2)
-    (line,) = done.stderr.splitlines()
-    assert said in line
+    assert set(json.loads(done.stdout)) <= {1, 2}
+    for line, said in zip(done.stderr.splitlines(), cases.values(), strict=True):
+        assert said in line
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Evaluate, Evaluated]]:
-    """A light agent that a federation has trained through the child."""
-    agent = Agent(config(tmp_path_factory.mktemp("light"), runtime="onnx", adapter="btfl"))
-    try:
-        yield agent, *train(agent.perform)
-    finally:
-        agent.close()
+    """A light agent that a federation has trained through the child, and may have trained with one network only."""
+    folder, policy = tmp_path_factory.mktemp("light"), replace(EXACT, models="cnn")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("fedtta.client.agent.light.IDLE", 3600.0)  # one child for all tests
+        agent = Agent(config(folder, runtime="onnx", adapter="btfl", policy=policy))
+        try:
+            yield agent, *train(agent.perform)
+        finally:
+            agent.close()
+
+
+@pytest.fixture
+def beside_a_stub(
+    trained: tuple[Agent, Evaluate, Evaluated], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Agent]:
+    """An agent with a model, whose child does no work."""
+    monkeypatch.setattr("fedtta.client.agent.light.CHILD", stub_child.__name__)
+    copy_of(trained[0], tmp_path / "copy")
+    agent = Agent(config(tmp_path, state_dir=str(tmp_path / "copy"), runtime="onnx", adapter="btfl"))
+    yield agent
+    agent.close()
+
+
+def copy_of(agent: Agent, folder: Path) -> None:
+    """Copy a state directory as if its agent were not running."""
+    shutil.copytree(agent.config.state_folder, folder, ignore=shutil.ignore_patterns("*.sock", "lock"))
+
+
+def refused(agent: Agent) -> None:
+    """A new child has got work."""
+    with pytest.raises(FloatingPointError, match=stub_child.TEXT):
+        agent.perform(Identify(**common()))
 
 
 def child(agent: Agent) -> subprocess.Popen[bytes]:
@@ -296,7 +349,7 @@ def test_a_training_by_the_child_gives_torchs_model_and_the_state_directory_serv
     np.testing.assert_allclose(first, heavy.predict(sample_images()).probabilities, **CLOSE)
     agent.snapshot()
     heavy.close()
-    shutil.copytree(agent.config.state_folder, tmp_path / "moved", ignore=shutil.ignore_patterns("*.sock", "lock"))
+    copy_of(agent, tmp_path / "moved")
     again = Agent(config(tmp_path, state_dir=str(tmp_path / "moved"), adapter="btfl"))
     assert again.status().samples == 40
     rows = again.predict(sample_images(40)).probabilities
@@ -304,8 +357,16 @@ def test_a_training_by_the_child_gives_torchs_model_and_the_state_directory_serv
     np.testing.assert_allclose(agent.predict(sample_images(40)).probabilities, rows, **CLOSE)
 
 
-def test_a_killed_child_fails_its_work_and_the_agent_goes_on(trained: tuple[Agent, Evaluate, Evaluated]) -> None:
-    agent = trained[0]
+def test_what_the_policy_refuses_in_the_child_is_a_policy_error(trained: tuple[Agent, Evaluate, Evaluated]) -> None:
+    request = Identify(**{**common(), "settings": common()["settings"].replace('"cnn"', '"resnet20-bn"')})
+    assert "resnet20-bn" in request.settings
+    with pytest.raises(PolicyError, match="policy models: model = 'resnet20-bn'; allowed is cnn") as raised:
+        trained[0].perform(request)
+    assert raised.value.rule == "models"
+
+
+def test_a_killed_child_fails_its_work_and_the_agent_goes_on(beside_a_stub: Agent) -> None:
+    agent = beside_a_stub
     failed: list[Exception] = []
 
     def work() -> None:
@@ -315,12 +376,11 @@ def test_a_killed_child_fails_its_work_and_the_agent_goes_on(trained: tuple[Agen
             failed.append(error)
 
     thread = threading.Thread(target=work)
-    agent.perform(Identify(**common("run2")))  # the child may have ended meanwhile
+    refused(agent)
     before = child(agent)
-    os.kill(before.pid, signal.SIGSTOP)  # so that it cannot be done before it is killed
     thread.start()
-    while not agent.status().training:
-        time.sleep(0.01)
+    until(lambda: stub_child.BEGUN in agent.status().notes)
+    assert agent.status().training
     position = agent.predict(sample_images(0, 3)).position
     before.kill()
     thread.join(60)
@@ -328,30 +388,25 @@ def test_a_killed_child_fails_its_work_and_the_agent_goes_on(trained: tuple[Agen
     assert agent.predict(sample_images(0, 3)).position == position + 3
     last = list(lines(agent.config.state_folder))[-1]
     assert (last["phase"], last["result"]) == ("train", "RuntimeError")
-    reply = agent.perform(Identify(**common("run2")))
-    assert isinstance(reply, Identity)
+    refused(agent)
     assert child(agent).pid != before.pid
 
 
-def test_a_deadline_kills_the_child(trained: tuple[Agent, Evaluate, Evaluated]) -> None:
-    agent = trained[0]
-    agent.perform(Identify(**common()))
-    process = child(agent)
-    os.kill(process.pid, signal.SIGSTOP)
+def test_a_deadline_kills_the_child(beside_a_stub: Agent) -> None:
+    refused(beside_a_stub)
+    process = child(beside_a_stub)
     with pytest.raises(Stopped):
-        agent.perform(Identify(**common()), Deadline(0.2))
+        beside_a_stub.perform(Identify(**common()), Deadline(0.2))
     assert process.poll() == -signal.SIGKILL
 
 
-def test_what_the_policy_refuses_in_the_child_is_a_policy_error(trained: tuple[Agent, Evaluate, Evaluated]) -> None:
-    agent = trained[0]
-    request = Identify(**{**common(), "settings": common()["settings"].replace('"cnn"', '"resnet20-bn"')})
-    assert "resnet20-bn" in request.settings
-    agent.backend._children.close()  # type: ignore[attr-defined]
-    agent.backend._children._config = replace(agent.config, policy=Policy(models="cnn"))  # type: ignore[attr-defined]
-    with pytest.raises(PolicyError, match="policy models: model = 'resnet20-bn'; allowed is cnn") as raised:
-        agent.perform(request)
-    assert raised.value.rule == "models"
+def test_a_child_without_work_ends_and_the_next_work_starts_another(
+    beside_a_stub: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedtta.client.agent.light.IDLE", 0.1)
+    refused(beside_a_stub)
+    until(lambda: beside_a_stub.backend._children._process is None)  # type: ignore[attr-defined]
+    refused(beside_a_stub)
 
 
 def test_without_pytorch_work_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
