@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from fedtta.client.agent.encoded import Encoded
 from fedtta.client.agent.live import as_floats
 from fedtta.client.agent.predictions import PredictQueue
 from fedtta.client.agent.server import serve
-from fedtta.client.serving import Served
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import protobuf
-from fedtta.models import save_model
+from fedtta.models import TwoHead, build, save_model
 from fedtta.models.preprocessing import Preprocessing
 from tests.client.agent import fake
-from tests.client.agent.world import SETTINGS, config, served
+from tests.client.agent.world import SETTINGS, config
 
+#: Not trained: no test asks whether its predictions are right.
+NETWORK = {"name": "cnn", "num_classes": 10, "in_channels": 3, "image_size": SETTINGS.image_size, "norm": "batch"}
 SPEC = {
     "preprocessing": Preprocessing(16, 3, "crop", "bicubic", 0.9).to_dict(),
     "classes": [f"d{i}" for i in range(10)],
@@ -35,10 +37,14 @@ SPEC = {
 
 
 def model_file(path: Path, **changes: Any) -> Path:
-    model: Served = served("none")
-    spec = {**model.spec, **SPEC, **changes}
-    save_model(path, model.network, {key: value for key, value in spec.items() if value is not None})
+    spec = {**NETWORK, **SPEC, **changes}
+    save_model(path, network(), {key: value for key, value in spec.items() if value is not None})
     return path
+
+
+@lru_cache(maxsize=1)
+def network() -> TwoHead:
+    return build(**NETWORK, seed=1)  # type: ignore[arg-type]
 
 
 def image(width: int = 40, height: int = 30) -> Image.Image:
@@ -174,8 +180,7 @@ def test_a_model_file_is_served_without_a_federation(tmp_path: Path) -> None:
         assert one.predict(one.check(Encoded((encoded("PNG"),)))).probabilities.shape == (1, 10)
         first = one.status().version
         one.close()
-    other: Served = served("none")
-    save_model(path, other.network, {**other.spec, **SPEC, "classes": [f"e{i}" for i in range(10)]})
+    model_file(path, classes=[f"e{i}" for i in range(10)])
     two = Agent(config(tmp_path, adapter="t3a", model=str(path)))
     assert [model.state for model, _ in two.models()] == ["kept", "served"]
     assert two.restore_model().version == first

@@ -51,8 +51,8 @@ def command(path: Path) -> list[str]:
 
 @contextmanager
 def process(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """An agent whose state is in `path`; killed if the test does not stop it."""
-    (path / "device.toml").write_text('name = "0"\nstate-dir = "state"\ndevice = "cpu"\n')
+    """An agent without torch, whose state is in `path`; killed if the test does not stop it."""
+    (path / "device.toml").write_text('name = "0"\nstate-dir = "state"\nruntime = "onnx"\n')
     with subprocess.Popen(command(path), cwd=ROOT, stderr=subprocess.PIPE, text=True) as agent:
         try:
             yield agent
@@ -60,12 +60,14 @@ def process(path: Path) -> Iterator[subprocess.Popen[str]]:
             agent.kill()
 
 
-def stops(agent: subprocess.Popen[str], path: Path, number: signal.Signals) -> None:
+def stops(agent: subprocess.Popen[str], path: Path, number: signal.Signals) -> str:
+    """Stop an agent with a signal; return what it has told."""
     agent.send_signal(number)
     _, told = agent.communicate(timeout=START)
     assert agent.returncode == 0, told
     assert f"stopping on {number.name}" in told
     assert not list(path.rglob("*.sock"))
+    return told
 
 
 def wait_for(path: Path) -> None:
@@ -114,9 +116,7 @@ def test_a_model_file_is_served_by_a_process_of_its_own(capsys: pytest.CaptureFi
                 assert reply.model_version.startswith("file/m/0/")
                 assert control.main(["--socket", f"unix:{path}/state/agent.sock", "models"]) == 0
                 assert f"served    {time.strftime('%Y-', time.gmtime())}" in capsys.readouterr().out
-                agent.send_signal(signal.SIGTERM)
-                _, told = agent.communicate(timeout=START)
-                assert agent.returncode == 0
+                told = stops(agent, path, signal.SIGTERM)
             finally:
                 agent.kill()
         lines = [json.loads(line) for line in told.splitlines()]
@@ -139,7 +139,7 @@ def test_a_config_that_cannot_be_used_is_told() -> None:
         done = subprocess.run(command(path), cwd=ROOT, capture_output=True, text=True, timeout=START, check=False)
         assert done.returncode == 2
         assert "device.toml: unknown key 'adaptor' (did you mean adapter?)" in done.stderr
-        (path / "device.toml").write_text('name = "0"\nstate-dir = "s"\n')
+        (path / "device.toml").write_text('name = "0"\nstate-dir = "s"\nruntime = "onnx"\n')
         (path / "s").mkdir()
         with socket.socket(socket.AF_UNIX) as other:
             other.bind(str(path / "s" / "relay.sock"))
