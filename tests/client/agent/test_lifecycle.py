@@ -113,12 +113,15 @@ def test_many_small_losses_of_accuracy_are_one_large_one(start: tuple[Path, Eval
         mixed = {n: ((1 - part) * v + part * np.roll(v, 1, 0)).astype(np.float32) for n, v in head.items()}
         return evaluation({**request.arrays, **mixed}, request.statistics)
 
-    told = [offer(agent, worse(0.02 * step)) for step in range(1, 31)]
+    told = [offer(agent, worse(0.04))]
+    first = agent.models()[-1][0].check["served_accuracy"]
+    told += [offer(agent, worse(0.04 * step)) for step in range(2, 16)]
     refused = [one for one in told if one.startswith("refused: ")]
     assert len([one for one in told if one.startswith("promoted")]) > 1
     assert any(one.endswith(" were lost before") for one in refused)
     (served,) = [model for model, _ in agent.models() if model.state == "served"]
     assert 0 < served.check["lost"] <= 0.1
+    assert served.check["accuracy"] >= first - 0.1 - 1e-9
     assert agent.status().version == served.version
     agent.restore_model()  # the owner's decision
     assert [model.check["lost"] for model, _ in agent.models() if model.state == "served"] == [0.0]
