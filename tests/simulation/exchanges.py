@@ -36,7 +36,7 @@ CLIENTS = 2
 PATIENCE = 300.0  # seconds for an exchange that has all the time it needs
 TOO_SHORT = 1e-3  # seconds
 SETTINGS = Settings(
-    clients=CLIENTS, partition="iid", fraction=0.1, image_size=16, device="cpu", local_epochs=1, augment=False,
+    clients=CLIENTS, partition="iid", fraction=0.3, image_size=16, device="cpu", local_epochs=1, augment=False,
     model="resnet20-bn", model_options="depth=8;width=4", batch_size=16, shifts="original", workers=2,
     collaborations="fedavg", stream_mix="iid", stream_size=20, stream_batch=10, stream_rounds=2,
 )  # fmt: skip
