@@ -22,6 +22,7 @@ from fedtta.messages.replies import WEIGHT_BINS, EvaluationResult
 from fedtta.messages.requests import AdapterRow
 from fedtta.models import TwoHead
 from fedtta.models.accelerator import clock
+from fedtta.models.deadline import Stopped
 from fedtta.settings import Settings
 from fedtta.tta import Adapter, Statistics
 from fedtta.tta.arrays import to_host
@@ -117,9 +118,11 @@ def memorize(
 
 @contextmanager
 def naming(row: AdapterRow, samples: str) -> Iterator[None]:
-    """Say in an error which of a client's rows failed, and on which samples."""
+    """Say in an error which of a client's rows failed, and on which samples; a deadline is no error of a row."""
     try:
         yield
+    except Stopped:
+        raise
     except ValueError as error:
         raise ValueError(f"{row.label} on {samples}: {error}") from error
     except Exception as error:
