@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,6 @@ from fedtta.client.evaluation import (
     gains_of,
     memorize,
     memorizes,
-    naming,
 )
 from fedtta.client.network import (
     carried_entries,
@@ -401,9 +399,9 @@ class Device:
                 self.model, self.settings, statistics, rates, self._neighbours(rows, request.round)
             )
             calibrated = self._calibrated(rows, context, request)
-            for samples, row in product(streams, rows):
-                with naming(row, samples.name):
-                    results.append(evaluate_row(row, context, samples, calibrated.get(row.label)))
+            results += [
+                evaluate_row(row, context, samples, calibrated.get(row.label)) for samples in streams for row in rows
+            ]
         used = self._trained_on(request.rows, private, request.round)
         checked = sum(len(samples.y) for samples in streams)
         leaked = sum(int(self.federation.among(samples.index, used).sum()) for samples in streams)
@@ -525,11 +523,7 @@ class Device:
         if not asking:
             return {}
         samples = self._validation(request)
-        found = {}
-        for row in asking:
-            with naming(row, "validation samples"):
-                found[row.label] = calibrate_row(row, context, samples)
-        return found
+        return {row.label: calibrate_row(row, context, samples) for row in asking}
 
     def _validation(self, request: Evaluate) -> Labelled:
         """Return the validation split, that estimates and candidates are calibrated on; ValueError for a target."""

@@ -117,7 +117,7 @@ def memorize(
 
 
 @contextmanager
-def naming(row: AdapterRow, samples: str) -> Iterator[None]:
+def _naming(row: AdapterRow, samples: str) -> Iterator[None]:
     """Say in an error which of a client's rows failed, and on which samples; a deadline is no error of a row."""
     try:
         yield
@@ -142,6 +142,13 @@ def evaluate_row(
     ValueError
         As `make_adapter` and `Adapter.predict`.
     """
+    with _naming(row, samples.name):
+        return _evaluated(row, context, samples, calibrated)
+
+
+def _evaluated(
+    row: AdapterRow, context: AdapterContext[TwoHead], samples: Stream, calibrated: Calibrated | None
+) -> EvaluationResult:
     total, estimated = _count(row, len(samples.y), context.settings), bool(calibrated and calibrated.known)
     adapter = make_adapter(row, context, calibrated.gains if calibrated else None)
     adapter.reset()
@@ -187,10 +194,11 @@ def calibrate_row(row: AdapterRow, context: AdapterContext[TwoHead], samples: La
     ValueError
         The row's adapter chooses among candidates, and there are no samples, or a candidate does not fit.
     """
-    gains = gains_of(row, context, samples) if chooses(row) else None
-    if not context.settings.estimate_accuracy or not len(samples.y):
-        return Calibrated({}, samples.heads, gains)
-    predicted, correct = predicted_by(row, context, samples, gains)
+    with _naming(row, "validation samples"):
+        gains = gains_of(row, context, samples) if chooses(row) else None
+        if not context.settings.estimate_accuracy or not len(samples.y):
+            return Calibrated({}, samples.heads, gains)
+        predicted, correct = predicted_by(row, context, samples, gains)
     if not finite_rows(torch.cat(predicted)).all():
         return Calibrated({}, samples.heads, gains)
     found = signals_of(context.model, samples.x, predicted, samples.heads)

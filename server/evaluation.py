@@ -125,6 +125,8 @@ def evaluation_round(
     """
     name, round = training.name, training.recipe.rounds(federation.settings) + 1
     clients, sent = _able(federation, training), _Sent(training, arrays, trained)
+    if federation.testers and not clients:
+        return
     common = {
         **federation.common(name),
         "round": round,

@@ -78,14 +78,13 @@ def run(
         the private state that a resumed run needs.
     """
     checkpoints = checkpoints or Checkpoints(folder, settings)
-    settings = with_stated_normalization(settings)
     events.listeners.append(checkpoints)
     ledger = Ledger(settings, folder if checkpoints.resumed else None)
     events.listeners.append(ledger)
     collaborations = check_collaborations(settings, plan(settings))
     if checkpoints.resumed is None:
         events("run", **describe(settings, bundle))
-    federation, info = connect(transport, settings, events, checkpoints)
+    federation, info = connect(transport, with_stated_normalization(settings), events, checkpoints)
     check_streams(settings, collaborations, info)
     roles = [] if collaborations and not settings.rounds else info.labelled_roles  # without rounds roles do not matter
     trainings = plan(settings, roles)
@@ -338,14 +337,12 @@ def with_stated_normalization(settings: Settings) -> Settings:
     SettingsError
         The file cannot be read.
     """
-    if settings.normalization != "auto":
-        return settings
     pretrained = str(assignments(settings.model_options, "model-options").get("pretrained"))
+    file = settings.init or (pretrained if pretrained.endswith(".safetensors") else "")
+    if settings.normalization != "auto" or not file:
+        return settings
     try:
-        if settings.init:
-            stated = load_model(settings.init)[1]
-        else:
-            stated = stated_spec(pretrained) if pretrained.endswith(".safetensors") else {}
+        stated = stated_spec(file)
     except (ValueError, OSError) as error:
         name = f"init = {settings.init!r}" if settings.init else f"model = {settings.model!r}"
         raise SettingsError(f"{name}: {error}") from error

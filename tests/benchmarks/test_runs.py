@@ -121,6 +121,16 @@ def test_a_training_that_was_cut_short_goes_on(
     shutil.rmtree(place)
 
 
+def test_a_test_from_a_model_file_is_read_again(started: list[Path], tmp_path: Path) -> None:
+    """Its run has the normalization of the file, which is no other setting than the `auto` that was asked for."""
+    evaluated(SETTINGS, tmp_path / "kept", tmp_path / "first")
+    from_file = SETTINGS.replace(init=str(tmp_path / "first" / "model.safetensors"), rounds=0)
+    evaluated(from_file, tmp_path / "kept", tmp_path / "second")
+    begun = list(started)
+    evaluated(from_file, tmp_path / "kept", tmp_path / "second")
+    assert started == begun
+
+
 def test_a_test_on_the_way_comes_from_the_same_training(started: list[Path], tmp_path: Path) -> None:
     longer = SETTINGS.replace(rounds=3)
     last = evaluated(longer, tmp_path / "kept", tmp_path / "last")

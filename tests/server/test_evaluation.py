@@ -136,6 +136,8 @@ def test_a_client_without_labels_gets_no_model_of_which_layers_stay_on_the_other
     assert [one["partition"] for one in place.of("evaluation")] == [0]
     (note,) = place.of("note")
     assert note["text"] == "fedbn: without labels, 1, 2 cannot have its model: some layers stay on clients that train"
+    alone = evaluate(own, training=training, unlabelled=[0], arrays=arrays)  # no reason to end a run that has trained
+    assert (len(alone.of("note")), alone.transport.requests(Evaluate)) == (1, [])
 
 
 def test_a_client_without_labels_gets_the_model_and_has_no_results() -> None:

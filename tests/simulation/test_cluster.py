@@ -137,7 +137,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Nodes that know nothing of this checkout: it is neither their folder nor on their path."""
     fast = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 5}
-    # nor processes that nobody needs: the autoscaler's, those that read logs, and workers without our environment
+    # nor needless processes: the autoscaler's, those that read logs, and workers without our environment
     bare = {"include_log_monitor": False}
     config = {**fast, "prestart_worker_first_driver": False}
     head = {"num_cpus": 0, "include_dashboard": False, "no_monitor": True, "_system_config": config, **bare}
