@@ -12,10 +12,11 @@ from fedtta.server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_f
 from fedtta.server.events import Event
 from fedtta.server.members import FederationInfo
 from fedtta.server.methods import Training, plan
+from fedtta.server.network import initial_model, model_spec
 from fedtta.server.privacy import RELEASES, journals
 from fedtta.server.report.journal import COPY, METRICS_FILE, line_of, read_lines, restored
 from fedtta.server.resume import FREE, earlier_events, unused_path
-from fedtta.server.run import count_steps, initial_model, model_spec, notes
+from fedtta.server.run import count_steps, notes
 from fedtta.server.trackers import FOLDER as TRACKERS
 from fedtta.settings import Settings, SettingsError, keys_in, to_toml
 from fedtta.settings.files import write_atomically
