@@ -233,8 +233,12 @@ def key_id(key: Ed25519PublicKey) -> str:
 
 def trusted_entities(key: Ed25519PublicKey) -> str:
     """Return the file for `flower-supernode --trusted-entities`: YAML, key id → key."""
-    text = key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
-    return f'{key_id(key)}: "{text}"\n'
+    return f'{key_id(key)}: "{public_text(key)}"\n'
+
+
+def public_text(key: Ed25519PublicKey) -> str:
+    """Return a key in OpenSSH's format, without a comment."""
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
 
 
 def app_key(path: Path) -> Ed25519PrivateKey:

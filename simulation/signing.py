@@ -5,6 +5,9 @@ Flower's own tools keep signatures in its Hub only. Here the operator signs a bu
 submitting it writes the same records that the Hub would give into the SuperLink's database (`fedtta submit --signed`).
 The private key signs where the code is reviewed; neither the SuperLink nor a device needs it.
 
+The file of a signature also has the public key, so that a bundle and a signature that do not belong together are
+refused before they are submitted. Whether that key is to be trusted only the devices decide.
+
 A signature covers the code of a run, not its settings. It does not expire: to revoke one, replace the key.
 """
 
@@ -22,10 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
-from fedtta.simulation.certificates import KeysError, app_key, key_id, write
+from fedtta.simulation.certificates import KeysError, app_key, key_id, public_text, write
 from fedtta.simulation.control import FlowerError, client
 from fedtta.simulation.superlink import PROJECT, Scalar, app_files
 
@@ -61,9 +65,9 @@ class Signature:
         """Return whether it is that of the bundle by the key."""
         try:
             key.verify(_decoded(self.signature), _message(bundle, self.signed_at))
-        except (InvalidSignature, ValueError):
+        except (InvalidSignature, ValueError, OverflowError):  # the last: a time that is none
             return False
-        return True
+        return self.key_id == key_id(key)
 
 
 def sign(bundle: bytes, key: Ed25519PrivateKey, now: int | None = None) -> Signature:
@@ -78,16 +82,21 @@ def read(path: Path) -> tuple[bytes, Signature]:
     Raises
     ------
     KeysError
-        A file is missing, or the signature's is damaged. Whether it verifies is decided by the devices.
+        A file is missing, the signature's is damaged, or it is not that of the bundle. Whether its key is to be
+        trusted is decided by the devices.
     """
     beside = path.with_name(path.name + SIGNATURE)
     try:
         content = json.loads(beside.read_text(encoding="utf-8"))
-        return path.read_bytes(), Signature(
-            str(content["key_id"]), int(content["signed_at"]), str(content["signature"])
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        bundle, key = path.read_bytes(), load_ssh_public_key(str(content["public_key"]).encode())
+        signature = Signature(str(content["key_id"]), int(content["signed_at"]), str(content["signature"]))
+    except KeyError as error:  # as those of before, without the key
+        raise KeysError(f"{path}, {beside.name}: {error} is missing; `fedtta sign` makes both") from error
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise KeysError(f"{path}, {beside.name}: {error}; `fedtta sign` makes both") from error
+    if not isinstance(key, Ed25519PublicKey) or not signature.verifies(bundle, key):
+        raise KeysError(f"{path}: {beside.name} is not its signature: one has changed; `fedtta sign` makes both")
+    return bundle, signature
 
 
 def link_state(database: Path) -> LinkState:
@@ -191,8 +200,9 @@ def main(words: Sequence[str] | None = None) -> int:
             bundle = build_fab_from_disk(app)
         signature = sign(bundle, key)
         write(arguments.out, bundle, private=False)
-        content = json.dumps(asdict(signature), indent=2) + "\n"
-        write(arguments.out.with_name(arguments.out.name + SIGNATURE), content.encode(), private=False)
+        content = {**asdict(signature), "public_key": public_text(key.public_key())}
+        beside = arguments.out.with_name(arguments.out.name + SIGNATURE)
+        write(beside, (json.dumps(content, indent=2) + "\n").encode(), private=False)
     except (KeysError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

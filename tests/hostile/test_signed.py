@@ -10,6 +10,7 @@ import io
 import json
 import zipfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +160,51 @@ def test_a_key_of_another_kind_and_damaged_files_are_refused(
             signing.read(tmp_path / "app.fab")
 
 
+def signed(path: Path, bundle: bytes, key: Path) -> dict[str, Any]:
+    """Write a bundle and its signature as `fedtta sign` does, and return what the signature's file has."""
+    assert signing.main([str(key), "--out", str(path)]) == 0
+    path.write_bytes(bundle)
+    beside = path.with_name(path.name + signing.SIGNATURE)
+    made: dict[str, Any] = json.loads(beside.read_text())
+    made |= asdict(signing.sign(bundle, app_key(key)))
+    beside.write_text(json.dumps(made))
+    return made
+
+
 def test_what_is_no_bundle_is_not_submitted(keys: Keys, bundle: bytes, tmp_path: Path) -> None:
     path, database = tmp_path / "app.fab", tmp_path / "superlink.db"
-    assert signing.main([str(keys.app), "--out", str(path)]) == 0
     database.touch()
     other = io.BytesIO()
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("a.txt", "a")
     for content in (bundle[: len(bundle) // 2], b"", other.getvalue()):
-        path.write_bytes(content)
+        signed(path, content, keys.app)
         with pytest.raises(KeysError, match=r"app\.fab is not the bundle of an app: .*`fedtta sign` makes one"):
             signing.start("127.0.0.1:1", None, database, path, {})
+
+
+def test_a_bundle_is_not_submitted_with_a_signature_that_is_not_its_own(
+    keys: Keys, bundle: bytes, tmp_path: Path
+) -> None:
+    """No device that trusts the key would run it, but a SuperLink, and a device that trusts none, would."""
+    path, beside, database = tmp_path / "app.fab", tmp_path / "app.fab.sig", tmp_path / "superlink.db"
+    database.touch()
+    other = make_keys(tmp_path / "other", 1, app=True)[0].app
+    theirs, good = signed(path, bundle, other), signed(path, bundle, keys.app)
+    wrong = [
+        (changed(bundle), good), (bundle, {**good, "signature": theirs["signature"]}),
+        (bundle, {**good, "public_key": theirs["public_key"]}), (bundle, {**theirs, "key_id": good["key_id"]}),
+        (bundle, {**good, "signed_at": good["signed_at"] + 1}), (bundle, {**good, "signed_at": -1}),
+    ]  # fmt: skip
+    for content, signature in wrong:
+        path.write_bytes(content)
+        beside.write_text(json.dumps(signature))
+        with pytest.raises(KeysError, match=r"app\.fab\.sig is not its signature: .*`fedtta sign` makes both"):
+            signing.start("127.0.0.1:1", None, database, path, {})
+    assert signing.link_state(database).get_fab(digest(bundle)) is None
+    beside.write_text(json.dumps({key: value for key, value in good.items() if key != "public_key"}))
+    with pytest.raises(KeysError, match="'public_key' is missing; `fedtta sign` makes both"):
+        signing.read(path)
 
 
 def test_a_folder_without_an_app_is_not_signed(keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
