@@ -198,7 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--state-dir", metavar="DIR", help="the agent's state directory")
     where.add_argument("--config", metavar="FILE", help="the device's file, which names it")
-    parser.add_argument("--run", default="", help="messages of this run only; the beginning of its name is enough")
+    parser.add_argument(
+        "--run", default="", help="the beginning of a run's identity (not of its run-name): its messages only"
+    )
     parser.add_argument("--json", action="store_true", help="lines as they are in the file, with digests")
     chosen = parser.parse_args(arguments)
     try:
@@ -206,11 +208,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not folder.is_dir():
             raise SettingsError(f"{folder}: no such folder")
         damaged: list[str] = []
+        none = True
         for line in lines(folder, damaged):
             if str(line.get("run", "")).startswith(chosen.run):
                 print(json.dumps(line) if chosen.json else _printable(text_of(line)))
+                none = False
         for line_of_file in damaged:
             print(f"{line_of_file}: damaged, cannot be read", file=sys.stderr)
+        if none:
+            of_run = f"of a run {chosen.run}...; without --run, lines show the runs that there are"
+            what = of_run if chosen.run else "yet"
+            print(_printable(f"{folder}: no message {what}"), file=sys.stderr)
     except BrokenPipeError:  # of the reader, such as `head`; the log itself is files
         raise
     except (SettingsError, OSError) as error:

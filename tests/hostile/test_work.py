@@ -228,7 +228,14 @@ def test_the_audit_log_has_what_left_and_no_values(agents: Any, capsys: pytest.C
     assert "policy least-batch-size" in (text := capsys.readouterr().out)
     assert "run one" not in text
     assert audit.main(["--state-dir", folder, "--json"]) == 0
-    assert [json.loads(line)["run"] for line in capsys.readouterr().out.splitlines()] == ["one", "two"]
+    told = capsys.readouterr()
+    assert [json.loads(line)["run"] for line in told.out.splitlines()] == ["one", "two"]
+    assert told.err == ""
+    assert audit.main(["--state-dir", folder, "--run", "three\x1b"]) == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err.splitlines()) == (
+        "", [f"{folder}: no message of a run three\\x1b...; without --run, lines show the runs that there are"]
+    )  # fmt: skip
     assert audit.main(["--state-dir", f"{folder}/nowhere"]) == 2
     device = Path(folder, "device.toml")
     device.write_text('state-dir = "~nobody-of-this-name/state"\n')
