@@ -118,7 +118,8 @@ class Rules(Limits):
 def check_webhook(webhook: str) -> None:
     """Refuse what is no https URL; http is allowed to this machine.
 
-    The message does not name the path, which often is a secret.
+    The message does not name the path, which often is a secret, nor what cannot be read as a host and a port: that may
+    be a user's password.
 
     Raises
     ------
@@ -127,8 +128,8 @@ def check_webhook(webhook: str) -> None:
     allowed = "allowed are https://<host>/... and, to this machine, http://127.0.0.1:<port>/..."
     try:
         url = httpx.URL(webhook)
-    except httpx.InvalidURL as error:
-        raise SettingsError(f"webhook: {error}; {allowed}") from error
+    except httpx.InvalidURL:
+        raise SettingsError(f"webhook: its host, port or characters are not those of a URL; {allowed}") from None
     if url.userinfo:
         raise SettingsError(f"webhook = '{url.scheme}://...@{url.host}': no user or password; {allowed}")
     if not url.host or url.scheme not in ("http", "https") or (url.scheme == "http" and not is_loopback(url.host)):

@@ -68,6 +68,7 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
         ('webhook = "https://example.org:port/x"', r"webhook: .*; allowed are https:"),
         ('webhook = "https://me:secret@example.org/"', r"webhook = 'https://...@example.org': no user or password"),
         ('webhook = "http://127.0.0.1.example.org/x"', r"allowed are https:"),
+        ('webhook = "https://me:s3cret/x"', r"webhook: its host, port or characters are not those of a URL"),
         ("webhook = 3", r"webhook = 3: allowed is a value of type str"),
     ],
 )  # fmt: skip
