@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from fedtta.settings.names import is_loopback
 
 LOG = logging.getLogger(__name__)
 TIMEOUT = 10.0  # seconds for one request, from connecting to the answer's status
-PAUSES = (1.0, 10.0)  # seconds before each further attempt
+PAUSES = (1.0, 10.0, 60.0, 300.0)  # seconds before each further attempt: a receiver may be restarted
 WAITING = 1000  # messages that wait, at most
 LEAVING = 2.0  # seconds for what still waits when the server stops
 
@@ -68,14 +68,14 @@ class Webhook:
         try:
             self._messages.put_nowait(message)
         except queue.Full:
-            LOG.warning("webhook %s: %d messages wait; dropped: %s", self.place, WAITING, message.get("text"))
+            LOG.warning("webhook %s: %d messages wait; dropped: %s", self.place, WAITING, _about(message))
 
     def _deliver(self) -> None:
         while (message := self._messages.get()) is not None:
             try:
                 self._attempts(message)
             except Exception:  # of one message; the next one is sent nevertheless
-                LOG.exception("webhook %s: not sent: %s", self.place, message.get("text"))
+                LOG.exception("webhook %s: not sent: %s", self.place, _about(message))
 
     def _attempts(self, message: dict[str, Any]) -> None:
         for pause in (*self._pauses, None):
@@ -85,7 +85,7 @@ class Webhook:
             if not again or pause is None:
                 break
             time.sleep(pause)
-        LOG.warning("webhook %s: not sent: %s: %s", self.place, problem, message.get("text"))
+        LOG.warning("webhook %s: not sent: %s: %s", self.place, problem, _about(message))
 
     async def _post(self, message: dict[str, Any]) -> tuple[str, bool]:
         """Return what went wrong, if anything, and whether another attempt may help."""
@@ -102,5 +102,12 @@ class Webhook:
                 return f"status {answer.status_code}", answer.status_code == 429 or answer.is_server_error
         except TimeoutError:
             return f"no answer in {self._timeout:g} s", True
+        except httpx.ConnectError as error:  # why: nobody listens, or a certificate that is not trusted
+            return f"{type(error).__name__}: {error}", True
         except httpx.HTTPError as error:
             return type(error).__name__, True
+
+
+def _about(message: Mapping[str, Any]) -> str:
+    """Return what a line of the log says of a message: the same alert begins and ends with the same text."""
+    return ": ".join(str(message[key]) for key in ("state", "text") if key in message)

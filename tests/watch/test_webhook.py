@@ -5,20 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedtta.simulation.keys import make_keys
 from fedtta.watch.alerting import Alerting
 from fedtta.watch.fleet import FleetDevice
 from fedtta.watch.rules import Rules
-from fedtta.watch.webhook import WAITING, Webhook
+from fedtta.watch.webhook import PAUSES, WAITING, Webhook
 from tests.watch.test_alerts import NOW, OFF, device
 
 SECRET = "/hooks/T0KEN"
@@ -144,7 +147,32 @@ def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
         url = to.url
     with caplog.at_level(logging.WARNING), Webhook(url, pauses=(0.01,)) as hook:
         hook.send({"text": "x"})
-        until(lambda: "not sent: ConnectError: x" in caplog.text, lambda: caplog.text)
+        until(lambda: "not sent: ConnectError: All connection attempts failed: x" in caplog.text, lambda: caplog.text)
+
+
+def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys, _ = make_keys(tmp_path, 1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*keys.server)
+    with server(200) as to:
+        to.socket = context.wrap_socket(to.socket, server_side=True)
+        url = to.url.replace("http:", "https:")
+        with caplog.at_level(logging.WARNING), Webhook(url, pauses=(0.01,)) as hook:
+            hook.send({"text": "x"})
+            until(lambda: "not sent: " in caplog.text, lambda: caplog.text)
+    assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
+    assert "T0KEN" not in caplog.text
+
+
+def test_a_receiver_may_be_away_for_minutes() -> None:
+    assert sum(PAUSES) > 5 * 60
+
+
+def test_a_line_says_whether_the_alert_began_or_ended(caplog: pytest.LogCaptureFixture) -> None:
+    with server(404, 404) as to, caplog.at_level(logging.WARNING), Webhook(to.url) as hook:
+        for state in ("begins", "ends"):
+            hook.send({"state": state, "text": "site-a: silent"})
+            until(lambda state=state: f"404: {state}: site-a: silent" in caplog.text, lambda: caplog.text)
 
 
 def test_alerts_are_logged_and_sent_while_the_devices_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
