@@ -293,3 +293,16 @@ def test_a_reader_that_ends_first_is_no_error(tmp_path: Path, lines: int) -> Non
     )  # fmt: skip
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_where_only_a_light_agent_is_installed_the_other_commands_are_named(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "fedtta", "status", "--agent", "unix:a.sock"],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: the command fedtta needs typer, which is not installed here; ")
+    assert "python -m fedtta.client.agent.control --socket ADDRESS status" in line
