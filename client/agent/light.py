@@ -138,11 +138,11 @@ class Light:
         """Return the model in a folder of the store; one without an intact exported encoder is exported first."""
         try:
             return Exported.load(folder, self._precision)
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError) as damage:  # which may be of a file that no export makes again
             try:
                 self._children.work("export", {"folder": str(folder)})
             except (RuntimeError, ArithmeticError) as error:
-                raise ValueError(f"{folder}: {error}") from error
+                raise ValueError(f"{damage}; {error}") from error
             return Exported.load(folder, self._precision)
 
     def from_file(self, path: Path) -> Offer:

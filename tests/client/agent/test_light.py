@@ -430,8 +430,21 @@ def test_without_pytorch_an_agent_starts_with_the_model_that_it_can_read(
     agent = Agent(config(tmp_path, runtime="onnx", adapter="btfl", model=str(tmp_path / "new.safetensors")))
     notes = " ".join(agent.status().notes)
     assert agent.status().version.startswith("r/t/1/")
-    assert f"model refused: {tmp_path}/state/models/2: export: needs PyTorch" in notes
+    assert f"model refused: there is no file {tmp_path}/state/models/2/{ENCODER}; export: needs PyTorch" in notes
     assert "new.safetensors is not served: file: needs PyTorch" in notes
+    agent.close()
+
+
+def test_without_pytorch_a_damaged_file_of_a_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No export makes the network's own file again."""
+    store = Store(tmp_path / "state", 1, print)
+    store.add(replace(made("cnn"), row=AdapterRow("btfl", "btfl"), origin="r/t/1"), "served")
+    store.close()
+    network = tmp_path / "state/models/1" / NETWORK
+    network.write_bytes(network.read_bytes()[:-1])
+    monkeypatch.setattr("fedtta.client.agent.light.find_spec", {"onnxruntime": True}.get)
+    agent = Agent(config(tmp_path, runtime="onnx", adapter="btfl"))
+    assert any(note.startswith(f"model refused: {network}: corrupt") for note in agent.status().notes)
     agent.close()
 
 
