@@ -241,7 +241,9 @@ class Agent:
             except BaseException:
                 live.changed = True
                 raise
-            live.saved, self.trouble = samples, ""
+            live.saved, recovered, self.trouble = samples, bool(self.trouble), ""
+        if recovered:
+            self._note("saved again")
         self.log.write("saved", version=live.version, snapshot=entry.name, samples=samples)
         return Saved(entry.name, live.version, entry.samples)
 

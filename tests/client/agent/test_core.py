@@ -352,6 +352,10 @@ def test_a_full_disk_is_noted_and_predictions_go_on(agents: Any, monkeypatch: py
             agent.snapshot()
     predictions(agent, 30, 40)
     until(lambda: agent.status().unsaved_samples == 0)
+    until(lambda: agent.status().notes[-1] == "saved again")
+    predictions(agent, 40, 50)
+    until(lambda: agent.status().unsaved_samples == 0)
+    assert agent.status().notes.count("saved again") == 1
 
 
 def test_another_adapter_keeps_the_model_and_drops_the_history(folder: Path) -> None:
