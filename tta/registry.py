@@ -78,10 +78,12 @@ ADAPTERS: Mapping[str, type[Adapter]] = _Adapters()
 
 
 def info(name: str) -> type[Adapter]:
-    """Return the class of `name`; raise ValueError listing what exists if there is none."""
+    """Return the class of `name`; raise ValueError listing what exists if there is none, or if it calls itself else."""
     if name not in ADAPTERS:
         raise ValueError(f"unknown adapter {name!r}; there are: {_listed(ADAPTERS)}")
-    return ADAPTERS[name]
+    if (found := ADAPTERS[name]).name != name:  # results and messages would have two names for one thing
+        raise ValueError(f"adapter {name!r}: {PATHS[name]} says name = {found.name!r}; allowed is one name in both")
+    return found
 
 
 def candidates_of(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from torch import nn
 from fedtta import tta
 from fedtta.tta import ADAPTERS
 from fedtta.tta.modules import zero_rates
-from fedtta.tta.registry import create, parse_options
+from fedtta.tta.registry import PATHS, create, info, parse_options
 from fedtta.tta.trial import check_options
 from tests.tta.networks import CLASSES, images
 from tests.tta.test_adapter_contract import known, network, store
@@ -210,3 +210,9 @@ def test_an_argument_that_is_no_option_is_named():
         TypeError, match=r"Untyped.__init__: strength, rate, more: an option is a named argument with a"
     ):
         _ = Untyped.options
+
+
+def test_an_adapter_that_calls_itself_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PATHS, "mine", "fedtta.tta.t3a:T3A")
+    with pytest.raises(ValueError, match=r"adapter 'mine': fedtta\.tta\.t3a:T3A says name = 't3a'"):
+        info("mine")
