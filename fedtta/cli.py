@@ -320,13 +320,21 @@ def list_devices(
     """Show name, node, status, last seen, data and model of every device."""
     from rich.console import Console
 
+    from fedtta.settings import SettingsError
     from fedtta.simulation import devices as enrolled
 
+    asked: dict[str, str] = {}
+    for pair in agents or ():
+        name, _, address = pair.partition("=")
+        if not (name and address) or name in asked:
+            raise click.UsageError(f"--agent {pair}: allowed is NAME=unix:PATH, once for each device")
+        asked[name] = address
     with failing():
-        asked = [pair.partition("=")[::2] for pair in agents or ()]
         found = enrolled.listed(superlink, None if insecure else root)
+        if unknown := sorted(asked.keys() - {one.name for one in found}):
+            raise SettingsError(f"--agent {unknown[0]}=...: no device of this name is enrolled")
         known = enrolled.from_run(folder) if folder else {}
-        known |= {name: enrolled.from_agent(address) for name, address in asked}
+        known |= {name: enrolled.from_agent(address) for name, address in asked.items()}
         Console().print(enrolled.table(found, known, gone))
 
 

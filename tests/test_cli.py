@@ -18,6 +18,7 @@ from fedtta import cli
 from fedtta.client.agent.store import Lock
 from fedtta.client.config import AgentConfig
 from fedtta.settings import GROUPS, Settings, keys_in
+from fedtta.simulation import devices
 from tests.client.agent import fake
 
 ROOT = Path(__file__).parent.parent
@@ -267,6 +268,18 @@ def test_a_superlink_that_does_not_answer_is_status_1(tmp_path: Path) -> None:
     assert done.exit_code == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("failed: no SuperLink answers at 127.0.0.1:1")
+
+
+@pytest.mark.parametrize("agents", [["a=unix:x", "a=unix:y"], ["unix:x"], ["a="], ["b=unix:x"]])
+def test_agents_of_a_list_of_devices_are_each_named_once(agents: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of two was asked, and one of a device that is not enrolled for nothing."""
+    found = [devices.Device("a", 1, "online", None)]
+    monkeypatch.setattr(devices, "listed", lambda *_: found)
+    monkeypatch.setattr(devices, "from_agent", lambda _: devices.Known("d", "m"))
+    done = invoke("devices", "list", "--insecure", *(word for one in agents for word in ("--agent", one)))
+    assert done.exit_code == 2
+    assert f"--agent {agents[-1].partition('=')[0]}" in done.stderr
+    assert invoke("devices", "list", "--insecure", "--agent", "a=unix:x").exit_code == 0
 
 
 # Real processes
