@@ -141,11 +141,9 @@ def abilities(name: str, in_channels: int, image_size: int, options: Mapping[str
     Raises
     ------
     ValueError, ImportError
-        An external network cannot be built; see `build`.
+        The network cannot be built; see `build`.
     """
-    check_name(name)
-    if not is_external(name):
-        return Abilities(MODELS[name].normalisation_with(options) == "batch", True)
+    check_build(name, 2, in_channels, image_size, options)  # those of weights, too
     return _abilities(name, in_channels, image_size, json.dumps(without_weights(options)))
 
 

@@ -323,7 +323,8 @@ def _abilities(settings: Settings) -> Abilities:
         options = assignments(settings.model_options, "model-options")
         return abilities(settings.model, settings.channels, settings.image_size, options)
     except (ValueError, ImportError) as error:
-        raise SettingsError(f"model = {settings.model!r}: {error}") from error
+        given = f", model-options = {settings.model_options!r}" if settings.model_options else ""
+        raise SettingsError(f"model = {settings.model!r}{given}: {error}") from error
 
 
 def _with_batchnorm() -> list[str]:

@@ -212,6 +212,23 @@ def test_unknown_model_lists_what_exists() -> None:
         plan(Settings(model="vgg"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_options": "width=x"}, "model-options = 'width=x': .* no option 'width'; there are: bias, .*norm"),
+        ({"model_options": "norm=b"}, "norm='b' is not allowed; it must be one of None, 'batch'"),
+        ({"model_options": "pretrained=3", "model": "resnet18"}, "pretrained=3 is not allowed; .* the path of a file"),
+        ({"model_options": "groups=5", "model": "resnet20-gn"}, "groups=5"),  # 16 channels: the backbone knows
+        ({"image_size": 12}, "model = 'cnn': .*image_size=12 is too small; the minimum is 16"),
+    ],
+)
+def test_a_network_that_cannot_be_built_is_refused_before_any_client_is_asked(
+    changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(SettingsError, match=told):
+        plan(Settings(methods="fedavg", **changes))
+
+
 def test_external_networks_are_asked_for_what_a_method_needs() -> None:
     vit = Settings(methods="fedavg", model="timm:vit_tiny_patch16_224")
     assert plan(vit)
