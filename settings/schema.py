@@ -482,6 +482,8 @@ class Settings:
             raise SettingsError(f"momentum = {self.momentum}: allowed with optimizer = 'sgd' only")
         if self.leave_one_out and self.statistics_weighting != "uniform":
             raise SettingsError("leave-one-out = True: allowed with statistics-weighting = 'uniform' only")
+        if "unseen_domain" in self.shifts.lower().replace(" ", "").split(",") and not self.unseen_domain:
+            raise SettingsError(f"shifts = {self.shifts!r}: unseen_domain needs unseen-domain = '<domain>'")
         for field in dataclasses.fields(self) if self.split == "published" else ():
             allowed, value = field.metadata["published"], getattr(self, field.name)
             if allowed is not None and value not in allowed:

@@ -73,6 +73,7 @@ def test_toml_round_trip(
         ({"split": "published", "unseen-domain": "ink"}, ["unseen-domain", "'ink'", "split = 'published' is ''"]),
         ({"split": "published", "collaborations": "none"}, ["collaborations", "'none'", "split = 'published' is ''"]),
         ({"split": "published", "fraction-train": 0.5}, ["fraction-train", "0.5", "split = 'published' is 1.0"]),
+        ({"shifts": "original, Unseen_Domain"}, ["shifts", "unseen_domain", "unseen-domain = '<domain>'"]),
         ({"run-name": "../x"}, ["run-name", "'../x'", "folder name"]),
         ({"run-name": "ü" * 101}, ["run-name", "folder name", "200 bytes"]),
         ({"run-name": "a\0b"}, ["run-name", "'a\\x00b'", "folder name"]),
