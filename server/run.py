@@ -44,6 +44,9 @@ from fedtta.settings import Settings, SettingsError, assignments, is_number
 from fedtta.strategies import Broadcast
 from fedtta.tta.trial import check_options
 
+#: With fewer test samples than these, a run says that a client's accuracy means little.
+FEW_TESTED = 10
+
 
 def run(
     transport: Transport,
@@ -296,8 +299,22 @@ def notes(
     pretrained = "pretrained" in options or options.get("weights") == "default"
     untrained = collaborations and not (settings.init or settings.rounds or pretrained)
     random = "no init: the network that is adapted is random" if untrained else ""
-    texts = (info.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), *model.notes, random)
+    few = "" if collaborations else few_tested(info)
+    texts = (info.note, *left_out_notes(settings, roles), tuning_note(settings, trainings), *model.notes, random, few)
     return [text for text in texts if text]
+
+
+def few_tested(info: FederationInfo) -> str:
+    """Return a note on clients that test on so few samples that their accuracies say little; empty without any."""
+    clients = zip(info.roles, info.data, info.sizes, strict=True)
+    tested = [sizes[2] for role, data, sizes in clients if role != "source" and data.get("labelled", True)]
+    few = [size for size in tested if size < FEW_TESTED]
+    if not few:
+        return ""
+    return (
+        f"test samples: {len(few)} of {len(tested)} clients have fewer than {FEW_TESTED}, the smallest test set has "
+        f"{min(few)}: there, one sample moves an accuracy by more than {100 // FEW_TESTED} points"
+    )
 
 
 def check_rows(trainings: Sequence[Training], model: TwoHead, settings: Settings) -> None:

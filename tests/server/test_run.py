@@ -23,7 +23,7 @@ from fedtta.server.members import FederationInfo
 from fedtta.server.methods import plan
 from fedtta.server.network import model_spec
 from fedtta.server.report import read_results, table
-from fedtta.server.run import notes
+from fedtta.server.run import few_tested, notes
 from fedtta.settings import Settings, SettingsError
 from tests.transports import devices
 
@@ -161,6 +161,19 @@ def test_means_that_do_not_speak_for_all_clients_say_so(tmp_path: Path) -> None:
         f"cross_entropy: {what} of 2 of 3 clients only; missing: 1" for what in ("statistics", "accuracies")
     ]
     assert notes[-1] in (folder / "report.html").read_text()
+
+
+def test_test_sets_that_say_little_are_noted() -> None:
+    def note(sizes: list[int], roles: list[str], labelled: tuple[bool, ...] = (True, True, True)) -> str:
+        counts = [[40, 9, size] for size in sizes]
+        data = [{"labelled": one} for one in labelled]
+        about = {"classes": ["a", "b"], "channels": 3, "mean": [0.5], "std": [0.5], "shifts": ["original"], "note": ""}
+        return few_tested(FederationInfo(**about, sizes=counts, roles=roles, data=data))
+
+    told = "test samples: 2 of 3 clients have fewer than 10, the smallest test set has 0: there, one sample moves"
+    assert note([9, 10, 0], ["both"] * 3).startswith(told)
+    assert note([10, 10, 0], ["target", "target", "source"]) == ""
+    assert note([10, 10, 0], ["both"] * 3, (True, True, False)) == ""
 
 
 def test_a_fraction_of_clients_a_round_and_all_of_them_at_the_end(tmp_path: Path) -> None:
