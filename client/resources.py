@@ -73,7 +73,9 @@ def natural_of(settings: Settings) -> Images | None:
         return given.natural
     options = words(settings.dataset_options, "dataset-options")
     chosen: Any = options.get("natural", "")
-    return load_natural(settings.dataset, settings.data_dir or None, settings.image_size, natural=chosen)
+    return load_natural(
+        settings.dataset, settings.data_dir or None, settings.image_size, settings.channels, natural=chosen
+    )
 
 
 def federation_of(settings: Settings) -> Federation:
@@ -263,6 +265,7 @@ def _federation(chosen: tuple[tuple[str, Scalar], ...]) -> Federation:
         settings.dataset,
         root=settings.data_dir or None,
         image_size=settings.image_size,
+        channels=settings.channels,
         download=settings.download,
         fraction=settings.fraction,
         seed=settings.seed,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
+from fedtta.client import resources
 from fedtta.client.algorithms.training import generator
+from fedtta.client.resources import federation_of, natural_of, network_spec
 from fedtta.client.statistics import summarise
 from fedtta.data import CORRUPTIONS
+from fedtta.settings import Settings
 from tests.client.tiny import (
     CLASSES,
     FEATURES,
@@ -226,3 +230,14 @@ def test_validation_counts_the_received_global_head_and_the_new_personal_head() 
             correct["personal-validation-correct"] += int(twin.personal_head(z).argmax()) == y
     assert metrics["validation-total"] == 8
     assert {name: metrics[name] for name in correct} == correct
+
+
+def test_a_data_set_that_is_divided_has_the_channels_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(channels=1, clients=2, fraction=0.15, image_size=16)
+    grey = federation_of(settings).images
+    assert grey.shape == (1, 16, 16)
+    assert network_spec(grey, settings)["in_channels"] == 1
+    asked = Mock(return_value=None)
+    monkeypatch.setattr(resources, "load_natural", asked)
+    natural_of(settings)
+    assert asked.call_args.args == ("digits", None, 16, 1)
