@@ -45,7 +45,7 @@ def load_digit5(request: Request, *, domains: str = "", per_domain: int = 2000, 
         A requested domain, or a part of one, is not available.
     """
     if request.root is None:
-        raise FileNotFoundError("digit5 needs root (or FEDTTA_DATA)")
+        raise FileNotFoundError("digit5 needs a data folder: data-dir, or the environment variable FEDTTA_DATA")
     root = request.root
     available = {name: any(_file(root, name, part).is_file() for part in _PARTS) for name in DOMAINS}
     expected = (

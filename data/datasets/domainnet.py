@@ -41,7 +41,7 @@ def load_domainnet(request: Request, *, domains: str = "", per_domain: int = 200
         A requested domain is not available.
     """
     if request.root is None:
-        raise FileNotFoundError("domainnet needs root (or FEDTTA_DATA)")
+        raise FileNotFoundError("domainnet needs a data folder: data-dir, or the environment variable FEDTTA_DATA")
     top = request.root / "domainnet"
     available = {domain: (top / domain).is_dir() for domain in DOMAINS}
     expected = f"{top}/<domain>/<class>/*.jpg, class one of {', '.join(CLASSES)}"
@@ -66,7 +66,7 @@ def load_officehome(request: Request, *, domains: str = "", per_domain: int = 0,
         As `load_domainnet`, or the domains have different classes.
     """
     if request.root is None:
-        raise FileNotFoundError("officehome needs root (or FEDTTA_DATA)")
+        raise FileNotFoundError("officehome needs a data folder: data-dir, or the environment variable FEDTTA_DATA")
     top = request.root / "officehome"
     folders = {domain: top / name for domain, name in HOMES.items()}
     available = {domain: folder.is_dir() for domain, folder in folders.items()}

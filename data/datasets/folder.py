@@ -31,7 +31,7 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
         The folder does not exist.
     """
     if request.root is None:
-        raise ValueError("an image folder needs root (or FEDTTA_DATA)")
+        raise ValueError("an image folder needs a data folder: data-dir, or the environment variable FEDTTA_DATA")
     top = request.root / path
     if not top.is_dir():
         raise FileNotFoundError(f"there is no folder {top}")

@@ -40,7 +40,7 @@ def load_npz(request: Request, *, path: str = "data.npz", layout: str = "auto") 
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; there are: {', '.join(LAYOUTS)}")
     if request.root is None:
-        raise ValueError("an npz data set needs root (or FEDTTA_DATA)")
+        raise ValueError("an npz data set needs a data folder: data-dir, or the environment variable FEDTTA_DATA")
     file = request.root / path if request.root.is_dir() else request.root
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")

@@ -66,7 +66,7 @@ def load_mosaics(
     if part not in PARTS:
         raise ValueError(f"unknown part {part!r}; there are: {', '.join(PARTS)}")
     if request.root is None:
-        raise FileNotFoundError(f"{name} needs root (or FEDTTA_DATA)")
+        raise FileNotFoundError(f"{name} needs a data folder: data-dir, or the environment variable FEDTTA_DATA")
     below, all_domains, count = _FACTS[name]
     folder = request.root / below
     label_file = folder / "labels.npz"
