@@ -36,6 +36,8 @@ from fedtta.tta.statistics import STATISTICS_NEEDS
 
 #: Name → (probabilities [n, K], labels [n]) → number, averaged over clients by their test samples.
 METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {}
+#: By which a row of probabilities may miss one: far more than float16 rounds, far less than logits do.
+SUM_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,24 @@ def _naming(row: AdapterRow, samples: str) -> Iterator[None]:
         raise RuntimeError(f"{row.label} on {samples}: {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def _unchanged(model: nn.Module, x: Rows) -> Iterator[None]:
+    """Raise ValueError if an adapter writes to what the other rows get, too: the network, or images x in memory."""
+    shared = {
+        "the network": [*model.parameters(), *model.buffers()],
+        "its images": [x] if isinstance(x, Tensor) else [],
+    }
+    before = {what: _versions(tensors) for what, tensors in shared.items()}
+    yield
+    if changed := [what for what, tensors in shared.items() if _versions(tensors) != before[what]]:
+        raise ValueError(f"the adapter changes {' and '.join(changed)} in place, which other rows share")
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each tensor was written to."""
+    return [one._version for one in tensors if not one.is_inference()]
+
+
 def evaluate_row(
     row: AdapterRow, context: AdapterContext[TwoHead], samples: Stream, calibrated: Calibrated | None = None
 ) -> EvaluationResult:
@@ -140,9 +160,10 @@ def evaluate_row(
     Raises
     ------
     ValueError
-        As `make_adapter` and `Adapter.predict`.
+        As `make_adapter` and `Adapter.predict`; or the adapter wrote to what the other rows share, or its rows are no
+        probabilities.
     """
-    with _naming(row, samples.name):
+    with _naming(row, samples.name), _unchanged(context.model, samples.x):
         return _evaluated(row, context, samples, calibrated)
 
 
@@ -155,16 +176,19 @@ def _evaluated(
     size = _batch_size(adapter, context.settings, total)
     device = next(context.model.parameters()).device
     start = clock(device)
-    counts, predicted = torch.zeros(2, dtype=torch.int64, device=samples.y.device), []  # right, not finite
+    counts, predicted = torch.zeros(3, dtype=torch.int64, device=samples.y.device), []  # right, not finite, no sum
     for begin in range(0, total, size):
         stop = min(begin + size, total)
         probabilities = _predict(adapter, samples.x[begin:stop], context.model)
         finite = finite_rows(probabilities)
         right = (probabilities.argmax(1) == samples.y[begin:stop]) & finite
-        counts += torch.stack([right, ~finite]).sum(1)
+        odd = (probabilities.sum(1) - 1).abs() > SUM_TOLERANCE
+        counts += torch.stack([right, ~finite, odd & finite]).sum(1)
         if METRICS or estimated:
             predicted.append(probabilities)
-    correct, broken = counts.tolist()  # the only wait for a GPU that evaluation adds
+    correct, broken, odd_rows = counts.tolist()  # the only wait for a GPU that evaluation adds
+    if odd_rows:
+        raise ValueError(f"{odd_rows} of {total} rows do not sum to one: an adapter returns probabilities, not logits")
     seconds = clock(device) - start
     labels = samples.y[:total].cpu()
     found = {}
@@ -194,7 +218,7 @@ def calibrate_row(row: AdapterRow, context: AdapterContext[TwoHead], samples: La
     ValueError
         The row's adapter chooses among candidates, and there are no samples, or a candidate does not fit.
     """
-    with _naming(row, "validation samples"):
+    with _naming(row, "validation samples"), _unchanged(context.model, samples.x):
         gains = gains_of(row, context, samples) if chooses(row) else None
         if not context.settings.estimate_accuracy or not len(samples.y):
             return Calibrated({}, samples.heads, gains)

@@ -167,6 +167,32 @@ def test_a_broken_adapter_is_named(
     assert str(caught.value).startswith("mine on original: ")
 
 
+def writes_to_its_input(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.model(x.mul_(0.5)).softmax(1)
+
+
+def writes_to_the_network(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.model.head.bias.add_(1)
+    return self.model(x).softmax(1)
+
+
+@pytest.mark.parametrize(
+    ("predict", "told"),
+    [
+        (writes_to_its_input, "mine on original: the adapter changes its images in place, which other rows share"),
+        (writes_to_the_network, "mine on original: the adapter changes the network in place, which other rows share"),
+        (lambda self, x: self.model(x), r"mine on original: \d+ of \d+ rows do not sum to one: .* not logits"),
+    ],
+)
+def test_an_adapter_that_would_falsify_other_rows_or_its_own_is_refused(
+    predict: Any, told: str, trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, arrays, means = trained
+    monkeypatch.setattr(tta.ADAPTERS["none"], "_predict", predict)
+    with pytest.raises(ValueError, match=told):
+        client.evaluate(3, Task("t"), arrays, means, [Row("mine", "none"), Row("personal", "personal")], ["original"])
+
+
 def diverging(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Predict class 0 for the first four samples of a batch, and NaN for the others."""
     p = torch.eye(3)[:1].repeat(len(x), 1)
