@@ -20,7 +20,7 @@ from fedtta.messages.requests import Train, TrainingTask
 from fedtta.privacy.gaussian import Privacy
 from fedtta.server.aggregation import client_metrics, load_strategy_records, strategy_records
 from fedtta.server.checkpoints import Checkpoints, Position
-from fedtta.server.events import NoReplies
+from fedtta.server.events import NoReplies, RunError
 from fedtta.server.limits import Distances, TrainLimits
 from fedtta.server.methods import Training
 from fedtta.server.nodes import sample
@@ -83,6 +83,8 @@ def train_round(
     ------
     NoReplies, QuorumMissed
         As `Round.ask`.
+    RunError
+        What the strategy returned is no model of this network.
     """
     start = time.perf_counter()
     settings = federation.settings
@@ -110,6 +112,9 @@ def train_round(
     aggregated, _ = strategy.aggregate_train(round, [_trained_message(one, metrics) for one in outcome.replies])
     if aggregated is None:
         raise NoReplies(f"{name}, round {round}: the strategy returned no model")
+    new = read_arrays(aggregated)
+    if reason := _misfit(new, arrays):  # clients would refuse it, and the run would blame them
+        raise RunError(f"{name}, round {round}: {type(strategy).__name__} returned no model of this network: {reason}")
     federation.events(
         "round",
         training=training,
@@ -122,8 +127,19 @@ def train_round(
         bytes_up=outcome.bytes_up,
         **({} if how == "float32" else compression(outcome, array_bytes(sent))),
     )
-    new = read_arrays(aggregated)
     return {name: channels_last(value.astype(arrays[name].dtype, copy=False)) for name, value in new.items()}
+
+
+def _misfit(new: Arrays, old: Arrays) -> str:
+    """Return why an aggregate cannot take the place of the model before; empty if it can."""
+    if set(new) != set(old):
+        return f"missing {sorted(set(old) - set(new))}, unknown {sorted(set(new) - set(old))}"
+    for name, value in new.items():
+        if value.shape != old[name].shape:
+            return f"{name}: shape {value.shape} does not fit {old[name].shape}"
+        if not np.isfinite(value).all():
+            return f"{name} holds values that are not finite"
+    return ""
 
 
 def _trained_message(replied: Replied, metrics: Sequence[str]) -> Any:

@@ -22,11 +22,12 @@ from fedtta.server.aggregation import (
     strategy_records,
 )
 from fedtta.server.checkpoints import Checkpoint, Position, read_checkpoint, write_checkpoint
-from fedtta.server.events import QuorumMissed
+from fedtta.server.events import QuorumMissed, RunError
 from fedtta.server.methods import plan
 from fedtta.server.trainings import TRAININGS, TrainingStage
 from fedtta.settings import Settings, SettingsError
 from fedtta.strategies import AGGREGATIONS, FedAvg, RobustFedAvg, aggregation_names
+from fedtta.strategies.aggregation import NumpyAggregation
 from tests.flower import record, reply
 from tests.server.test_nodes import IDENTITY, raises
 from tests.server.test_rounds import Place, client
@@ -143,3 +144,24 @@ def test_a_strategy_continues_from_a_checkpoint_with_the_same_bits(aggregation: 
     changed = {name for name in seen[0] if seen[0][name] != seen[1][name]}
     kept = {"current_arrays", "momentum_vector"} if set(records) > {"arrays"} else set()
     assert changed - REPLACED <= kept
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"w": np.zeros(3)}, r"missing \['n.running_var'\], unknown \[\]"),
+        ({"w": np.zeros(3), "n.running_var": np.ones(2), "v": np.ones(1)}, r"missing \[\], unknown \['v'\]"),
+        ({"w": np.zeros(2), "n.running_var": np.ones(2)}, r"w: shape \(2,\) does not fit \(3,\)"),
+        ({"w": np.full(3, np.nan), "n.running_var": np.ones(2)}, "w holds values that are not finite"),
+    ],
+)
+def test_a_rule_of_ones_own_that_returns_no_model_is_named_and_not_the_clients(
+    answer: dict[str, np.ndarray], told: str
+) -> None:
+    class Mine(NumpyAggregation):
+        def aggregate(self, replies: Any) -> dict[str, np.ndarray]:
+            return answer
+
+    place = Place({0: client(1), 1: client(5)})
+    with pytest.raises(RunError, match=f"round 1: Mine returned no model of this network: {told}"):
+        place.round(Mine())
