@@ -29,6 +29,7 @@ from fedtta.messages.arrays import array_bytes
 from fedtta.messages.flower import CONTENT, SECRET, block_record, from_content, held_record, secret_of
 from fedtta.messages.inbox import Incomplete, by_threads, inbox_of, over_http
 from fedtta.messages.record import Record
+from fedtta.messages.replies import Identity, Telemetry
 from fedtta.messages.requests import Observe
 from fedtta.messages.transport import Addressed, Answer, late, read_answer, unknown_node
 
@@ -47,6 +48,8 @@ REMIND, REMIND_PART, REMINDERS, REMINDER_LIFE = 60.0, 1 / 4, 3, 10.0
 #: A reply has at most so many bytes, and so many times the bytes of the largest request: it holds a part of the
 #: network, or statistics of it, up to three times over (what is shared, its start, and the normalization).
 REPLY_BYTES, REPLY_TIMES = 64 << 20, 4
+#: What a key is registered as that was enrolled without the name of a device: the file that `fedtta keys` wrote.
+UNNAMED = re.compile(r"node-[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -140,10 +143,11 @@ class GridTransport:
 
         A message lives no longer than the timeout, so that a node that returns later does not work on it; clocks must
         agree to well within it. A message to a node that the grid does not have is not sent. One whose reply lacks its
-        secret is sent again under another one: the SuperLink keeps only one reply to a message, the forged one.
+        secret is sent again under another one: the SuperLink keeps only one reply to a message, the forged one. A
+        client with another name than its node's key was enrolled under is refused.
         """
         end = self._clock() + timeout
-        connected = set(self.grid.get_node_ids())
+        connected = {node.node_id: node.name for node in self.grid.get_nodes()}
         queued = [(one, 1) for one in reversed(requests)]
         waiting: dict[str, _Sent] = {}
         inbox = inbox_of(self.grid, self._most_bytes, lambda: self._clock() >= end)
@@ -170,7 +174,7 @@ class GridTransport:
                         if answer is None:
                             queued.append((sent.one, sent.times + 1))
                         else:
-                            yield answer
+                            yield _as_enrolled(answer, connected[answer.node])
                         del answer, sent, read  # a large reply must not be here while the next one comes
                     elif reminders and ticket in reminders.tickets:  # not one of former reminders that comes late
                         reminders.tickets.remove(ticket)
@@ -285,6 +289,14 @@ def _answer(sent: _Sent, read: Callable[[], Message]) -> Answer | None:
         return from_content(type(one.request).reply.kind, message.content)
 
     return read_answer(one, record)
+
+
+def _as_enrolled(answer: Answer, name: str) -> Answer:
+    """Refuse what tells another name than the node's key was enrolled under: it would take another client's place."""
+    told = answer.reply.name if isinstance(answer.reply, Identity | Telemetry) else name
+    if told == name or not name or UNNAMED.fullmatch(name):
+        return answer
+    return Answer(answer.node, None, "refused", f"{told}: the key of node {answer.node} is enrolled as {name!r}")
 
 
 def _opened(read: Callable[[], Message]) -> Message | Exception:

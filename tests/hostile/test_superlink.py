@@ -36,8 +36,9 @@ from fedtta.messages import grid
 from fedtta.messages.flower import reply_message
 from fedtta.messages.grid import GridTransport
 from fedtta.messages.replies import Telemetry, Trained
-from fedtta.messages.requests import Observe, Train, TrainingTask
+from fedtta.messages.requests import Identify, Observe, Train, TrainingTask
 from fedtta.messages.transport import Addressed, Answer
+from tests.server.test_nodes import IDENTITY
 
 ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
 TRAIN = Train(settings="{}", run="r", round=1, task=TrainingTask("t"), arrays=ARRAYS)
@@ -194,6 +195,32 @@ def test_a_reply_in_another_node_s_name_is_not_used_and_the_true_one_is(link: Re
     assert taken[0] > 0
     assert taken[1] == 0, "another version of Flower: the forged reply was not taken, or the true one was, too"
     assert [found[i].reply.train_loss for i in range(3)] == [1.0] * 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("enrolled", "told", "taken"),
+    [
+        ("site-a", "site-a", True), ("site-a", "site-b", False), ("0", "1", False), ("node-b", "site-b", False),
+        ("node-1", "site-b", True), (None, "site-b", True),  # keys that were registered without a device's name
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("request_", [Identify(settings="{}", run="r"), Observe(settings="{}", run="r")])
+def test_a_node_has_the_name_that_its_key_was_enrolled_under(
+    enrolled: str | None, told: str, taken: bool, request_: Identify | Observe, link: RealSuperLink
+) -> None:
+    """With another one it would take that client's place in a run, also while the true one is away."""
+    node = link.state.create_node("account", "owner", b"key", 30.0, name=enrolled)
+    assert link.state.activate_node(node, 30.0)
+    reply = replace(IDENTITY, name=told) if isinstance(request_, Identify) else Telemetry(name=told)
+    with working(link, {node: lambda message: link.push(node, reply_message(reply, message))}):
+        answer = next(GridTransport(link.grid()).exchange([Addressed(node, request_)], 60.0))
+    if taken:
+        assert answer.reply is not None
+        assert answer.reply.name == told  # type: ignore[attr-defined]
+    else:
+        assert answer.reply is None
+        assert answer.kind == "refused"
+        assert answer.reason == f"{told}: the key of node {node} is enrolled as '{enrolled}'"
 
 
 def test_a_reply_whose_objects_the_superlink_has_dropped_has_failed(link: RealSuperLink) -> None:
