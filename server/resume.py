@@ -244,4 +244,5 @@ def _require_same(before: Mapping[str, Any], settings: Settings) -> None:
         if now.get(name) != before.get(name) or type(now.get(name)) is not type(before.get(name))
     ]
     if differences:
-        raise SettingsError(f"resume = {settings.resume!r}: {'; '.join(differences)}")
+        file = run_folder_of(settings.resume) / "settings.toml"
+        raise SettingsError(f"resume = {settings.resume!r}: {'; '.join(differences)}; the run's are in {file}")

@@ -189,7 +189,7 @@ def test_no_such_run(cut: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"seed": 2}, r"seed = 2, in the run it is 1$"),
+        ({"seed": 2}, r": seed = 2, in the run it is 1; the run's are in .*/settings\.toml$"),
         ({"rounds": 9, "alpha": 0.2}, "alpha = 0.2, in the run it is 0.1; rounds = 9, in the run it is 2"),
         ({"methods": "fedavg"}, "methods = 'fedavg', in the run it is 'fedrep'"),
         ({"learning_rate": 0.1000000001}, "learning-rate = 0.1000000001, in the run it is 0.1"),
