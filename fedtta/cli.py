@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -268,11 +269,13 @@ def fleet(
     from fedtta.simulation import devices as enrolled
     from fedtta.simulation import signing, standing
     from fedtta.simulation import superlink as flower
+    from fedtta.simulation.control import certificate_ends
     from fedtta.watch.devices import follow
 
     ca = None if insecure else root
     if check:
-        check_devices(alerts, results, lambda: enrolled.listed(superlink, ca))
+        certificate = partial(certificate_ends, superlink) if ca else lambda: None
+        check_devices(alerts, results, lambda: enrolled.listed(superlink, ca), certificate)
 
     def begin(config: Mapping[str, Any]) -> str:
         if signed:
@@ -291,7 +294,9 @@ def fleet(
             run.stop()
 
 
-def check_devices(rules: Path | None, results: Path, listed: Callable[[], Sequence[Any]]) -> None:
+def check_devices(
+    rules: Path | None, results: Path, listed: Callable[[], Sequence[Any]], certificate: Callable[[], float | None]
+) -> None:
     """Print the alerts of the devices and exit: status 1 if there is one, or the SuperLink does not answer."""
     from fedtta.watch.alerting import Alerting
     from fedtta.watch.fleet import history, read_fleet
@@ -300,7 +305,8 @@ def check_devices(rules: Path | None, results: Path, listed: Callable[[], Sequen
     with failing():
         kept = Rules.from_toml(rules) if rules else Rules()
         fleet = read_fleet(results, listed())
-        found = Alerting(kept, lambda: fleet, lambda one: history(results, one.name, node_id=one.node_id)).look()
+        past = partial(history, results)
+        found = Alerting(kept, lambda: fleet, lambda one: past(one.name, node_id=one.node_id), certificate).look()
         for change in found:
             print(change.alert.line)
         raise typer.Exit(1 if found else 0)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
+from cryptography.x509 import load_pem_x509_certificate
 
 from fedtta.server.events import RunError
 
 if TYPE_CHECKING:
     from flwr.supercore.control import ControlHttpClient
 
+PATIENCE = 10.0  # seconds for a SuperLink to show its certificate
 REGISTERED = "Public key already in use"  # Flower's answer to a known key
 
 
@@ -85,6 +87,22 @@ def client(superlink: str, ca: Path | None) -> Iterator[ControlHttpClient]:
         raise FlowerError(f"the SuperLink at {superlink} refuses: {error.response.text}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise FlowerError(f"no SuperLink answers at {superlink}: {error}") from error
+
+
+def certificate_ends(superlink: str) -> float:
+    """Return when the certificate that a SuperLink shows ends, in seconds since 1970; it need not be trusted or valid.
+
+    Raises
+    ------
+    FlowerError
+        It does not answer, or not with TLS.
+    """
+    host, _, port = superlink.rpartition(":")
+    try:
+        shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=PATIENCE)
+        return load_pem_x509_certificate(shown.encode()).not_valid_after_utc.timestamp()
+    except (OSError, ValueError) as error:
+        raise FlowerError(f"no certificate is shown at {superlink}: {error}") from error
 
 
 def runs(superlink: str, ca: Path | None, number: int | None = None) -> list[Run]:

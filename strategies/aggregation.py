@@ -40,7 +40,7 @@ class Aggregation(strategy.FedAvg):
 
     #: Constructor parameter → the setting that it takes its value from.
     options: ClassVar[Mapping[str, str]] = {}
-    #: Metrics that each training reply must hold besides the usual ones.
+    #: Metrics that each training reply must hold besides the usual ones: fields of `fedtta.messages.replies.Trained`.
     client_metrics: ClassVar[tuple[str, ...]] = ()
     #: Whether it also works where clients keep some arrays to themselves (`PartialFedAvg`).
     aggregates_partial: ClassVar[bool] = False

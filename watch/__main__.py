@@ -92,10 +92,11 @@ def fleet_routes(options: argparse.Namespace) -> tuple[list[APIRouter], dict[str
         raise SettingsError("--alerts: allowed without --run, since a server of one run shows no devices")
     if options.run:
         return [], {}
-    from fedtta.simulation.devices import listed  # what a page of one run need not load
+    from fedtta.simulation.control import certificate_ends  # what a page of one run need not load
+    from fedtta.simulation.devices import listed
     from fedtta.watch import devices_page, metrics
     from fedtta.watch.alerting import Alerting
-    from fedtta.watch.listing import Fleet
+    from fedtta.watch.listing import Ending, Fleet
     from fedtta.watch.rules import Rules
 
     results, ca = options.results.expanduser(), None if options.insecure else options.root_certificates
@@ -103,7 +104,8 @@ def fleet_routes(options: argparse.Namespace) -> tuple[list[APIRouter], dict[str
     if options.alerts is None:
         routers = [devices_page.router(fleet), metrics.router(results, fleet.devices)]
     else:
-        alerting = Alerting(Rules.from_toml(options.alerts), fleet.devices, fleet.history)
+        certificate = Ending(partial(certificate_ends, options.superlink)) if options.superlink and ca else lambda: None
+        alerting = Alerting(Rules.from_toml(options.alerts), fleet.devices, fleet.history, certificate)
         pages = devices_page.router(fleet, alerts=lambda: alerting.current)
         routers = [pages, metrics.router(results, fleet.devices, lambda: alerting.current), alerting.router()]
     return routers, {"Devices": devices_page.PATH}

@@ -38,6 +38,8 @@ class Alerting:
     rules : Rules
     fleet, history : callable
         What is known of the devices at the moment; see `fedtta.watch.fleet`.
+    certificate : callable
+        Returns when the SuperLink's certificate ends, in seconds since 1970; None: not known.
     interval : float
         Seconds.
     clock : callable
@@ -49,10 +51,12 @@ class Alerting:
         rules: Rules,
         fleet: Fleet,
         history: History,
+        certificate: Callable[[], float | None] = lambda: None,
         interval: float = INTERVAL,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.rules, self._fleet, self._history, self._clock = rules, fleet, history, clock
+        self._certificate = certificate
         self._held, self._log = HeldSamples(), AlertLog()
         self._known: set[Hashable] = set()
         self._interval, self._ended = interval, threading.Event()
@@ -101,7 +105,8 @@ class Alerting:
                         self._held.note(device.key, telemetry, at)
                 self._known.add(device.key)
                 self._held.note(device.key, device.telemetry, device.telemetry_at)
-        return self._log.update(evaluate(self.rules, fleet, now, self._held), now)
+        ends = self._certificate() if self.rules.certificate_days else None
+        return self._log.update(evaluate(self.rules, fleet, now, self._held, ends), now)
 
     def _follow(self) -> None:
         while not self._ended.is_set():

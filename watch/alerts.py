@@ -28,8 +28,9 @@ from fedtta.server.report.markup import section as page_section
 from fedtta.watch.fleet import FleetDevice
 from fedtta.watch.rules import Rules
 
-MODEL_REFUSED = "model-refused-by"
+MODEL_REFUSED, CERTIFICATE = "model-refused-by", "certificate-days"
 MEGABYTE = 1_000_000
+DAY = 86_400  # seconds
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Alert:
     rule : str
         Its key in `alerts.toml`.
     device : str
-        Name; empty for a rule about several devices.
+        Name; empty for a rule about a model or the SuperLink.
     value, limit : float or bool
         What was found, and the rule's limit.
     since : float
@@ -68,7 +69,7 @@ class Alert:
     @property
     def line(self) -> str:
         """Return the alert as a line of text."""
-        about = self.device or f"model {self.model}"
+        about = self.device or (f"model {self.model}" if self.model else "SuperLink")
         return f"{about}: {self.rule}: {self.words}, since {instant(_iso(self.since))}"
 
     def as_json(self) -> dict[str, Any]:
@@ -214,8 +215,14 @@ RULES = (
 )  # fmt: skip
 
 
-def evaluate(rules: Rules, fleet: Iterable[FleetDevice], now: float, held: HeldSamples | None = None) -> list[Alert]:
-    """Return the alerts of a fleet, in the order of its devices; those about models come last.
+def evaluate(
+    rules: Rules,
+    fleet: Iterable[FleetDevice],
+    now: float,
+    held: HeldSamples | None = None,
+    certificate_ends: float | None = None,
+) -> list[Alert]:
+    """Return the alerts of a fleet, in the order of its devices; those about models and the SuperLink come last.
 
     Parameters
     ----------
@@ -226,13 +233,25 @@ def evaluate(rules: Rules, fleet: Iterable[FleetDevice], now: float, held: HeldS
         Seconds since 1970.
     held : HeldSamples, optional
         Images held by the guards; without it, that rule finds nothing.
+    certificate_ends : float, optional
+        When the SuperLink's certificate ends, in seconds since 1970; None: not known.
     """
     devices = list(fleet)
     found = []
     for device in devices:
         subject, limits = _Subject(device, now, held.get(device.key) if held else None), rules.limits_of(device.name)
         found += [rule.alert(subject, limits[rule.key]) for rule in RULES]
-    return [one for one in found if one is not None] + _refused_models(rules.model_refused_by, devices, now)
+    found += [*_refused_models(rules.model_refused_by, devices, now), _ending(rules, certificate_ends, now)]
+    return [one for one in found if one is not None]
+
+
+def _ending(rules: Rules, ends: float | None, now: float) -> Alert | None:
+    """Return the alert about the SuperLink's certificate, if it ends soon: then no device connects any more."""
+    limit = rules.certificate_days
+    if ends is None or not limit or (left := (ends - now) / DAY) >= limit:
+        return None
+    words = f"its certificate {'is' if left > 0 else 'was'} valid until {instant(_iso(ends))} (limit {limit:g} days)"
+    return Alert(CERTIFICATE, "", left, limit, now, words)
 
 
 def _refused_models(limit: int, devices: Sequence[FleetDevice], now: float) -> list[Alert]:
@@ -314,7 +333,7 @@ def section(alerts: Sequence[Alert]) -> str:
     return page_section("alerts", f"<h2>Alerts</h2>{table}")
 
 
-#: The labels are `rule` and `device`; the device of a rule about models is empty.
+#: The labels are `rule` and `device`; that of a rule about a model or the SuperLink is empty.
 METRIC: Named[None] = Named("fedtta_alerts", "1 while a rule does not hold.", lambda _: 1)
 LABELS = ("rule", "device")
 

@@ -1,7 +1,8 @@
-"""All devices for the pages: from telemetry in the run folders, and from the SuperLink where one is given."""
+"""What the SuperLink says, asked now and then: all devices for the pages, beside telemetry, and its certificate."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from fedtta.simulation.superlink import FlowerError
 from fedtta.watch.fleet import FleetDevice, history, read_fleet
 
 PAUSE = 10.0  # seconds between two questions to the SuperLink, at least
+LOOK = 600.0  # seconds between two looks at its certificate
 
 
 class Fleet:
@@ -64,3 +66,28 @@ class Fleet:
             self._again = self._clock() + PAUSE
             self._lock.release()
         return self._listed
+
+
+class Ending:
+    """When the SuperLink's certificate ends: asked for every `LOOK` seconds, and the last answer where it gives none.
+
+    Parameters
+    ----------
+    ask : callable
+        Returns seconds since 1970, as `fedtta.simulation.control.certificate_ends` does.
+    clock : callable
+        Monotonic seconds.
+    """
+
+    def __init__(self, ask: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
+        self._ask, self._clock = ask, clock
+        self._known: float | None = None
+        self._again = -1e9
+
+    def __call__(self) -> float | None:
+        """Return it; None: not known yet."""
+        if self._clock() >= self._again:
+            with contextlib.suppress(FlowerError):  # it does not answer now: the list of devices says so
+                self._known = self._ask()
+            self._again = self._clock() + (PAUSE if self._known is None else LOOK)
+        return self._known

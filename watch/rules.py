@@ -66,6 +66,7 @@ class Rules(Limits):
         Pattern of names → the limits that differ, by key.
     """
 
+    certificate_days: float = setting(30.0, "days for which the SuperLink's certificate is still valid", low=0)
     model_refused_by: int = setting(3, "devices whose last refused model is the same", low=0)
     webhook: str = setting("", "URL that is sent every alert that begins or ends; empty: none")
     devices: tuple[tuple[str, Mapping[str, Any]], ...] = field(default=())

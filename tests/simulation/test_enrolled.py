@@ -175,6 +175,10 @@ def test_devices_of_a_superlink_over_tls(tmp_path: Path) -> None:
         assert fedtta("remove", "site-a").endswith("is removed\n")
         assert "site-a" not in fedtta("list")
         assert "unregistered" in fedtta("list", "--all")
+        (rules := tmp_path / "alerts.toml").write_text("certificate-days = 366\n")  # the server's has 365
+        ends = CliRunner().invoke(cli.app, ["devices", "--check", "--alerts", str(rules), *how])
+        assert (ends.exit_code, ends.output.count("\n")) == (1, 1), ends.output
+        assert ends.output.startswith("SuperLink: certificate-days: its certificate is valid until 20")
         wrong = CliRunner().invoke(cli.app, ["devices", "list", "--superlink", address, "--insecure"])
         assert wrong.exit_code == 1
     assert free_ports(1)

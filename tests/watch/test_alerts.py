@@ -21,7 +21,8 @@ from fedtta.watch.rules import Limits, Rules
 from tests.report.runs import Elements
 
 NOW = 1_800_000_000.0
-OFF = Rules(silent_minutes=0, guard_holding_samples=0, saving_fails=False, model_refused_by=0)
+DAY = 86_400
+OFF = Rules(silent_minutes=0, guard_holding_samples=0, saving_fails=False, model_refused_by=0, certificate_days=0)
 
 
 def device(name: str = "a", *, seen: float | None = NOW, at: float = NOW - 30, **telemetry: Any) -> FleetDevice:
@@ -96,6 +97,32 @@ def test_a_model_that_several_devices_refuse() -> None:
     assert found.since == NOW - 60
     assert found.line.startswith("model run/2: model-refused-by: refused by 3 devices (limit 3): a, b, c, since")
     assert evaluate(OFF, [*refusals, third], NOW) == []
+
+
+def test_the_certificate_of_the_superlink_at_its_limit() -> None:
+    on = replace(OFF, certificate_days=30)
+    assert evaluate(on, [], NOW) == evaluate(on, [], NOW, None, NOW + 30 * DAY) == []
+    (soon,) = evaluate(on, [], NOW, None, NOW + 30 * DAY - 60)
+    assert (soon.rule, soon.device, soon.model, round(soon.value, 2)) == ("certificate-days", "", "", 30.0)
+    words = "SuperLink: certificate-days: its certificate is valid until 2027-02-14 07:59 UTC (limit 30 days)"
+    assert soon.line == f"{words}, since 2027-01-15 08:00 UTC"
+    (over,) = evaluate(on, [], NOW, None, NOW - 60)
+    assert "its certificate was valid until 2027-01-15 07:59 UTC" in over.line
+    assert evaluate(OFF, [], NOW, None, NOW - 60) == []
+
+
+def test_the_certificate_is_asked_for_by_its_rule_alone_and_announced_once() -> None:
+    asked: list[float] = []
+
+    def ends() -> float:
+        asked.append(NOW)
+        return NOW + DAY
+
+    off = Alerting(OFF, lambda: [], lambda _: [], ends, clock=lambda: NOW)
+    assert off.look() == asked == []
+    on = Alerting(replace(OFF, certificate_days=2), lambda: [], lambda _: [], ends, clock=lambda: NOW)
+    assert [one.begins for one in on.look()] == [True]
+    assert on.look() == []
 
 
 def test_an_alert_is_one_line_whatever_a_device_is_called() -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from fedtta import cli
 from fedtta.messages.replies import Telemetry
 from fedtta.server.observation import Kept
-from fedtta.simulation import devices
+from fedtta.simulation import control, devices
 from fedtta.simulation.devices import Device
 from fedtta.simulation.superlink import FlowerError
 
@@ -28,6 +28,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Device("new", 4, "registered", None),
     ]
     monkeypatch.setattr(devices, "listed", lambda *_: fleet)
+    monkeypatch.setattr(control, "certificate_ends", lambda _: time.time() + 31 * 86_400)
     kept = Kept(tmp_path / "results" / "run")
     for images in (100, 700, 1300):
         telemetry = Telemetry(name="held", holding=True, predictions=images, saving_fails=images == 100)
@@ -52,6 +53,16 @@ def test_alerts_are_lines_and_status_1(results: Path) -> None:
 def test_no_alerts_are_status_0(results: Path) -> None:
     (results / "alerts.toml").write_text("silent-minutes = 180\nguard-holding-samples = 1201\n")
     assert check("--results", str(results), "--alerts", str(results / "alerts.toml")) == (0, [])
+
+
+def test_a_certificate_that_ends_soon_is_an_alert(results: Path) -> None:
+    off = "silent-minutes = 180\nguard-holding-samples = 1201\n"
+    (results / "alerts.toml").write_text(f"{off}certificate-days = 32\n")
+    words = ("--results", str(results), "--alerts", str(results / "alerts.toml"))
+    status, (line,) = check(*words)
+    assert status == 1
+    assert line.startswith("SuperLink: certificate-days: its certificate is valid until 20")
+    assert check(*words, "--insecure") == (0, [])
 
 
 def test_a_superlink_that_does_not_answer_is_status_1(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

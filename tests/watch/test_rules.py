@@ -46,7 +46,7 @@ def test_an_empty_file_has_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("silent-minute = 3", r"unknown key 'silent-minute' \(did you mean silent-minutes\?\); there are: devices, g"),
+        ("silent-minute = 3", r"unknown key 'silent-minute' \(did you mean silent-minutes\?\); there are: cert"),
         ('silent-minutes = "3"', r"silent-minutes = '3': allowed is a value of type float"),
         ("silent-minutes = nan", r"silent-minutes = nan: allowed is a finite number"),
         ("silent-minutes = -1", r"silent-minutes = -1.0: allowed is 0 or more"),
