@@ -78,7 +78,7 @@ ADAPTERS: Mapping[str, type[Adapter]] = _Adapters()
 
 
 def info(name: str) -> type[Adapter]:
-    """Return the class of `name`; raise ValueError listing what exists if there is none, or if it calls itself else."""
+    """Return the class of `name`; raise ValueError if there is none, listing what exists, or if it has another name."""
     if name not in ADAPTERS:
         raise ValueError(f"unknown adapter {name!r}; there are: {_listed(ADAPTERS)}")
     if (found := ADAPTERS[name]).name != name:  # results and messages would have two names for one thing
