@@ -14,6 +14,7 @@ import importlib
 import os
 import select
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ def main(words: Sequence[str]) -> None:
     parser = _parse_args_run_supernode()
     parser.prog = "fedtta supernode"
     options = parser.parse_args(words)
+    check_files(options, parser)
     if options.isolation == "subprocess":
         if options.superexec_auth_secret_file:
             parser.error("--superexec-auth-secret-file: allowed with --isolation process only")
@@ -57,6 +59,20 @@ def main(words: Sequence[str]) -> None:
     rename("flower-supernode")
     sys.argv = ["flower-supernode", *words, "--isolation", "process"]
     return flower_supernode()
+
+
+def check_files(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse files that cannot be used: Flower shows a traceback without its key, and asks for ever with any ca.crt."""
+    try:
+        if authority := options.root_certificates:
+            ssl.create_default_context(cafile=Path(authority).expanduser())
+    except OSError as error:  # an SSLError is one
+        parser.error(f"--root-certificates {authority}: {error}")
+    try:
+        if key := options.auth_supernode_private_key:
+            Path(key).expanduser().read_bytes()
+    except OSError as error:
+        parser.error(f"--auth-supernode-private-key {key}: {error}")
 
 
 def end_without(executor: int) -> None:

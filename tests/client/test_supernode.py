@@ -72,6 +72,24 @@ def test_a_secret_that_the_executor_would_not_know_is_refused(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--root-certificates=nowhere.crt", "--root-certificates nowhere.crt: [Errno 2] No such file"),
+        ("--root-certificates={file}", "no certificate or crl found"),
+        ("--auth-supernode-private-key=nowhere", "--auth-supernode-private-key nowhere: [Errno 2] No such file"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(
+    option: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Flower showed a traceback, or tried to connect for ever."""
+    (file := tmp_path / "ca.crt").write_text("half a file")
+    with pytest.raises(SystemExit, match="2"):
+        supernode.main([option.format(file=file)])
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
     ("words", "address", "expected"),
     [
         (["--insecure", "--port=7"], "127.0.0.1:7", {"insecure": True, "runtime_dependency_install": False}),
