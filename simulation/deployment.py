@@ -85,7 +85,8 @@ def deployment(
     # leaving the SuperLink stops all processes of its home, before the stack waits for them
     with contextlib.ExitStack() as started, superlink.superlink(home, simulation=False, keys=made) as fleet:
         if made:  # a node with an unregistered key is refused and ends
-            superlink.register(home, [made.node(number)[1] for number in range(len(nodes))])
+            keys_of = [made.node(number)[1] for number in range(len(nodes))]
+            superlink.register(home, keys_of, [str(config.get("name", "")) for config in nodes])
         running = []
         for number, config in enumerate(nodes):
             own = (made.ca, made.node(number)[0]) if made else None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from fedtta.client.names import check_name
 from fedtta.server.report.journal import COPY
 from fedtta.settings import Settings, SettingsError
 from fedtta.simulation import signing, superlink
@@ -95,7 +96,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--root-certificates", required=True, type=Path, metavar="FILE", help="ca.crt of `make keys`")
     commands = parser.add_subparsers(dest="command", required=True)
     registers = commands.add_parser("register", help="register nodes; registered ones are no error")
-    registers.add_argument("keys", nargs="+", type=Path, metavar="PUBLIC_KEY", help="node-<i>.pub of `make keys`")
+    registers.add_argument(
+        "keys", nargs="+", metavar="[NAME=]PUBLIC_KEY", help="node-<i>.pub of `make keys`, and the device's name"
+    )
     runs = commands.add_parser("run", help="run the app and show its log")
     runs.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="settings")
     runs.add_argument(
@@ -117,7 +120,10 @@ def main(words: Sequence[str] | None = None) -> int:
             if arguments.command == "run":
                 _run(home, config, arguments)
             else:
-                new = superlink.register(home, arguments.keys)
+                named = [one.rpartition("=") for one in arguments.keys]
+                new = superlink.register(
+                    home, [Path(key) for *_, key in named], [check_name(name) if name else "" for name, *_ in named]
+                )
                 print(f"registered: {new} new, {len(arguments.keys) - new} already known")
     except (SettingsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -200,15 +200,21 @@ def stop(home: Path) -> list[int]:
     return left
 
 
-def register(home: Path, public_keys: Sequence[Path]) -> int:
+def register(home: Path, public_keys: Sequence[Path], names: Sequence[str] = ()) -> int:
     """Register nodes by their public keys; return how many are new.
+
+    Parameters
+    ----------
+    names : sequence of str, optional
+        The devices' names, one for each key; a key without one is registered by its file, which binds no name.
 
     Raises
     ------
     FlowerError, FileNotFoundError
         As `control.register`.
     """
-    return sum(control.register(*connection(home), key, key.stem) is not None for key in public_keys)
+    named = zip(public_keys, [*names, *[""] * (len(public_keys) - len(names))], strict=True)
+    return sum(control.register(*connection(home), key, name or key.stem) is not None for key, name in named)
 
 
 def run(

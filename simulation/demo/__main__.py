@@ -80,7 +80,8 @@ class Demo:
         own = [(keys.ca, keys.node(number)[0]) for number in range(len(SITES))]
         # leaving the SuperLink stops all processes of its home, before the stack waits for them
         with ExitStack() as stack, superlink.superlink(self.home, simulation=False, keys=keys) as fleet:
-            superlink.register(self.home, [keys.node(number)[1] for number in range(len(SITES))])
+            public = [keys.node(number)[1] for number in range(len(SITES))]
+            superlink.register(self.home, public, [site.name for site in SITES])
             agents = {
                 self.address(site, "a"): deployment.start_agent(self.home / f"agent-{site.name}", self.device(site))
                 for site in SITES

@@ -215,8 +215,8 @@ def test_the_operators_commands_parse(
 ) -> None:
     done: list[Any] = []
 
-    def register(home: Path, keys: list[Path]) -> int:
-        done.append((home / "config.toml", keys))
+    def register(home: Path, keys: list[Path], names: list[str]) -> int:
+        done.append((names, keys))
         return len(keys)
 
     monkeypatch.setattr(superlink, "register", register)
@@ -229,7 +229,8 @@ def test_the_operators_commands_parse(
     capsys.readouterr()
     (seen,) = done
     if command == "register":
-        assert seen[1] == [Path(f"/run/secrets/node-{i}.pub") for i in NODES]
+        names = [tomllib.loads(COMPOSE["configs"][f"device-{i}"]["content"])["name"] for i in NODES]
+        assert seen == (names, [Path(f"/run/secrets/node-{i}.pub") for i in NODES])
     else:
         assert seen["clients"] == len(NODES)
         assert seen["results"] in dict(volume.split(":") for volume in SERVICES["superlink"]["volumes"]).values()

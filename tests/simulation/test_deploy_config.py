@@ -30,7 +30,7 @@ from fedtta.messages.flower import allow_messages
 from fedtta.server.app import serve
 from fedtta.server.report import METRICS_FILE, read_results, render_tables
 from fedtta.settings import SettingsError
-from fedtta.simulation import control, deploy_local, deployment, flower_cli, superlink
+from fedtta.simulation import control, deploy_local, deployment, flower_cli, submit, superlink
 from fedtta.simulation.keys import Keys, make_keys
 from fedtta.simulation.superlink import PROJECT, FlowerError
 from tests.client.folders import OWN, device_file, sites
@@ -174,11 +174,23 @@ def test_nodes_that_are_registered_already_are_no_error(tmp_path: Path, monkeypa
     superlink.write_connection(tmp_path, "h:1", None)
     made = Control(monkeypatch)
     assert superlink.register(tmp_path, public[1:2]) == 1
-    assert superlink.register(tmp_path, public) == 2
-    assert [name for name, _ in made.asked] == ["node-1", "node-0", "node-1", "node-2"]
+    assert superlink.register(tmp_path, public, ["site-a", "", "site-c"]) == 2
+    assert [name for name, _ in made.asked] == ["node-1", "site-a", "node-1", "site-c"]
     assert made.asked[0][1].startswith(b"-----BEGIN PUBLIC KEY-----")
     with pytest.raises(FileNotFoundError, match=r"node-9\.pub: no such file"):
         superlink.register(tmp_path, [tmp_path / "node-9.pub"])
+
+
+def test_keys_are_registered_under_the_names_of_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = make_keys(tmp_path / "keys", 2)[0]
+    public = [str(keys.node(i)[1]) for i in range(2)]
+    made = Control(monkeypatch)
+    monkeypatch.setattr(superlink, "connection", lambda _: ("h:1", None))
+    words = ["--superlink", "h:1", "--root-certificates", str(keys.ca), "register"]
+    assert submit.main([*words, f"site-a={public[0]}", public[1]]) == 0
+    assert [name for name, _ in made.asked] == ["site-a", "node-1"]
+    assert submit.main([*words, f"a/b={public[0]}"]) == 2
+    assert len(made.asked) == 2
 
 
 def test_other_refusals_of_a_node_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
