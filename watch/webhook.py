@@ -102,7 +102,7 @@ class Webhook:
                 return f"status {answer.status_code}", answer.status_code == 429 or answer.is_server_error
         except TimeoutError:
             return f"no answer in {self._timeout:g} s", True
-        except httpx.ConnectError as error:  # why: nobody listens, or a certificate that is not trusted
+        except httpx.ConnectError as error:  # why: no server listens, or a certificate that is not trusted
             return f"{type(error).__name__}: {error}", True
         except httpx.HTTPError as error:
             return type(error).__name__, True
