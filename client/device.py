@@ -23,6 +23,7 @@ from fedtta.client.algorithms.training import (
     generator,
     labelled,
     mean_loss,
+    process_draws_by,
     train_personal_head,
     validate,
 )
@@ -361,7 +362,9 @@ class Device:
         if not isinstance(adapter, Collaborator):
             raise ValueError(f"{request.row.adapter} learns nothing that clients could share")
         state = self.memory.load(request.cell, request.round - 1)
-        adapted = adapt(adapter, x, request.share, state, request.shared)  # type: ignore[arg-type]
+        draw = generator(self.settings.seed, f"adapt {request.cell}", request.round, self.number)
+        with process_draws_by(draw, self.device):
+            adapted = adapt(adapter, x, request.share, state, request.shared)  # type: ignore[arg-type]
         self.memory.save(request.cell, request.round, adapted.state)
         correct, total = score(adapted.probabilities, labels, self.federation.images.num_classes)
         return Adapted(

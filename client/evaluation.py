@@ -6,7 +6,7 @@ An evaluation metric beside accuracy is a function in `METRICS`; the report says
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedtta.client.adapters import AdapterContext, candidate_row, chooses, make_adapter
-from fedtta.client.algorithms.training import labelled
+from fedtta.client.algorithms.training import generator, labelled, process_draws_by
 from fedtta.data import Federation, Rows, Stream
 from fedtta.messages.replies import WEIGHT_BINS, EvaluationResult
 from fedtta.messages.requests import AdapterRow
@@ -149,6 +149,12 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [one._version for one in tensors if not one.is_inference()]
 
 
+def _seeded(row: AdapterRow, samples: str, context: AdapterContext[TwoHead]) -> AbstractContextManager[None]:
+    """Seed what an adapter draws from the process's generators, whatever rows and clients came before."""
+    draw = generator(context.settings.seed, f"{row.label} on {samples}")
+    return process_draws_by(draw, next(context.model.parameters()).device)
+
+
 def evaluate_row(
     row: AdapterRow, context: AdapterContext[TwoHead], samples: Stream, calibrated: Calibrated | None = None
 ) -> EvaluationResult:
@@ -163,7 +169,7 @@ def evaluate_row(
         As `make_adapter` and `Adapter.predict`; or the adapter wrote to what the other rows share, or its rows are no
         probabilities.
     """
-    with _naming(row, samples.name), _unchanged(context.model, samples.x):
+    with _naming(row, samples.name), _unchanged(context.model, samples.x), _seeded(row, samples.name, context):
         return _evaluated(row, context, samples, calibrated)
 
 
@@ -218,7 +224,8 @@ def calibrate_row(row: AdapterRow, context: AdapterContext[TwoHead], samples: La
     ValueError
         The row's adapter chooses among candidates, and there are no samples, or a candidate does not fit.
     """
-    with _naming(row, "validation samples"), _unchanged(context.model, samples.x):
+    name = "validation samples"
+    with _naming(row, name), _unchanged(context.model, samples.x), _seeded(row, name, context):
         gains = gains_of(row, context, samples) if chooses(row) else None
         if not context.settings.estimate_accuracy or not len(samples.y):
             return Calibrated({}, samples.heads, gains)

@@ -306,7 +306,7 @@ def train_epochs(
         The loss or a trained value is not finite.
     """
     loss = float("nan")
-    with layers_draw_by(generator, data.labels.device):
+    with process_draws_by(generator, data.labels.device):
         for _ in range(epochs):
             total = torch.zeros((), device=data.labels.device, dtype=torch.float64)
             seen = 0
@@ -319,10 +319,11 @@ def train_epochs(
 
 
 @contextmanager
-def layers_draw_by(draw: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Seed the layers that draw random numbers (dropout, stochastic depth) from a generator's seed alone.
+def process_draws_by(draw: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Seed the process's generators from a generator's seed alone, and restore them afterwards.
 
-    They draw from the process's generators, which other clients have used before; these are restored afterwards.
+    Layers draw from them (dropout, stochastic depth), and so may adapters of one's own; other clients have used them
+    before.
     """
     seed = draw.initial_seed() ^ 1  # not the numbers that the generator itself gives
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -193,6 +193,21 @@ def test_every_method_survives_a_process_for_each_message(tmp_path, name: str) -
     assert bool(received) is tta.ADAPTERS[name].shares
 
 
+def test_an_adapter_that_draws_from_the_process_gives_the_same_whatever_ran_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+        drawn.append(torch.rand(len(x), tiny.CLASSES).softmax(1))
+        return drawn[-1]
+
+    drawn: list[torch.Tensor] = []
+    monkeypatch.setattr(tta.ADAPTERS["tent"], "_predict", draws)
+    for before in (1, 2):
+        torch.manual_seed(before)
+        adapted(device(), 1)
+    assert torch.equal(*drawn)
+
+
 def test_cells_have_memories_of_their_own() -> None:
     client = device()
     arrays = tiny.global_arrays(client.model)

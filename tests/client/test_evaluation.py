@@ -193,6 +193,26 @@ def test_an_adapter_that_would_falsify_other_rows_or_its_own_is_refused(
         client.evaluate(3, Task("t"), arrays, means, [Row("mine", "none"), Row("personal", "personal")], ["original"])
 
 
+def test_an_adapter_that_draws_from_the_process_gives_the_same_whatever_ran_before(
+    trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one with dropout; other rows, clients and workers have drawn before."""
+    client, arrays, means = trained
+    drawn: list[torch.Tensor] = []
+
+    def draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+        drawn.append(torch.rand(len(x), 3).softmax(1))
+        return drawn[-1]
+
+    monkeypatch.setattr(tta.ADAPTERS["none"], "_predict", draws)
+    for before in (1, 2):
+        torch.manual_seed(before)
+        client.evaluate(3, Task("t"), arrays, means, [Row("mine", "none")], ["original", "corrupted"])
+    half = len(drawn) // 2
+    assert all(torch.equal(*pair) for pair in zip(drawn[:half], drawn[half:], strict=True))
+    assert not torch.equal(drawn[0], drawn[half - 1])  # of two streams
+
+
 def diverging(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Predict class 0 for the first four samples of a batch, and NaN for the others."""
     p = torch.eye(3)[:1].repeat(len(x), 1)

@@ -6,7 +6,7 @@ import copy
 
 import torch
 
-from fedtta.client.algorithms.training import cross_entropy, generator, layers_draw_by, train_network
+from fedtta.client.algorithms.training import cross_entropy, generator, process_draws_by, train_network
 from fedtta.models import build
 from tests.client.tiny import CLASSES, image_set, settings
 
@@ -16,7 +16,7 @@ def test_dropout_follows_the_generator_and_leaves_the_process_as_it_was() -> Non
     masks = []
     for seed, before in ((1, 5), (1, 6), (2, 5)):
         torch.manual_seed(before)
-        with layers_draw_by(generator(seed, "local", 3), cpu):
+        with process_draws_by(generator(seed, "local", 3), cpu):
             masks.append(drop(x))
         after = torch.rand(3)
         torch.manual_seed(before)
