@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
-from fedtta.benchmarks.tables.networks import load_federation, network_path, train_network
+from fedtta.benchmarks.tables.networks import kept_or_trained, load_federation
 from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.data import Federation, Rows, stream
 from fedtta.models import TwoHead, load_model
@@ -137,9 +137,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
         raise SettingsError(f"--false-alarms {arguments.false_alarms:g}: allowed is above 0, up to 0.5")
     network = read_protocol("brfl-central", ["fraction=1.0"]).networks["central"]
     with tempfile.TemporaryDirectory() as folder:
-        path = network_path(network, SEED, arguments.networks or Path(folder))
-        if not path.exists():
-            train_network(network, SEED, path, Path(folder), console)
+        path = kept_or_trained(network, SEED, arguments.networks or Path(folder), Path(folder), console)
         model, _ = load_model(path)
     federation = load_federation(network.settings.replace(seed=SEED))
     rows = measure(model, federation, arguments.orders, arguments.false_alarms, console)

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
 from fedtta.benchmarks.tables.engine import seeds_of
-from fedtta.benchmarks.tables.networks import network_path, train_network
+from fedtta.benchmarks.tables.networks import kept_or_trained
 from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.client.adapters import AdapterContext
 from fedtta.client.algorithms.training import labelled
@@ -87,9 +87,7 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
 def measure(seed: int, clients: int, quick: bool, folder: Path, console: Console) -> list[Row]:
     """Return accuracy and estimates of every adapter, and auto's accuracy, for each stream of each client."""
     network = read_protocol(PROTOCOL, [], quick).networks[NETWORK]
-    path = network_path(network, seed, folder)
-    if not path.exists():
-        train_network(network, seed, path, folder, console)
+    path = kept_or_trained(network, seed, folder, folder, console)
     settings = network.settings.replace(seed=seed, device="cpu")
     model, _ = load_model(path)
     arrays = {name: value.numpy(force=True).copy() for name, value in model.global_state().items()}

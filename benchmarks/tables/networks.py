@@ -68,9 +68,8 @@ def initial_settings(
     path = _initial_network(protocol, cell, settings, out)
     if path is None:
         return settings, {}
-    if start.network and not path.exists():
-        console.print(f"network {start.network}, seed {seed}", highlight=False)
-        train_network(protocol.networks[start.network], seed, path, folder, console)
+    if start.network:
+        path = kept_or_trained(protocol.networks[start.network], seed, out, folder, console)
     settings = settings.replace(init=str(path))
     federation = None if settings.collaborations else load_federation(settings)
     label = check_pretrained(path, settings, federation)
@@ -84,6 +83,16 @@ def initial_settings(
     return settings, content
 
 
+def kept_or_trained(network: Network, seed: int, out: Path, folder: Path, console: Console) -> Path:
+    """Return a network's file; a missing one is trained, after the network that it goes on from."""
+    path = network_path(network, seed, out)
+    if not path.exists():
+        start = kept_or_trained(network.start, seed, out, folder, console) if network.start else None
+        console.print(f"network {network.name}, seed {seed}", highlight=False)
+        train_network(network, seed, path, folder, console, start)
+    return path
+
+
 def check_start(protocol: Protocol, cell: Cell, seed: int, out: Path) -> None:
     """Check before any run that an existing network fits; SettingsError as `initial_settings`."""
     settings = of_seed(cell.settings, seed)
@@ -92,8 +101,12 @@ def check_start(protocol: Protocol, cell: Cell, seed: int, out: Path) -> None:
         check_pretrained(path, settings)
 
 
-def train_network(network: Network, seed: int, path: Path, folder: Path, console: Console) -> None:
+def train_network(
+    network: Network, seed: int, path: Path, folder: Path, console: Console, start: Path | None = None
+) -> None:
     """Train a network and write it with its label; an interrupted training goes on from its last epoch.
+
+    `start` is the file of the network that it goes on from.
 
     Raises
     ------
@@ -112,18 +125,22 @@ def train_network(network: Network, seed: int, path: Path, folder: Path, console
         write_atomically(path, (run / NETWORK_FILE).read_bytes())
         write_label(path, network.train, settings, content, trained_on)
         return
-    key = digest(settings, network.train, network.epochs, network.threads, CENTRAL.as_json())
+    begun = settings.replace(init=str(start)) if start else settings
+    key = digest(begun, network.train, network.epochs, network.threads, CENTRAL.as_json())
     threads, midway = torch.get_num_threads(), folder / "midway" / f"{path.stem}-{key}.safetensors"
     torch.set_num_threads(network.threads)
     try:
         if network.train == "central":
             done = train_centrally(settings, load_federation(settings), network.epochs, console, midway=midway)
         else:
-            done = train_source(settings, source_parts(settings), network.epochs, console, network.half, midway)
+            done = train_source(begun, source_parts(begun), network.epochs, console, network.half, midway)
     finally:
         torch.set_num_threads(threads)
     save_model(path, done.model.half() if network.half else done.model, done.spec)
-    write_label(path, network.train, settings, {**done.content, **provenance()}, done.trained_on)
+    content = {**done.content, **provenance()}
+    if start and network.start:
+        content["start"] = {"file": network.start.file, "sha256": hashlib.sha256(start.read_bytes()).hexdigest()}
+    write_label(path, network.train, settings, content, done.trained_on)
     midway.unlink(missing_ok=True)
 
 
@@ -157,6 +174,8 @@ def _other_training(path: Path, network: Network, settings: Settings) -> list[st
     other = differing({**before, **label["settings"]}, settings, {*LATER, *UNRECORDED})
     if network.train != "federated" and label.get("recipe", {}).get("epochs") != network.epochs:
         other.append("epochs")
+    if network.start and label.get("start", {}).get("file") != network.start.file:
+        other.append("from")
     return other
 
 

@@ -30,6 +30,8 @@ class Network:
         Processor threads; with 1, equal seeds give equal bits.
     half : bool
         Round the weights of a source model to half precision, in which its file keeps them, before it is measured.
+    start : Network, optional
+        The source model that this one goes on from, with the learning rate of its first step again (a warm restart).
     """
 
     name: str
@@ -39,6 +41,7 @@ class Network:
     settings: Settings
     threads: int = 1
     half: bool = False
+    start: Network | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ name = "fedthe"
 why = "fewer rounds"                     # ... and why they may differ
 [networks.central]                       # a trained network that cells start from
 train = "central"                        # federated (default), central or source; see `tables.training`
-epochs = 15
+epochs = 15                              # a source model goes on from an earlier one that `from` names, if it does
 [cells."dir-{alpha}"]                    # a cell: changed settings; with `each` one cell per combination of values
 each = { alpha = [0.1, 1.0] }
 title = "Dirichlet({alpha})"
@@ -56,7 +56,8 @@ CELL_KEYS: Types = {
     "columns": (list,), "suffix": (str,), "realtime": (dict,), "each": (dict,),
 }  # fmt: skip
 NETWORK_KEYS: Types = {
-    "train": (str,), "epochs": (int,), "threads": (int,), "file": (str,), "half": (bool,), "each": (dict,),
+    "train": (str,), "from": (str,), "epochs": (int,), "threads": (int,), "file": (str,), "half": (bool,),
+    "each": (dict,),
 }  # fmt: skip
 TABLE_KEYS: Types = {
     "title": (str,), "baseline": (str,), "measure": (str,), "cells-of": (str,), "against": (list,),
@@ -107,10 +108,9 @@ def read_protocol(name: str, changes: Sequence[str] = (), quick: bool = False) -
     small = dict(sections.get("quick", {})) if quick else {}
     wanted = small.pop("cells", None)
     described = dict(_expanded(name, "cell", sections.get("cells", {MAIN: {}}), CELL_KEYS))
-    networks = {
-        own: _network(name, own, flat, about, small, changes)
-        for own, about in _expanded(name, "network", sections.get("networks", {}), NETWORK_KEYS)
-    }
+    networks: dict[str, Network] = {}
+    for own, about in _expanded(name, "network", sections.get("networks", {}), NETWORK_KEYS):
+        networks[own] = _network(name, own, flat, about, small, changes, networks)
     if wanted and (unknown := set(wanted) - set(described)):
         raise SettingsError(f"{name}: [quick] names unknown cells {', '.join(sorted(unknown))}")
     cells = tuple(
@@ -222,6 +222,7 @@ def _network(
     about: Mapping[str, Any],
     small: Mapping[str, Any],
     changes: Sequence[str],
+    before: Mapping[str, Network],
 ) -> Network:
     """Return a network; a source model depends on its own section alone, and --quick and the user do not change it."""
     where = f"{protocol}, network {name}"
@@ -241,8 +242,12 @@ def _network(
     half = about.get("half", False)
     if half and not source:
         raise SettingsError(f"{where}: half = true; allowed with train = 'source' only")
+    start = about.get("from")
+    starts = [own for own, one in before.items() if one.train == train == "source" and "{seed}" not in one.file + file]
+    if start is not None and start not in starts:
+        raise SettingsError(f"{where}: from = {start!r}; allowed are source models before it: {', '.join(starts)}")
     epochs = 1 if small and not source else epochs
-    return Network(name, train, epochs, file, settings, threads, half)
+    return Network(name, train, epochs, file, settings, threads, half, before[start] if start else None)
 
 
 def _cell(

@@ -27,7 +27,7 @@ from torch.nn import functional
 from fedtta.client.algorithms.training import TrainingSet, autocast, epoch, generator, has_batchnorm
 from fedtta.client.resources import network_spec, resolve_device
 from fedtta.data import DATASETS, CropFlip, Federation, Images, load
-from fedtta.models import TwoHead, build
+from fedtta.models import TwoHead, build, load_model
 from fedtta.models.arrays import load_arrays, save_arrays
 from fedtta.settings import Settings, SettingsError, words
 
@@ -113,7 +113,7 @@ def train_centrally(
 def train_source(
     settings: Settings, parts: Parts, epochs: int, console: Console, half: bool = False, midway: Path | None = None
 ) -> Trained:
-    """Train a source model on `parts.training` with the batch size and the SGD of the settings.
+    """Train a source model on `parts.training` with the batch size and the SGD of the settings, or their `init` again.
 
     With `half` its weights are rounded to half precision, and its accuracy is that of the rounded network. `midway` is
     the file of an interrupted training; see `fit`.
@@ -131,7 +131,7 @@ def train_source(
     index = np.arange(len(images))
     sgd = settings.batch_size, settings.learning_rate, settings.momentum, settings.weight_decay
     recipe = Recipe(epochs, *sgd, nesterov=settings.momentum > 0)
-    draws = partial(generator, settings.seed, "source")
+    draws = partial(generator, settings.seed, "source, again" if settings.init else "source")
     on = validation, np.arange(len(validation))
     model, spec, history = _train(settings, images, index, on, recipe, draws, console, midway)
     measured = history[-1]["validation_accuracy"]
@@ -198,11 +198,11 @@ def _train(
     console: Console,
     midway: Path | None,
 ) -> tuple[TwoHead, dict[str, Any], list[Epoch]]:
-    """Build the network of the settings and train it on `images` at `index`."""
+    """Build the network of the settings, or load their `init`, and train it on `images` at `index`."""
     device = resolve_device(settings.device)
     try:
         spec = network_spec(images, settings)
-        model = build(**{"seed": settings.seed, **spec})
+        model = load_model(settings.init)[0].float() if settings.init else build(**{"seed": settings.seed, **spec})
     except ValueError as error:
         raise SettingsError(f"model = {settings.model!r}: {error}") from error
     if recipe.batch_size == 1 and has_batchnorm(model):

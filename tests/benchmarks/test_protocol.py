@@ -182,6 +182,14 @@ def test_wrong_names_and_changes_are_named(name: str, changes: list[str], words:
         ("[cells.a]\nrealtime = { speeds = [0] }\n", "realtime: speeds = [0]; allowed are numbers above 0"),
         ('[networks.n]\ntrain = "source"\nhalf = "no"\n', "made, network n: half = 'no'; allowed is true or false"),
         ("[networks.n]\nepochs = 1.5\n", "made, network n: epochs = 1.5; allowed is an integer"),
+        (
+            '[networks.n]\ntrain = "source"\nfrom = "m"\n',
+            "network n: from = 'm'; allowed are source models before it: ",
+        ),
+        (
+            '[networks.m]\n[networks.n]\ntrain = "source"\nfrom = "m"\n',
+            "network n: from = 'm'; allowed are source models",
+        ),
         ("[networks.n]\nthreads = 0\n", "made, network n: threads = 0; allowed is 1 or more"),
         ('[tables.main]\nagainst = "fedavg"\n', "[tables.main]: against = 'fedavg'; allowed is a list"),
         ('[quick]\ncells = "main"\n', "made: [quick]: cells = 'main'; allowed is a list"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fedtta.benchmarks.tables import training
-from fedtta.benchmarks.tables.networks import train_network
+from fedtta.benchmarks.tables.networks import kept_or_trained, network_path, train_network
 from fedtta.benchmarks.tables.pretrained import check_pretrained, read_label, unpack_indices
 from fedtta.benchmarks.tables.protocol import Network
 from fedtta.benchmarks.tables.protocol_file import SOURCE, changed
@@ -114,6 +115,27 @@ def test_equal_seeds_give_equal_source_models(source: training.Trained) -> None:
     first = source.model.global_state()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["head.weight"], other["head.weight"])
+
+
+def test_a_source_model_goes_on_from_another_at_the_first_learning_rate(tmp_path: Path) -> None:
+    """Both are trained where both are missing; its own epochs alone are those of its label."""
+    first = Network("first", "source", 1, "first.safetensors", SMALL, half=True)
+    again = Network("again", "source", 2, "again.safetensors", SMALL, start=first)
+    folder = tmp_path / "folder"
+    path = kept_or_trained(again, 1, tmp_path, folder, QUIET)
+    assert path == tmp_path / "again.safetensors"
+    assert not [*(folder / "midway").iterdir()]
+    label, before = read_label(path), tmp_path / "first.safetensors"
+    digest = hashlib.sha256(before.read_bytes()).hexdigest()
+    assert label["start"] == {"file": "first.safetensors", "sha256": digest}
+    assert (label["recipe"]["learning_rate"], len(label["epochs"])) == (0.1, 2)
+    expected = train_source(SMALL.replace(init=str(before)), source_parts(SMALL), 2, QUIET).model.global_state()
+    alone = train_source(SMALL, source_parts(SMALL), 2, QUIET).model.global_state()
+    kept = load_model(path)[0].global_state()
+    assert all(torch.equal(kept[name], expected[name]) for name in kept)
+    assert not torch.equal(kept["head.weight"], alone["head.weight"])
+    with pytest.raises(SettingsError, match=r"again.safetensors was trained with other settings \(from\)"):
+        network_path(replace(again, start=replace(first, file="other.safetensors")), 1, tmp_path)
 
 
 def test_half_precision_is_what_is_measured_and_kept(source: training.Trained, tmp_path: Path) -> None:
