@@ -31,7 +31,12 @@ class Reference:
     """ALGORITHMS, section 4, steps (i) to (iii), for a Sequential: explicit loops, autograd and `torch.optim.Adam`."""
 
     def __init__(
-        self, network: nn.Sequential, consistency: float = 0.5, momentum: float = 0.01, between: int = CLASSES
+        self,
+        network: nn.Sequential,
+        consistency: float = 0.5,
+        momentum: float = 0.01,
+        between: int = CLASSES,
+        proximal: float = 0.0,
     ) -> None:
         self.network, self.between = network.eval(), between  # divisor of the variance between classes
         self.consistency, self.momentum, self.threshold = consistency, momentum, H0 * math.log(CLASSES)
@@ -42,6 +47,8 @@ class Reference:
             role: {i: [(m.running_mean, m.running_var) for _ in range(CLASSES)] for i, m in layers.items()}
             for role in ("teacher", "student")
         }
+        self.received = {i: tuple(leaf.detach().clone() for leaf in pair) for i, pair in self.affine.items()}
+        self.proximal = proximal  # μ of FedProx
         self.adam = torch.optim.Adam([leaf for pair in self.affine.values() for leaf in pair], lr=LR)
         self.confident: list[bool] = []
 
@@ -93,6 +100,9 @@ class Reference:
             if self.confident[-1]:
                 loss = loss - student[i, target.index(max(target))].log() / len(x)
             loss = loss + self.consistency * ((teacher[i] - source[i]) ** 2).sum() / (len(x) * CLASSES)
+        for i, pair in self.affine.items():
+            for leaf, old in zip(pair, self.received[i], strict=True):
+                loss = loss + self.proximal / 2 * ((leaf - old) ** 2).sum()
         self.adam.zero_grad()
         loss.backward()
         self.adam.step()
@@ -115,14 +125,14 @@ def check_equal(adapter: BBN, reference: Reference) -> None:
         torch.testing.assert_close(pair, wanted_pair, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("consistency", [0.5, 0.0, 20.0])
+@pytest.mark.parametrize(("consistency", "proximal"), [(0.5, 0.0), (0.0, 0.0), (20.0, 0.0), (0.5, 2.0)])
 @pytest.mark.parametrize("kind", ["images", "vectors"])
-def test_stream_equals_a_plain_reimplementation(kind: str, consistency: float) -> None:
+def test_stream_equals_a_plain_reimplementation(kind: str, consistency: float, proximal: float) -> None:
     network, x = (conv_network(), 9 * images(30)) if kind == "images" else (mlp_network(), 3 * vectors(30))
     with torch.no_grad():
         network.get_parameter("9.weight" if kind == "images" else "3.weight").mul_(8)  # some samples are clear
-    adapter = make(network, consistency=consistency, momentum=0.1)
-    reference = Reference(network, consistency, momentum=0.1)
+    adapter = make(network, consistency=consistency, momentum=0.1, proximal=proximal)
+    reference = Reference(network, consistency, momentum=0.1, proximal=proximal)
     for batch in x.split([12, 1, 17]):
         torch.testing.assert_close(adapter.predict(batch), reference.predict(batch, batch, batch), rtol=0, atol=1e-9)
         check_equal(adapter, reference)

@@ -105,7 +105,10 @@ def test_events_by_hand():
     assert detect_event(0.1, (0.4, 0.7), means) == -1
     assert detect_event(-0.1, (0.6, 0.5), means) == 1
     assert detect_event(0.0, (0.4, 0.7), means) == 0  # τ = 1
+    assert detect_event(0.0, (0.6, 0.5), means) == 0
     assert detect_event(0.1, (0.5, 0.7), means) == 0  # H_l = H̄_l: strict
+    assert detect_event(0.1, (0.4, 0.6), means) == 0
+    assert detect_event(-0.1, (0.5, 0.5), means) == 0
     assert detect_event(-0.1, (0.6, 0.6), means) == 0
     assert detect_event(-0.1, (0.4, 0.7), means) == 0  # the signs disagree
 

@@ -48,9 +48,14 @@ def squared(network: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def reference(
-    network: nn.Module, batches: list[Tensor], beta: float, steps: int = 1, left_out: tuple[str, ...] = ()
+    network: nn.Module,
+    batches: list[Tensor],
+    beta: float,
+    steps: int = 1,
+    left_out: tuple[str, ...] = (),
+    proximal: float = 0.0,
 ) -> tuple[list[Tensor], ...]:
-    """EATA sample by sample: torch in training mode and torch.optim.SGD; ω from the first batch."""
+    """EATA sample by sample: torch in training mode and torch.optim.SGD; ω from the first batch; μ of FedProx."""
     adapted = copy.deepcopy(network).train()
     trained = {name: value for name, value in affine_of(adapted).items() if not name.startswith(left_out)}
     start = {name: value.detach().clone() for name, value in trained.items()}
@@ -74,9 +79,12 @@ def reference(
                     losses.append(math.exp(limit - entropy.item()) * entropy)
                     kept.append(p.detach())
             if losses:
-                pull = sum((fisher[name] * (value - start[name]) ** 2).sum() for name, value in trained.items())
+                pull = sum(
+                    ((beta * fisher[name] + proximal / 2) * (value - start[name]) ** 2).sum()
+                    for name, value in trained.items()
+                )
                 adapted.zero_grad()
-                (sum(losses) / len(losses) + beta * pull).backward()
+                (sum(losses) / len(losses) + pull).backward()
                 descent.step()
                 mean = torch.stack(kept).mean(0)
                 average = mean if average is None else 0.9 * average + 0.1 * mean
@@ -85,14 +93,14 @@ def reference(
     return rows, kept_of, [value.detach() for value in trained.values()]
 
 
-@pytest.mark.parametrize(("beta", "steps"), [(0.0, 1), (30.0, 1), (30.0, 2)])
+@pytest.mark.parametrize(("beta", "steps", "proximal"), [(0.0, 1, 0.0), (30.0, 1, 0.0), (30.0, 2, 0.0), (30.0, 1, 2.0)])
 @pytest.mark.parametrize("kind", ["conv", "mlp"])
-def test_it_equals_the_reference(kind: str, beta: float, steps: int) -> None:
+def test_it_equals_the_reference(kind: str, beta: float, steps: int, proximal: float) -> None:
     network, x = sharp(kind), images(24) if kind == "conv" else vectors(24)
     batches = list(x.split([7, 2, 9, 6]))
-    want, kept, trained = reference(network, batches, beta, steps)
+    want, kept, trained = reference(network, batches, beta, steps, proximal=proximal)
     before = weights(network)
-    eata = EATA(network, fisher_strength=beta, steps=steps, **OPTIONS)
+    eata = EATA(network, fisher_strength=beta, steps=steps, proximal=proximal, **OPTIONS)
     for batch, rows in zip(batches, want, strict=True):
         torch.testing.assert_close(eata.predict(batch), rows, atol=1e-10, rtol=0)
     for got, value in zip(eata.trained().values(), trained, strict=True):
