@@ -55,7 +55,7 @@ def bn_distance(statistics: Sequence[Mapping[str, tuple[NDArray[Any], NDArray[An
         if name.endswith(".variance") and (rows < 0).any():
             raise ValueError(f"{name}: negative variances")
         pairs += pdist(rows) / 2
-    return squareform(pairs / len(statistics[0])) if len(pairs) else np.zeros((1, 1))
+    return squareform(pairs / len(statistics[0]))
 
 
 def _by_name(client: Mapping[str, tuple[NDArray[Any], NDArray[Any]]]) -> dict[str, Float]:

@@ -120,6 +120,21 @@ def test_dirichlet_expectation_is_even() -> None:
     np.testing.assert_allclose(shares.mean(0), 250, atol=30)
 
 
+@pytest.mark.parametrize("alpha", [0.3, 100.0])
+def test_dirichlet_clients_with_a_fair_share_get_no_more(alpha: float) -> None:
+    """Classes of 20, 400, 100, 240 and 40 samples to 8 clients, of whom 100 are the fair share."""
+    labels = np.repeat(np.arange(5), [20, 400, 100, 240, 40])
+    full = 0
+    for seed in range(20):
+        for own in partition(labels, 8, "dirichlet", alpha, seed, min_size=0):
+            counts = np.bincount(labels[own], minlength=5)
+            for label in range(1, 5):
+                if counts[:label].sum() >= 100:
+                    full += 1
+                    assert counts[label] == 0
+    assert full > 20
+
+
 def test_dirichlet_meets_min_size_or_gives_up() -> None:
     labels = np.repeat(np.arange(10), 100)
     assert min(len(own) for own in partition(labels, 10, "dirichlet", 0.3, 0, min_size=20)) >= 20

@@ -51,6 +51,8 @@ def test_a_tiny_client_has_training_samples_first() -> None:
     assert found == [(0, 0, 0), (1, 0, 0), (1, 0, 1), (2, 0, 1), (2, 1, 1), (3, 1, 1)]
     assert sizes(1, (0.1, 0.45, 0.45)) == (1, 0, 0)
     assert sizes(2, (0.1, 0.45, 0.45)) == (1, 1, 0)
+    assert sizes(1, (0.2, 0.6, 0.2)) == (1, 0, 0)  # from the largest part: here that of validation
+    assert sizes(1, (0.2, 0.2, 0.6)) == (1, 0, 0)
 
 
 def test_seeds_differ() -> None:

@@ -51,6 +51,8 @@ def test_q_fedavg_against_the_printed_step(clients: int, seed: int, q: float) ->
             deltas[name] += loss**q * lipschitz * (start[name] - client[name])
     for name, value in start.items():
         np.testing.assert_allclose(ours[name], value - deltas[name] / h, atol=1e-12)
+        known = [value, *(client[name] for client in trained)]  # a mean of them, also in its last bit
+        assert ((np.min(known, axis=0) <= ours[name]) & (ours[name] <= np.max(known, axis=0))).all()
     assert (ours["running_var"] >= 0).all()
     if q == 0:
         for name, value in weighted_mean(trained).items():
@@ -85,11 +87,13 @@ def test_q_fedavg_refuses() -> None:
 def test_qffl_in_flower_is_flowers_own_without_batchnorm() -> None:
     start, *trained = ({"a": m["w"], "b": m["w"][0] * 2} for m in models(4, 5, "float32"))
     grid = LocalGrid(dict.fromkeys([3, 1, 2], lambda message: None))
-    ours = QFFL(**OPTIONS)
-    other = flower.QFedAvg(0.05, q=1.0, train_loss_key="global-loss", **OPTIONS)
-    found = []
-    for each in (ours, other):
-        messages = list(each.configure_train(1, record(**start), ConfigRecord({"learning-rate": 0.05}), grid))
+    found: list[Any] = []
+    for each, told in (
+        (QFFL(**OPTIONS), 0.05),
+        (QFFL(learning_rate=0.05, **OPTIONS), 3.0),  # its own rate comes first
+        (flower.QFedAvg(0.05, q=1.0, train_loss_key="global-loss", **OPTIONS), 0.05),
+    ):
+        messages = list(each.configure_train(1, record(**start), ConfigRecord({"learning-rate": told}), grid))
         assert {message.metadata.dst_node_id for message in messages} == {1, 2, 3}
         replies = [
             reply(record(**model), 10, node, **{"global-loss": loss})
@@ -98,7 +102,8 @@ def test_qffl_in_flower_is_flowers_own_without_batchnorm() -> None:
         arrays, metrics = each.aggregate_train(1, replies)
         found.append((arrays, metrics))
     for name in start:
-        np.testing.assert_allclose(found[0][0][name].numpy(), found[1][0][name].numpy(), rtol=2e-5)
+        np.testing.assert_array_equal(found[0][0][name].numpy(), found[1][0][name].numpy())
+        np.testing.assert_allclose(found[0][0][name].numpy(), found[2][0][name].numpy(), rtol=2e-5)
         assert found[0][0][name].numpy().dtype == np.float32
     assert found[0][1]["global-loss"] == pytest.approx(3.5 / 3)
 
@@ -141,6 +146,14 @@ def test_masked_mean_against_a_loop(clients: int, seed: int, threshold: float) -
         np.testing.assert_array_equal(ours[name], plain[name])
     if threshold == 0:
         np.testing.assert_allclose(ours["w"], plain["w"], atol=1e-12)
+
+
+@quick
+@given(st.integers(1, 4), seeds)
+def test_masked_mean_stays_between_the_models_in_its_last_bit(clients: int, seed: int) -> None:
+    start, *trained = models(clients + 1, seed)
+    ours, known = masked_mean(start, trained, [3] * clients, 0.0)["w"], [m["w"] for m in (start, *trained)]
+    assert ((np.min(known, axis=0) <= ours) & (ours <= np.max(known, axis=0))).all()
 
 
 def test_masked_mean_by_hand() -> None:
