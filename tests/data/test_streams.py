@@ -84,6 +84,9 @@ def test_every_stream(federation, natural, name, with_natural):
             found = np.array([places[row] for row in rows(made.x[~known])])
             np.testing.assert_array_equal(natural.labels[found], made.y.numpy()[~known])
             assert len(np.unique(found)) == len(found)
+            # of the client's share, or of the others'
+            share = match_class_mixes(federation.class_counts(), natural.labels, seed=4)[client]
+            np.testing.assert_array_equal(np.isin(found, share), made.source[~known] == "natural")
 
 
 def counts(made):
