@@ -90,6 +90,7 @@ def test_frozen_layers_are_sent_in_float32_only(how: Format) -> None:
     reply = sent_by(client, request)
     assert sorted(reply.arrays) == (HEAD if how != "float32" else sorted(request.arrays))
     assert list(decoded(request, reply)) == list(request.arrays)
+    assert (reply.trained_correct is None) == (reply.decoded_correct is None) == (how not in ROUNDING)
 
 
 @pytest.mark.parametrize("how", ["changed", *ROUNDING])

@@ -112,6 +112,9 @@ def test_arrays_that_did_not_change_are_not_sent_and_those_with_one_axis_are_exa
     assert list(found) == list(SENT)
     negative = {**SENT, "bias": -SENT["bias"]}  # -0 is other bits than 0
     assert set(encode(how, SENT, negative, {}).arrays) == {"bias"}
+    counts = {"counts": np.array([[1, 2**40], [3, 4]])}  # whole numbers are not rounded
+    update = encode(how, counts, {"counts": counts["counts"] + 300}, {})
+    np.testing.assert_array_equal(decode(how, counts, update.arrays, update.scales)["counts"], counts["counts"] + 300)
 
 
 @given(st.integers(0, 2**32))
@@ -139,11 +142,12 @@ def test_a_change_that_a_format_cannot_hold_is_not_sent(how: Format, change: flo
         encode(how, SENT, {"weight": SENT["weight"] + np.float32(change)}, {})
 
 
-@pytest.mark.parametrize("tiny", [1e-45, 1e-44, 1e-38])
+@pytest.mark.parametrize("tiny", [1e-45, 1e-44, 2.5e-43, 1e-38])  # the third is 181 of the smallest, which is the step
 def test_changes_near_the_smallest_number_do_not_wrap_around(tiny: float) -> None:
     sent = {"w": np.zeros((1, 3), np.float32)}
     trained = {"w": np.array([[tiny, -tiny, 0]], np.float32)}
     update = encode("int8", sent, trained, {})
+    assert all(scale > 0 for scale in update.scales.values())  # others are refused
     found = decode("int8", sent, update.arrays, update.scales)["w"]
     assert found[0, 0] >= 0 >= found[0, 1]
     assert (np.abs(found + update.residual["w"] - trained["w"]) <= np.float32(1e-45)).all()
