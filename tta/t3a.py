@@ -122,7 +122,7 @@ class T3A(Adapter):
             if rank == self.support:
                 return
             n = self._counts[k] = min(self._counts[k] + 1, self.support)
-            ranked[rank + 1 : n], kept[rank + 1 : n] = ranked[rank : n - 1].copy(), kept[rank : n - 1].copy()
+            ranked[rank + 1 : n], kept[rank + 1 : n] = ranked[rank : n - 1], kept[rank : n - 1]
             ranked[rank], kept[rank] = entropy, direction
             self._sums[k] = kept[:n].sum(0)
         self._prototypes[k] = self._prototypes_of(self._sums[k], self._counts[k])
