@@ -208,6 +208,7 @@ def test_near_clients_far_from_the_others_keep_their_digits() -> None:
 def test_cosines_against_a_loop(clients: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     theta, start = draw.normal(size=(clients, 5)), draw.normal(size=5)
+    theta[0] = start + 3 * (theta[clients // 2] - start)  # the same way: rounding could make it more than 1
     theta[-1] = start  # has not moved
     ours = cosines(theta, start)
     for i, j in itertools.product(range(clients), repeat=2):

@@ -52,6 +52,7 @@ def test_distances_by_hand() -> None:
     assert [one["x"].tolist() for one in found.arrays] == [[1.0], [2.0], [3.0], [4.0], [6.0]]
     assert (found.radius, found.far, found.distances.tolist()) == (3.0, [4], [2, 1, 0, 1, 97])
     assert found.center == {"x": np.array([3.0])}
+    assert clip(ten, ["x"], 1.0).far == [0, 4], "a distance of the radius itself is allowed"
     assert clip(ten[:4], ["x"], 3.0).center == {}, "no client is far"
     assert clip(ten, ["x"], 3.0, past=[9] * 9).radius == 27.0, "the median of nine and these"
     equal = clip([{"x": np.array([v])} for v in (1.0, 1.0, 7.0)], ["x"], 3.0)
