@@ -166,6 +166,15 @@ def test_a_failure_keeps_the_state(attributes: dict[str, Any], message: str) -> 
     assert adapter.report() == {}
 
 
+def test_one_running_statistic_that_overflows_is_refused() -> None:
+    """The channel's variance is infinite in float32, its normalised values are 0: all features are finite."""
+    encoder = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(108, 6), nn.ReLU())
+    adapter, x = FedICON(TwoHead(encoder, 6, CLASSES), **OPTIONS), images(6, dtype=torch.float32)
+    x[:, 1] *= 1e25
+    with pytest.raises(ValueError, match=r"the batch makes 0\.running_var not finite"):
+        adapter.predict(x)
+
+
 def test_models_without_something_to_tune_are_refused() -> None:
     with pytest.raises(ValueError, match="no features, head, personal_head"):
         FedICON(nn.Linear(3, 2))
