@@ -65,6 +65,8 @@ def test_cohorts_are_drawn_by_position_from_seed_and_round() -> None:
     assert first != cohorts(list(range(10)), 6)
     assert all(len(set(cohort)) == 4 and cohort == sorted(cohort) for cohort in first)
     assert {position for cohort in first for position in cohort} == set(range(10))
+    sizes = {cohort: len(ATPRates(cohort=cohort).sample(range(10), 1)) for cohort in (0, 1, 9, 10, 11)}
+    assert sizes == {0: 10, 1: 1, 9: 9, 10: 10, 11: 10}  # 0: all of them
     everyone = [7, 3, 5]
     for size in (0, 3, 8):
         assert ATPRates(cohort=size).sample(everyone, 1) == everyone
