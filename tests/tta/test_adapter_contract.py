@@ -351,6 +351,10 @@ def test_reset_starts_the_stream_again(case: Case) -> None:
     start = snapshot(adapter)
     first = [adapter.predict(part) for part in stream()]
     report = adapter.report()
+    restored = case.make()
+    restored.load_state_dict(adapter.state_dict())
+    restored.reset()
+    assert same(snapshot(restored), start)  # a state that is read does not reach what a reset goes back to
     if isinstance(adapter, Collaborator):
         adapter.load_shared({name: value + 1 for name, value in adapter.shared("all").items()})
     adapter.reset()
