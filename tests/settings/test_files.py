@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -48,6 +49,16 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, number: in
             write_atomically(path, b"new", durable=False)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_system_that_takes_little_at_a_time_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of more than 2 GiB at once, or of what still fits on a disk: the error comes with the next write."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, content: write(handle, bytes(content)[:3]))
+    write_atomically(tmp_path / "f", b"0123456789", memoryview(b"abcd"))
+    assert (tmp_path / "f").read_bytes() == b"0123456789abcd"
+    Lines(tmp_path / "f").append(b"efghi\n")
+    assert (tmp_path / "f").read_bytes() == b"0123456789abcd\nefghi\n"
 
 
 @pytest.mark.parametrize("number", range(2))  # write, flush
