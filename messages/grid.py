@@ -17,7 +17,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -144,7 +144,7 @@ class GridTransport:
         A message lives no longer than the timeout, so that a node that returns later does not work on it; clocks must
         agree to well within it. A message to a node that the grid does not have is not sent. One whose reply lacks its
         secret is sent again under another one: the SuperLink keeps only one reply to a message, the forged one. A
-        client with another name than its node's key was enrolled under is refused.
+        client with another name than its node's key was enrolled under, or with that of another key, is refused.
         """
         end = self._clock() + timeout
         connected = {node.node_id: node.name for node in self.grid.get_nodes()}
@@ -174,7 +174,7 @@ class GridTransport:
                         if answer is None:
                             queued.append((sent.one, sent.times + 1))
                         else:
-                            yield _as_enrolled(answer, connected[answer.node])
+                            yield _as_enrolled(answer, connected)
                         del answer, sent, read  # a large reply must not be here while the next one comes
                     elif reminders and ticket in reminders.tickets:  # not one of former reminders that comes late
                         reminders.tickets.remove(ticket)
@@ -291,12 +291,24 @@ def _answer(sent: _Sent, read: Callable[[], Message]) -> Answer | None:
     return read_answer(one, record)
 
 
-def _as_enrolled(answer: Answer, name: str) -> Answer:
-    """Refuse what tells another name than the node's key was enrolled under: it would take another client's place."""
+def _as_enrolled(answer: Answer, enrolled: Mapping[int, str]) -> Answer:
+    """Refuse what tells another name than the node's key was enrolled under: it would take another client's place.
+
+    Parameters
+    ----------
+    enrolled : mapping
+        Connected node → the name of its key. One without a device's name may tell any that no other of these has.
+    """
+    name = enrolled[answer.node]
     told = answer.reply.name if isinstance(answer.reply, Identity | Telemetry) else name
-    if told == name or not name or UNNAMED.fullmatch(name):
+    if told == name or not name:
         return answer
-    return Answer(answer.node, None, "refused", f"{told}: the key of node {answer.node} is enrolled as {name!r}")
+    if not UNNAMED.fullmatch(name):
+        return Answer(answer.node, None, "refused", f"{told}: the key of node {answer.node} is enrolled as {name!r}")
+    holder = next((node for node, other in enrolled.items() if other == told), None)
+    if holder is None or UNNAMED.fullmatch(told):
+        return answer
+    return Answer(answer.node, None, "refused", f"{told}: the key of node {holder} is enrolled under this name")
 
 
 def _opened(read: Callable[[], Message]) -> Message | Exception:

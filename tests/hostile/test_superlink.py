@@ -202,6 +202,7 @@ def test_a_reply_in_another_node_s_name_is_not_used_and_the_true_one_is(link: Re
     [
         ("site-a", "site-a", True), ("site-a", "site-b", False), ("0", "1", False), ("node-b", "site-b", False),
         ("node-1", "site-b", True), (None, "site-b", True),  # keys that were registered without a device's name
+        ("node-1b", "site-b", False), ("a-node-1", "site-b", False),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("request_", [Identify(settings="{}", run="r"), Observe(settings="{}", run="r")])
@@ -221,6 +222,22 @@ def test_a_node_has_the_name_that_its_key_was_enrolled_under(
         assert answer.reply is None
         assert answer.kind == "refused"
         assert answer.reason == f"{told}: the key of node {node} is enrolled as '{enrolled}'"
+
+
+@pytest.mark.parametrize("request_", [Identify(settings="{}", run="r"), Observe(settings="{}", run="r")])
+def test_a_key_without_a_device_s_name_takes_none_that_another_key_has(
+    request_: Identify | Observe, link: RealSuperLink
+) -> None:
+    known, unnamed = (
+        link.state.create_node("account", "owner", key, 30.0, name=name)
+        for key, name in ((b"known", "site-a"), (b"unnamed", "node-1"))
+    )
+    assert all(link.state.activate_node(node, 30.0) for node in (known, unnamed))
+    reply = replace(IDENTITY, name="site-a") if isinstance(request_, Identify) else Telemetry(name="site-a")
+    with working(link, {unnamed: lambda message: link.push(unnamed, reply_message(reply, message))}):
+        answer = next(GridTransport(link.grid()).exchange([Addressed(unnamed, request_)], 60.0))
+    assert (answer.reply, answer.kind) == (None, "refused")
+    assert answer.reason == f"site-a: the key of node {known} is enrolled under this name"
 
 
 def test_a_reply_whose_objects_the_superlink_has_dropped_has_failed(link: RealSuperLink) -> None:
