@@ -48,6 +48,7 @@ ROUNDS: dict[str, dict[str, Any]] = {
     "statistics and two trainings": {"methods": "fedavg,btfl,fedthe", "rounds": 1},
     "momentum, int8 updates": {"methods": "fedavgm", "rounds": 3, "update_format": "int8"},
     "q-FFL": {"methods": "qffl"},
+    "limits by the distances of earlier rounds": {"methods": "fedavg", "rounds": 3, "clip_factor": 0.5},
     "a head that stays": {"methods": "fedrep"},
     "layers that stay, some clients": {
         "methods": "fedbn", "clients": 3, "fraction_train": 0.67, "model_options": "norm=batch",
