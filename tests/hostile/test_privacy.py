@@ -692,8 +692,9 @@ def test_every_field_that_leaves_has_its_line_in_the_documentation() -> None:
         assert set(leaving.TELLS[reply]) == {one.name for one in dataclasses.fields(reply)}
 
 
-def test_keys_differ_between_sessions_and_clients() -> None:
+def test_keys_and_masks_differ_between_sessions_and_clients() -> None:
     _, _, first = session()
     _, _, second = session()
     assert len({one.key for one in (*first, *second)}) == 6
+    assert len({one.seed_digest for one in (*first, *second)}) == 6  # whoever knows a seed can take the mask off
     assert masking.KEY == 32
