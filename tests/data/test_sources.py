@@ -261,6 +261,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_hostile_files_are_named_and_nothing_else_is_read(tmp_path: Path, opened: list[str]) -> None:
     folder, outside = tmp_path / "site", tmp_path / "outside"
     png(outside / "secret.png", 7)
+    png(tmp_path / "site of others/secret.png", 7)  # whose path begins as the folder's
     png(folder / "a/good.png", 1)
     png(folder / "b/line\nbreak.png", 2)
     png(folder / "b/large.png", size=(16_000, 16_000), compress_level=1)
@@ -272,6 +273,7 @@ def test_hostile_files_are_named_and_nothing_else_is_read(tmp_path: Path, opened
     (folder / "a/cut.jpg").write_bytes(content[: len(content) // 2])
     os.mkfifo(folder / "a/pipe.png")
     (folder / "a/out.png").symlink_to(outside / "secret.png")
+    (folder / "a/beside.png").symlink_to(tmp_path / "site of others/secret.png")
     (folder / "a/gone.png").symlink_to(folder / "nothing.png")
     (folder / "a/loop.png").symlink_to(folder / "a/loop.png")
     (folder / "a/device.png").symlink_to("/dev/zero")
@@ -286,6 +288,7 @@ def test_hostile_files_are_named_and_nothing_else_is_read(tmp_path: Path, opened
     assert skipped.pop("a/cut.jpg").startswith("damaged, or of another format: ")
     assert skipped.pop("b/large.png").startswith("too large: Image size (256000000 pixels)")
     assert skipped == {
+        "a/beside.png": link + "leads out of the folder",
         "a/device.png": link + "leads out of the folder",
         "a/gone.png": link + "does not exist",
         "a/loop.png": "not a regular file: symbolic link",
@@ -355,6 +358,28 @@ def test_a_file_that_vanishes_while_the_folder_is_listed_is_no_part_of_it(
 
     monkeypatch.setattr(os, "scandir", vanishing)
     assert scanned(tmp_path) == ({"a/1.png": "a", "b/2.png": "b"}, {})
+
+
+@pytest.mark.timeout(60)  # a FIFO that is waited for never ends
+@pytest.mark.parametrize(
+    ("other", "reason"), [("link", "not readable: Too many levels of symbolic links"), ("fifo", "not a regular file")]
+)
+def test_a_file_exchanged_between_the_look_at_it_and_its_opening_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, reason: str
+) -> None:
+    secret, path = png(tmp_path / "outside/secret.png", 7), png(tmp_path / "site/a/x.png", 1)
+    made, look = open_source(f"folder:{tmp_path / 'site'}"), os.stat
+
+    def exchanged(*arguments: Any, **options: Any) -> os.stat_result:
+        found = look(*arguments, **options)
+        path.unlink()
+        path.symlink_to(secret) if other == "link" else os.mkfifo(path)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", exchanged)
+        with pytest.raises(ValueError, match=reason):
+            made.open(0)  # type: ignore[attr-defined]
 
 
 def test_a_file_exchanged_after_the_scan_leads_nowhere(tmp_path: Path, opened: list[str]) -> None:
