@@ -193,11 +193,13 @@ def test_an_adapter_that_would_falsify_other_rows_or_its_own_is_refused(
         client.evaluate(3, Task("t"), arrays, means, [Row("mine", "none"), Row("personal", "personal")], ["original"])
 
 
+@pytest.mark.parametrize("estimate", [False, True])
 def test_an_adapter_that_draws_from_the_process_gives_the_same_whatever_ran_before(
-    trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
+    estimate: bool, trained: tuple[Device, Arrays, Arrays], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one with dropout; other rows, clients and workers have drawn before."""
+    """Such as one with dropout; other rows, clients and workers have drawn before. Estimates are calibrated first."""
     client, arrays, means = trained
+    client = with_settings(client, estimate_accuracy=estimate)
     drawn: list[torch.Tensor] = []
 
     def draws(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -209,8 +211,11 @@ def test_an_adapter_that_draws_from_the_process_gives_the_same_whatever_ran_befo
         torch.manual_seed(before)
         client.evaluate(3, Task("t"), arrays, means, [Row("mine", "none")], ["original", "corrupted"])
     half = len(drawn) // 2
+    assert half == 2 + estimate
     assert all(torch.equal(*pair) for pair in zip(drawn[:half], drawn[half:], strict=True))
-    assert not torch.equal(drawn[0], drawn[half - 1])  # of two streams
+    original, corrupted = drawn[half - 2 : half]
+    assert original.shape == corrupted.shape
+    assert not torch.equal(original, corrupted)
 
 
 def diverging(self: Any, x: torch.Tensor) -> torch.Tensor:

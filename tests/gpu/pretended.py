@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = (__file__, streams.__file__)
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten: Any = torch.ops.aten
-SEQUENCES, NESTED = (tuple, list), (tuple, list, dict)  # `tuple | list` would be made anew at each call
+SEQUENCES, NESTED = (tuple, list), (tuple, list, dict)  # `tuple | list` would be made again at each call
 
 #: Operation → how often it waits for the device: its result's shape, or its error, depends on values.
 WAITS: dict[Any, int] = {

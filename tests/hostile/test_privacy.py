@@ -696,5 +696,5 @@ def test_keys_and_masks_differ_between_sessions_and_clients() -> None:
     _, _, first = session()
     _, _, second = session()
     assert len({one.key for one in (*first, *second)}) == 6
-    assert len({one.seed_digest for one in (*first, *second)}) == 6  # whoever knows a seed can take the mask off
+    assert len({one.seed_digest for one in (*first, *second)}) == 6  # a known seed takes the mask off
     assert masking.KEY == 32
