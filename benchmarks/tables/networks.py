@@ -41,10 +41,10 @@ def network_path(network: Network, seed: int, out: Path) -> Path:
     SettingsError
         The file in `out` was trained with other settings.
     """
-    name, settings = network.file.format(seed=seed), _network_settings(network, seed)
+    name = network.file.format(seed=seed)
     for folder in dict.fromkeys((out, RESULTS)):
         if (folder / name).exists():
-            other = _other_training(folder / name, network, settings)
+            other = _other_training(folder / name, network, seed, out)
             if not other:
                 return folder / name
             if folder == out:
@@ -73,7 +73,7 @@ def initial_settings(
     settings = settings.replace(init=str(path))
     federation = None if settings.collaborations else load_federation(settings)
     label = check_pretrained(path, settings, federation)
-    content = {"kind": label["kind"], "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    content = {"kind": label["kind"], "sha256": _sha256(path)}
     content |= {key: label[key] for key in ("validation_accuracy", "accuracy", "recipe") if key in label}
     if start.network:
         content["network"] = start.network
@@ -138,8 +138,8 @@ def train_network(
         torch.set_num_threads(threads)
     save_model(path, done.model.half() if network.half else done.model, done.spec)
     content = {**done.content, **provenance()}
-    if start and network.start:
-        content["start"] = {"file": network.start.file, "sha256": hashlib.sha256(start.read_bytes()).hexdigest()}
+    if start:
+        content["start"] = {"file": start.name, "sha256": _sha256(start)}
     write_label(path, network.train, settings, content, done.trained_on)
     midway.unlink(missing_ok=True)
 
@@ -167,16 +167,25 @@ def _network_settings(network: Network, seed: int) -> Settings:
     return of_seed(network.settings, seed) if "{seed}" in network.file else network.settings
 
 
-def _other_training(path: Path, network: Network, settings: Settings) -> list[str]:
+def _other_training(path: Path, network: Network, seed: int, out: Path) -> list[str]:
     """Return in what the training of a kept network differs from what the protocol says."""
     label = read_label(path)
     before = BEFORE if network.train == "federated" else {}  # training in one place takes no mean
-    other = differing({**before, **label["settings"]}, settings, {*LATER, *UNRECORDED})
+    other = differing({**before, **label["settings"]}, _network_settings(network, seed), {*LATER, *UNRECORDED})
     if network.train != "federated" and label.get("recipe", {}).get("epochs") != network.epochs:
         other.append("epochs")
-    if network.start and label.get("start", {}).get("file") != network.start.file:
+    if network.start and not _went_on_from(label.get("start", {}), network_path(network.start, seed, out)):
         other.append("from")
     return other
+
+
+def _went_on_from(recorded: dict[str, str], start: Path) -> bool:
+    """Return whether a label names this network's file; one that is not there may have had the recorded bytes."""
+    return recorded.get("file") == start.name and (not start.exists() or recorded.get("sha256") == _sha256(start))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _rates_file(protocol: Protocol, cell: str, seed: int, out: Path, folder: Path) -> Path:

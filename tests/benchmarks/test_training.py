@@ -136,6 +136,11 @@ def test_a_source_model_goes_on_from_another_at_the_first_learning_rate(tmp_path
     assert not torch.equal(kept["head.weight"], alone["head.weight"])
     with pytest.raises(SettingsError, match=r"again.safetensors was trained with other settings \(from\)"):
         network_path(replace(again, start=replace(first, file="other.safetensors")), 1, tmp_path)
+    before.write_bytes(path.read_bytes())
+    with pytest.raises(SettingsError, match=r"again.safetensors was trained with other settings \(from\)"):
+        network_path(again, 1, tmp_path)
+    before.unlink()
+    assert network_path(again, 1, tmp_path) == path
 
 
 def test_half_precision_is_what_is_measured_and_kept(source: training.Trained, tmp_path: Path) -> None:
