@@ -230,7 +230,7 @@ class Round:
         needed = max(self.least, needed_replies(settings, type(requests[0].request), len(asked)) if requests else 1)
         if len(asked) < needed:
             raise QuorumMissed(f"{self._name}: {len(asked)} clients are asked, {needed} replies are needed")
-        usable, lost = self._exchange(requests)
+        usable, lost = self._exchange(requests, needed)
         if len(usable) < needed:
             connected = nodes.wait_for(asked, needed, settings.node_timeout, self._rejoin)
             if connected < needed:
@@ -240,7 +240,7 @@ class Round:
             reasons = "; ".join((self._problem(usable, needed), *lost))
             self.federation.events("note", text=f"{reasons}; the round is repeated")
             requests, usable = make(), []  # those of the first attempt need no room during the second
-            usable, lost = self._exchange(requests)
+            usable, lost = self._exchange(requests, needed)
         if len(usable) < needed:
             raise self._missed(usable, needed, lost)
         return Outcome(asked, [one.request for one in requests], self._limited(usable))
@@ -264,13 +264,17 @@ class Round:
         """Let clients that came back as other nodes replace their old nodes; new ones join between rounds only."""
         self.federation.update(self.training, self.number, self.strategy, join=False)
 
-    def _exchange(self, requests: Sequence[Addressed]) -> tuple[list[Replied], list[str]]:
+    def _exchange(self, requests: Sequence[Addressed], needed: int) -> tuple[list[Replied], list[str]]:
         """Exchange requests once; replies that are aggregated go through secure aggregation, if it is on."""
         self._tell_attempt(requests)
         secure = self.federation.secure
         if secure is None or not requests or type(requests[0].request) not in AGGREGATED:
             return self._once(requests)
-        return secure(requests, self.check, lambda asked, check: replace(self, check=check, limits=None)._once(asked))
+
+        def send(asked: Sequence[Addressed], check: Check) -> tuple[list[Replied], list[str]]:
+            return replace(self, check=check, limits=None)._once(asked)
+
+        return secure(requests, self.check, send, needed)
 
     def _tell_attempt(self, requests: Sequence[Addressed]) -> None:
         """Send the event of what clients are asked to release, before they are, if replies have noise."""

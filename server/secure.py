@@ -202,8 +202,11 @@ class SecureAggregation:
         """Return how many replies a sum over `asked` clients needs."""
         return least_replies(self.settings, asked)
 
-    def __call__(self, requests: Sequence[Addressed], check: Check, send: Send) -> Exchanged:
+    def __call__(self, requests: Sequence[Addressed], check: Check, send: Send, needed: int = 0) -> Exchanged:
         """Return the survivors, each with the mean reply, or none; and a line for each reason why others are missing.
+
+        With fewer of them than `needed` no sum is unmasked: the round is repeated, clients reply the same again, and
+        the difference of a sum without one client and a sum with it would be what this client sent.
 
         Parameters
         ----------
@@ -211,8 +214,10 @@ class SecureAggregation:
             Of one kind, whose replies are aggregated.
         check : Check
             Of its replies, which the mean must pass, too.
+        needed : int
+            Replies that the round needs, if these are more than a sum does.
         """
-        start, least = time.perf_counter(), self.least(len(requests))
+        start, least = time.perf_counter(), max(self.least(len(requests)), needed)
         by_number = {1 + self._partition(one.node): one for one in requests}
         asked, lost = self._able(by_number)
         if len(asked) < least:

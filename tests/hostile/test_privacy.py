@@ -204,6 +204,24 @@ def test_below_the_threshold_the_round_is_repeated_once_and_then_refused_with_th
     assert not place.transport.requests(Unmask)  # nothing was revealed of the two
 
 
+def test_a_round_that_will_be_repeated_tells_no_sum() -> None:
+    """Clients reply the same again: the sum of all five less that of four is what one client sent."""
+    gone: list[Request] = []
+
+    def once(request: Request, reply: Reply) -> Reply:
+        if isinstance(request, Train) and not gone:
+            gone.append(request)
+            raise ConnectionError("gone")
+        return reply
+
+    place = Place(5, {4: once}, secure_threshold=0.6, min_replies=5)
+    np.testing.assert_allclose(place.round()["w"], mean(0, 1, 2, 3, 4), rtol=1e-6)
+    (told,) = place.of("note")
+    assert "failed client 4: ConnectionError: gone; 4 clients have replied, 5 are needed" in told["text"]
+    assert [(e["survivors"], e["unmasked"]) for e in place.of("secure_aggregation")] == [(5, True)]
+    assert len({one.session for one in place.transport.requests(Unmask)}) == 1
+
+
 def test_a_threshold_is_the_part_of_the_members_that_was_written() -> None:
     """In floats 0.55 of 100 is more than 55."""
     assert [threshold(Settings(secure_threshold=0.55), members) for members in (100, 101)] == [55, 56]
