@@ -66,8 +66,12 @@ def check_privacy(settings: Settings, trainings: Sequence[Settings], sources: in
             f"{key}: update-format = {settings.update_format!r}; allowed is 'float32', since each number takes 64 bits "
             "under masks"
         )
-    if settings.update_norm_bound and "model" in privacy.mechanisms and not settings.secure_aggregation:
-        raise SettingsError("update-norm-bound: not with noise on the model, which exceeds it; the clip bounds updates")
+    noisy = [what for what in ("model", "rates") if what in privacy.mechanisms]
+    if settings.update_norm_bound and noisy and not settings.secure_aggregation:
+        what = " and ".join(noisy)
+        raise SettingsError(
+            f"update-norm-bound: not with noise on the {what}, which exceeds it; the clip bounds updates"
+        )
     if settings.secure_aggregation:
         asked = {f"clients = {settings.clients}, of which train": sources, **cohorts(settings, sources)}
         for what, number in asked.items():

@@ -671,6 +671,7 @@ def test_epsilon_counts_attempts_of_a_killed_server_once_whatever_became_of_its_
         ({"secure_aggregation": True, "clients": 9, "fraction_train": 0.3}, "fraction-train = 0.3 .* samples 2; all"),
         ({"secure_aggregation": True, "methods": "atp", "rates_clients": 2}, "rates-clients = 2 samples 2; allowed"),
         ({"differential_privacy": "model=1/1", "update_norm_bound": 1.0}, "noise on the model"),
+        ({"differential_privacy": "rates=1/1", "update_norm_bound": 1.0, "methods": "atp"}, "noise on the rates"),
         ({"differential_privacy": "model=1"}, "allowed are"),
         ({"secure_aggregation": True, "update_format": "int8"}, "each number takes 64 bits"),
     ],
