@@ -259,7 +259,9 @@ class SecureAggregation:
         able, lost, keys = {}, [], set[str]()
         for number, one in sorted(by_number.items()):
             key = self._key(number)
-            if not key or key in keys or not masking.is_key(bytes.fromhex(key)):
+            if one.node < 0:  # not back since the run was resumed (`Nodes.begin`), so its key is not known yet
+                lost.append(f"client {self.nodes.name(number - 1)}: the node is not there")
+            elif not key or key in keys or not masking.is_key(bytes.fromhex(key)):
                 lost.append(self._left_out(number, "it has no key of its own for secure aggregation"))
             elif (samples := self._most([number])) > self.settings.max_examples:
                 most = self.settings.max_examples

@@ -464,3 +464,19 @@ def test_a_federation_without_any_labels_is_refused_before_training(tmp_path: Pa
 
     with pytest.raises(SettingsError, match="all clients are targets: some must train"):
         run(tmp_path, SMALL.replace(methods="fedavg"), change=all_of_them)
+
+
+def test_a_member_that_has_not_come_back_is_not_said_to_lack_a_key(tmp_path: Path) -> None:
+    """The key of a client is known when it is there."""
+    settings = SMALL.replace(clients=4, min_clients=3, methods="fedavg", secure_aggregation=True, secure_threshold=0.6)
+
+    def stop(event: Event, doors: Doors) -> None:
+        if event["event"] == "round" and event["round"] == 2:
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        run(tmp_path, settings, then=stop)
+    run(tmp_path, settings.replace(resume=str(tmp_path / "r")), away=[898])
+    assert [event["replied"] for event in events(tmp_path, "round")] == [[0, 1, 2, 3], [0, 1, 3]]
+    assert [event["name"] for event in events(tmp_path, "left")] == ["2"]
+    assert not [event["text"] for event in events(tmp_path, "note") if "leaves out" in event["text"]]
