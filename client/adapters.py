@@ -68,7 +68,8 @@ def make_adapter(row: AdapterRow, context: AdapterContext[Any], gains: Gains | N
     variant_rates = (context.rates or {}).get(str(row.options.get("adapt", "all")))
     declared_options = info(row.adapter).options
     applied = {name: value for name, value in given.items() if name in declared_options}
-    clients = int((statistics and statistics.clients) or settings.clients)
+    over = None if statistics is None else statistics.clients
+    clients = settings.clients if over is None else int(over)
     follow = _defaults(row, settings, clients)
     options = {**follow, **applied, **row.options}
     if options.get("augment", "") is None:  # a row's "none": the usual views, here the data set's
@@ -106,7 +107,7 @@ def candidate_row(name: str) -> AdapterRow:
 def _defaults(row: AdapterRow, settings: Settings, clients: int) -> dict[str, Any]:
     """Return the options of a row's adapter that follow from the run's settings, where the row does not set them.
 
-    `clients`: how many the means of statistics are over.
+    `clients`: how many the means of statistics are over; 0: this one is none of them.
     """
     follow: dict[str, Any] = {"seed": settings.seed}
     adapter = info(row.adapter)

@@ -292,7 +292,7 @@ class Evaluate(Request):
     statistics : dict or None
         Means of the clients' statistics.
     means_over : int or None
-        How many clients these are over, where it is not `clients` of the settings.
+        How many clients these are over, where it is not `clients` of the settings; 0: this client is none of them.
     rates : dict
         Variant → learned adaptation rates, one float64 number per module.
     rows : list of AdapterRow

@@ -212,9 +212,9 @@ class Checkpoints:
         found = self.replied.get(_rounds_key(training))
         return set(self.replied.get(training, {}) if found is None else found)  # earlier versions did not tell apart
 
-    def summarized(self, training: str, round: int) -> int:
-        """Return how many clients replied in a training's statistics round, which has this number."""
-        return sum(last == round for last in self.replied.get(training, {}).values())
+    def summarized(self, training: str, round: int) -> set[int]:
+        """Return the partitions that replied in a training's statistics round, which has this number."""
+        return {partition for partition, last in self.replied.get(training, {}).items() if last == round}
 
     def seconds(self) -> float:
         """Return the run's time so far, without pauses."""

@@ -101,7 +101,7 @@ def evaluation_round(
     rates: Mapping[Variant, Rates],
     shifts: Sequence[str],
     trained: Collection[int],
-    means_over: int = 0,
+    summarized: Collection[int] = (),
 ) -> None:
     """Run every adapter of a training on every test distribution at every client; results are events.
 
@@ -112,8 +112,8 @@ def evaluation_round(
     ----------
     trained : collection of int
         See `statistics_round`.
-    means_over : int
-        How many clients the statistics are means over; 0: `clients`.
+    summarized : collection of int
+        Partitions of the clients that the statistics are means over; empty: all `clients`.
 
     Raises
     ------
@@ -132,14 +132,16 @@ def evaluation_round(
         "round": round,
         "task": _final_task(training),
         "statistics": statistics,
-        "means_over": means_over if means_over not in (0, federation.settings.clients) else None,
         "rates": {variant: rate_arrays(learned) for variant, learned in rates.items()},
     }
+    over = len(summarized) if len(summarized) not in (0, federation.settings.clients) else None
 
     def request(partition: int) -> Evaluate:
         labelled = federation.labelled(partition)
         rows = [row.as_requested() for row in training.rows if labelled or not row.personal]
-        return Evaluate(**common, arrays=sent.to(partition), rows=rows, shifts=list(shifts) if labelled else [])
+        asked = list(shifts) if labelled else []
+        among = 0 if summarized and partition not in summarized else over  # a reply that was lost is not in the means
+        return Evaluate(**common, arrays=sent.to(partition), means_over=among, rows=rows, shifts=asked)
 
     cells = [(row.label, shift) for row in training.rows for shift in shifts]
     settings = federation.settings

@@ -248,8 +248,8 @@ def run_training(
     for variant, learned in rates.items():
         save_rates(files.path("rates", variant), learned, training.name, variant)
     took_part = checkpoints.took_part(training.name)
-    means_over = checkpoints.summarized(training.name, training.recipe.rounds(federation.settings) + 1)
-    evaluation_round(federation, training, arrays, means, rates, info.shifts, took_part, means_over)
+    summarized = checkpoints.summarized(training.name, training.recipe.rounds(federation.settings) + 1)
+    evaluation_round(federation, training, arrays, means, rates, info.shifts, took_part, summarized)
 
 
 def _copied(state: Mapping[str, Tensor]) -> Arrays:

@@ -105,7 +105,7 @@ class Statistics:
     block_scores : Tensor [blocks] or None
         Accuracy on validation data after adapting one block alone, mean over clients (Surgical).
     clients : float or None
-        How many clients these means are over, where it is not known otherwise.
+        How many clients these means are over, where it is not known otherwise; 0: this client is none of them.
     """
 
     descriptor_local: Tensor | None = None

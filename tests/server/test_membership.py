@@ -404,6 +404,26 @@ def test_clients_are_told_how_many_the_means_are_over(tmp_path: Path) -> None:
     assert [one.means_over for one in doors.requests(Evaluate, 900)] == [None]  # 3, as the settings say
 
 
+def test_a_client_whose_statistics_were_lost_takes_no_share_out(tmp_path: Path) -> None:
+    """It has them, and the mean is one over the other two."""
+
+    def losing(clients: dict[int, Client]) -> None:
+        whole = clients[899]
+
+        def answer(request: Request) -> Reply | None:
+            reply = whole(request)
+            if isinstance(request, Summarize):
+                raise ConnectionError("lost")
+            return reply
+
+        clients[899] = answer
+
+    doors = run(tmp_path, SMALL.replace(leave_one_out=True, methods="btfl"), change=losing)
+    assert [event["replied"] for event in events(tmp_path, "statistics")] == [[0, 2]]
+    assert [[one.means_over for one in doors.requests(Evaluate, node)] for node in (900, 899, 898)] == [[2], [0], [2]]
+    assert len(events(tmp_path, "evaluation")) == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "needed"), [({"methods": "btfl"}, 1), ({"methods": "btfl", "leave_one_out": True}, 2),
                             ({"methods": "btfl[reading=published]"}, 2)]
