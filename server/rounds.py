@@ -136,7 +136,7 @@ class Federation:
         request, about = Identify(**self.common(training)), {"training": training, "round": round}
         replaced = self.nodes.update(request, self.settings.node_timeout, self.events, about, join)
         if replaced and isinstance(strategy, Collaborative):
-            strategy.load_state_arrays(strategy.state_arrays(before), self.nodes.by_partition)
+            strategy.move(before, self.nodes.by_partition)
         if join and self.observation is not None:
             connected = set(self.nodes.transport.nodes())
             present = {node: one for one, node in self.nodes.by_partition.items() if node in connected}

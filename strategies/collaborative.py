@@ -203,6 +203,10 @@ class Collaborative(BroadcastStrategy):
         self._load_rule_state(groups)
         self.personal = {nodes[int(g.removeprefix("personal/"))]: as_record(named) for g, named in personal.items()}
 
+    def move(self, before: Mapping[int, int], now: Mapping[int, int]) -> None:
+        """Let clients whose nodes have changed keep their mixtures; both are partition → node id."""
+        self.personal = {now[part]: self.personal[node] for part, node in before.items() if node in self.personal}
+
     def _rule_state(self) -> dict[str, Named]:
         """Return what a rule keeps between rounds, by name; always the same names."""
         return {}

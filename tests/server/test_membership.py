@@ -456,6 +456,29 @@ def fails_in_statistics(client: Client) -> Client:
     return answer
 
 
+@pytest.mark.parametrize(("method", "rule"), [("bn_adapt", "pfedgraph"), ("bn_adapt", "fedavgm"), ("bbn", "fedavgm")])
+def test_a_client_that_comes_back_as_another_node_for_a_repeated_round_ends_none(
+    method: str, rule: str, tmp_path: Path
+) -> None:
+    """Where nothing is shared, the rule asked again for what was shared at first, and the round refused it."""
+
+    def restarting(clients: dict[int, Client]) -> None:
+        whole = clients[898]
+
+        def answer(request: Request) -> Reply | None:
+            if isinstance(request, Adapt) and request.round == 2:
+                clients[798] = whole
+                del clients[898]
+                raise ConnectionError("restarted")
+            return whole(request)
+
+        clients[898] = answer
+
+    run(tmp_path, COLLABORATIVE.replace(methods=method, collaborations=rule, min_replies=3), change=restarting)
+    assert [event["node_id"] for event in events(tmp_path, "rejoined")] == [798]
+    assert [event["replied"] for event in events(tmp_path, "adapt_round")] == [[0, 1, 2]] * 2
+
+
 @pytest.mark.drawn
 def test_a_client_without_labels_takes_part_in_test_time_rounds(tmp_path: Path) -> None:
     run(tmp_path, COLLABORATIVE, change=without_labels, targets=[1])
