@@ -120,8 +120,9 @@ def roll_back(found: Found) -> str:
     """Roll the run folder back to the checkpoint, and return the name of the file with the events that came later.
 
     No data are lost: those events are kept in `metrics-<n>.cut.jsonl` ("" where there are none), later checkpoints as
-    `<counter>.cut`, damaged ones as `<counter>.damaged`, and a damaged metrics file as `metrics-<n>.damaged.jsonl`.
-    Half a file that a killed server left is removed. If it is interrupted, it can be repeated.
+    `<counter>.cut`, damaged ones as `<counter>.damaged`, the next time `<counter>-<n>.cut` and `<counter>-<n>.damaged`,
+    and a damaged metrics file as `metrics-<n>.damaged.jsonl`. Half a file that a killed server left is removed. If it
+    is interrupted, it can be repeated.
     """
     for folder in (found.folder, found.path.parent):
         remove_unfinished(folder, "*.safetensors")
@@ -134,13 +135,19 @@ def roll_back(found: Found) -> str:
     if tail:
         name = write_atomically(unused_path(found.folder, "cut"), tail).name
     for path in found.damaged:
-        path.rename(path.with_suffix(".damaged"))
+        _put_aside(path, ".damaged")
     for path in found.later:
-        path.rename(path.with_suffix(".cut"))
+        _put_aside(path, ".cut")
     for file in (copy, metrics):  # the copy is never ahead
         if file.exists():
             cut(file, found.checkpoint.offset)
     return name
+
+
+def _put_aside(path: Path, suffix: str) -> None:
+    """Give a checkpoint another suffix; one of an earlier time, when counters were the same, stays."""
+    names = itertools.chain([path.stem], (f"{path.stem}-{n}" for n in itertools.count(1)))
+    path.rename(next(free for name in names if not os.path.lexists(free := path.with_name(name + suffix))))
 
 
 def unused_path(folder: Path, what: str) -> Path:

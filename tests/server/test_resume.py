@@ -21,11 +21,11 @@ from fedtta.messages.replies import SharedKeys
 from fedtta.messages.requests import Adapt, Identify, RefineRates, Request
 from fedtta.models import load_arrays
 from fedtta.server.app import serve
-from fedtta.server.checkpoints import FOLDER, checkpoint_files, read_checkpoint
+from fedtta.server.checkpoints import FOLDER, Checkpoint, Position, checkpoint_files, read_checkpoint
 from fedtta.server.environment import describe
 from fedtta.server.events import RunError
 from fedtta.server.report import METRICS_FILE
-from fedtta.server.resume import run_folder_of
+from fedtta.server.resume import Found, roll_back, run_folder_of
 from fedtta.settings import Settings
 from tests import transports
 from tests.transports import FakeTransport
@@ -350,6 +350,23 @@ def test_an_older_checkpoint_can_be_named(tmp_path: Path) -> None:
     assert str(read_checkpoint(files[2]).position) == "round 1 of fedrep"
     assert_same(whole, run(tmp_path / "cut", settings, resume=str(files[2])))
     assert sorted(path.name for path in (folder / "checkpoints").glob("*.cut")) == ["000003.cut", "000004.cut"]
+
+
+def test_checkpoints_that_are_given_up_again_replace_none_of_the_first_time(tmp_path: Path) -> None:
+    """Their counters are the same, since those of the first time are no checkpoints any more."""
+    folder = tmp_path / "r" / FOLDER
+    folder.mkdir(parents=True)
+    (tmp_path / "r" / METRICS_FILE).touch()
+    for content in (b"first", b"second", b"third"):
+        (folder / "000002.safetensors").write_bytes(content)
+        (folder / "000003.safetensors").write_bytes(content)
+        later, damaged = [folder / "000002.safetensors"], {folder / "000003.safetensors": "damaged"}
+        checkpoint = Checkpoint(Position(), "r", {})
+        roll_back(Found(tmp_path / "r", folder / "000001.safetensors", checkpoint, {}, damaged, later))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        "000002.cut": b"first", "000002-1.cut": b"second", "000002-2.cut": b"third",
+        "000003.damaged": b"first", "000003-1.damaged": b"second", "000003-2.damaged": b"third",
+    }  # fmt: skip
 
 
 def killed_in_round(folder: Path, round: int) -> Settings:
