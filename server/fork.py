@@ -136,10 +136,12 @@ def _events(earlier: list[Event], settings: Settings, trainings: list[Training],
 def _keep_releases(source: Path, target: Path, earlier: Sequence[Event]) -> None:
     """Keep what clients released in a run beside its `earlier` events where the `Ledger` of a fork counts it.
 
-    That is what came later, and what was cut off or damaged: as in `source`, a file for each of its files.
+    That is what came later, and what was cut off or damaged: as in `source`, a file for each of its files. What a run
+    that is overwritten released is kept, too.
     """
     seen, digest = list(earlier), ""
-    for content in (restored(source)[0], *(path.read_bytes() for path in journals(source))):
+    overwritten = [path for path in journals(target) if path.name == METRICS_FILE]
+    for content in (restored(source)[0], *(path.read_bytes() for path in [*journals(source), *overwritten])):
         events = (line.event for line in read_lines(content, None) if not line.fault)
         found = [one for one in events if one["event"] in ("attempt", *RELEASES) and one not in seen]
         seen += found

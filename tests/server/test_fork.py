@@ -162,6 +162,17 @@ def test_epsilon_of_a_fork_counts_what_the_source_released_after_it(tmp_path: Pa
     assert spent["releases"] == {"model": 3, "statistics": 2}  # its own statistics are released once more
 
 
+def test_epsilon_of_a_fork_counts_what_the_run_released_that_it_overwrites(tmp_path: Path) -> None:
+    """The clients are the same, and so is what they tell of themselves."""
+    noise = {"differential_privacy": "model=1/1;statistics=1/1", "methods": "btfl"}
+    source, settings = trained(tmp_path, **noise)
+    folder = evaluate_again(source, tmp_path / "later", settings)
+    assert released(folder, settings) == {"model": 2, "statistics": 2}
+    for _ in range(2):  # once
+        fork(source, folder, settings)
+        assert released(folder, settings) == {"model": 2, "statistics": 2}
+
+
 def test_epsilon_of_a_fork_counts_what_was_cut_off_or_damaged(tmp_path: Path) -> None:
     noise = {"differential_privacy": "model=1/1", "rounds": 3, "checkpoints_kept": 9}
     source, settings = trained(tmp_path, **noise)
