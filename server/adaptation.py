@@ -13,6 +13,7 @@ from fedtta.messages.flower import strategy_reply
 from fedtta.messages.replies import Adapted
 from fedtta.messages.requests import Adapt
 from fedtta.server.checkpoints import STRATEGY, Checkpoints, Position, memory_key
+from fedtta.server.events import RunError
 from fedtta.server.limits import SharedLimits
 from fedtta.server.members import FederationInfo
 from fedtta.server.methods import MethodRow, Training
@@ -230,7 +231,15 @@ def needed_records(strategy: Collaborative) -> list[str]:
 
 
 def _round(federation: Federation, cell: Cell, round: int) -> None:
-    """Run one round of a cell; each client's results and the mixing weights are events."""
+    """Run one round of a cell; each client's results and the mixing weights are events.
+
+    Raises
+    ------
+    NoReplies, QuorumMissed
+        As `Round.ask`.
+    RunError
+        The rule cannot weigh these replies.
+    """
     start = time.perf_counter()
     strategy = cell.strategy
     federation.update(cell.training, round, strategy)
@@ -241,7 +250,10 @@ def _round(federation: Federation, cell: Cell, round: int) -> None:
     outcome = Round(federation, cell.check, cell.training, round, cell.name, strategy, limits).ask(
         lambda: federation.configured(strategy, round, {}, template, clients)
     )
-    strategy.aggregate_train(round, [strategy_message(one, cell.check.records) for one in outcome.replies])
+    try:
+        strategy.aggregate_train(round, [strategy_message(one, cell.check.records) for one in outcome.replies])
+    except ValueError as error:  # options that do not fit these clients, such as an α for which a weight is negative
+        raise RunError(f"{cell.name}, round {round}: {error}") from error
     for one in outcome.replies:
         reply: Adapted = one.reply
         federation.events(

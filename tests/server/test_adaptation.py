@@ -23,7 +23,7 @@ from fedtta.models import load_model
 from fedtta.server.adaptation import Cell, check_collaborations, parse_collaborations, rounds_of
 from fedtta.server.app import serve
 from fedtta.server.checkpoints import STRATEGY, Checkpoints, memory_key
-from fedtta.server.events import Events
+from fedtta.server.events import Events, RunError
 from fedtta.server.methods import plan
 from fedtta.server.nodes import Nodes
 from fedtta.server.rounds import Federation
@@ -286,6 +286,13 @@ def test_a_bad_reply_never_reaches_the_mixture(change: Callable[[Arrays], Arrays
     assert run.request(0, 2).shared is None  # it has no mixture yet, and continues from its own memory
     # its batch of round 1 is not counted, that of round 2 is
     assert [(e["partition"], e["round"]) for e in run.of("adapted")] == [(1, 1), (2, 1), (0, 2), (1, 2), (2, 2)]
+
+
+def test_options_that_do_not_fit_the_clients_end_the_run_with_their_names(tmp_path: Path) -> None:
+    """Whether α is too large depends on the clients' distances: users saw a traceback."""
+    rule = "fedamp[sigma=100;alpha=1000]"
+    with pytest.raises(RunError, match=rf"@{re.escape(rule)}, round 1: alpha = 1000: a client would give "):
+        Watched(tmp_path, SMALL.replace(collaborations=rule))
 
 
 def test_equal_bits_whatever_the_order_of_arrival(tmp_path: Path) -> None:
