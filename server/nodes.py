@@ -71,7 +71,8 @@ class Nodes:
         Returns why a client cannot take part in what the run does, or an empty text. Without it one client with another
         role, or without data of its own, would end a run for all.
     barred : callable
-        Returns why a client of the run cannot come back, although its data are the same, or an empty text.
+        Returns why a client that has not been there since the run was resumed cannot come back, although its data are
+        the same, or an empty text.
 
     Attributes
     ----------
@@ -353,7 +354,8 @@ class Nodes:
             holder = self.by_partition[partition]
             if holder in connected:
                 return _same_name(identity.name, holder)
-            return _named(identity.name, difference(self.identities[partition], identity) or self.barred(identity))
+            barred = self.barred(identity) if holder < 0 else ""  # see `begin`
+            return _named(identity.name, difference(self.identities[partition], identity) or barred)
         if info is None:
             return ""
         if reason := info.misfit(identity) or self.unfit(identity):

@@ -150,8 +150,8 @@ def connect(
             events("note", text=f"resume: {line}; the run goes on without")
         there = {name: node for name, node in found.items() if name in fitting}
         nodes.begin(there, known_members(resumed.world, fitting), wanted)
-        # a client that is left out stays so, unless its private state is there again
-        nodes.barred = lambda one: misfits(resumed, {one.name: one}).get(one.name, "") if one.name in other else ""
+        # a client that is left out, or was not there, comes back with its private state only
+        nodes.barred = lambda one: misfits(resumed, {one.name: one}).get(one.name, "")
     return federation, nodes.info
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -281,6 +282,19 @@ def test_a_member_whose_private_state_is_lost_is_left_out_until_it_is_restored(t
     assert any("client 0: the private state of fedrep" in event["text"] for event in events(tmp_path, "note"))
     assert "private state of fedrep" in events(tmp_path, "left_alone")[0]["reason"]
     assert [(event["name"], event["round"]) for event in events(tmp_path, "rejoined")] == [("0", 5)]
+
+
+def test_a_member_that_comes_back_later_without_its_private_state_is_left_alone(tmp_path: Path) -> None:
+    """As if it had been there when the run was resumed; its head began anew, without a word."""
+    settings = SMALL.replace(methods="fedrep", rounds=4)
+    with pytest.raises(Killed):
+        run(tmp_path, settings, then=killed_at("round", 3, lambda event, doors: None))
+    shutil.rmtree(next((tmp_path / "state").glob("*/0")))
+    run(tmp_path, settings.replace(resume=str(tmp_path / "r")), [900], opens(900, "round", round=3))
+    assert [event["replied"] for event in events(tmp_path, "round")] == [[0, 1, 2], [0, 1, 2], [1, 2], [1, 2]]
+    (told,) = events(tmp_path, "left_alone")
+    assert told["reason"].startswith("0: the private state of fedrep at round 2 of fedrep is lost; ")
+    assert not events(tmp_path, "rejoined")
 
 
 def test_other_devices_than_those_of_a_run_do_not_resume_it(tmp_path: Path) -> None:
