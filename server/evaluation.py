@@ -63,7 +63,7 @@ def statistics_round(
     def request(partition: int) -> Summarize:
         return Summarize(**common, arrays=sent.to(partition), wanted=wanted, aggregated=aggregated)
 
-    # behind a ReLU: a client whose descriptor is negative there makes every honest client refuse the mean
+    # behind a ReLU no honest client's descriptor is negative
     bounds = {"descriptor": (0.0, math.inf)} if model.features_nonnegative else {}
     bounds = dict.fromkeys(shapes, ANY) if noisy else bounds
     limits = StatisticsLimits.of(federation.settings, noisy=noisy)
