@@ -23,8 +23,8 @@ from fedtta.models.deadline import Deadline, Stopped
 
 #: Counts of right predictions on the validation split, of which a reply has some.
 VALIDATED = ("validation_correct", "personal_validation_correct", "trained_correct", "decoded_correct")
-#: A number, or the name of a class.
-FIGURE = re.compile(r"'.*?'|\d+(\.\d+)?%?")
+#: A number, or the name of a class as `repr` writes it: one with an apostrophe has other quotes.
+FIGURE = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\d+(\.\d+)?%?""")
 
 
 class Work:

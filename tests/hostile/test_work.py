@@ -163,8 +163,9 @@ def test_no_new_model_is_served_where_the_owner_says_never(agents: Any) -> None:
     assert agent.status().version == ""
 
 
-def test_the_reason_of_a_refused_model_leaves_without_figures_and_class_names() -> None:
-    reason = "it predicts 'class 3' for 98% of 61 samples, usual is 7%"
+@pytest.mark.parametrize("name", ["class 3", "Crohn's disease", "3' or 3\"", '3" \\'])
+def test_the_reason_of_a_refused_model_leaves_without_figures_and_class_names(name: str) -> None:
+    reason = f"it predicts {name!r} for 98% of 61 samples, usual is 7%"
     told = coarse(Evaluated(checked=1, leaked=0, results=[], served=f"refused: {reason}"), Policy())
     assert told.served == "refused: it predicts … for … of … samples, usual is …"
     assert coarse(Telemetry(name="a", refused=f"run/ce/1/0a: {reason}"), Policy()).refused == (
