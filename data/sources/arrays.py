@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from fedtta.data.datasets.files import class_names, read_arrays
 
 from .base import stated_split
+from .files import stamp_of
 
 
 class NpzSource:
@@ -33,8 +34,7 @@ class NpzSource:
     def __init__(self, file: Path) -> None:
         if not file.is_file():  # neither a folder nor a FIFO, which would block
             raise ValueError(f"there is no file {file}")
-        status = file.stat()
-        self._stamp = [status.st_size, status.st_mtime_ns]
+        self._stamp = stamp_of(file.stat())
         stored = read_arrays(file, "x")
         self._pixels = _channels_last(stored["x"], file)
         for name in {"y", "group", "split"} & set(stored):
@@ -70,7 +70,7 @@ class NpzSource:
         return self._splits[i]
 
     def stamp(self, i: int) -> list[int]:
-        """Return size and modification time of the file."""
+        """Return the file's `stamp_of`."""
         return self._stamp
 
 

@@ -84,6 +84,14 @@ def check_regular(mode: int) -> None:
         raise ValueError(f"not a regular file: {_KINDS.get(stat.S_IFMT(mode), 'of unknown kind')}")
 
 
+def stamp_of(status: os.stat_result) -> list[int]:
+    """Return what changes when a file's content does: its size, and the times in ns of its content and its entry.
+
+    The time of the content alone is what an archive, or a copy that keeps times, says it is.
+    """
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
 def reason_of(error: OSError) -> str:
     """Return in words why a file cannot be opened or read."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):

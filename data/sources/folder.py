@@ -26,7 +26,7 @@ from fedtta.data.datasets.files import SUFFIXES
 from fedtta.models.preprocessing import MAX_PIXELS, Preprocessing, RawImage
 
 from .base import UnusableData, escaped, stated_split
-from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, read_encoded, reason_of
+from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, read_encoded, reason_of, stamp_of
 
 TABLE = "labels.csv"
 COLUMNS = ("path", "label", "group", "split")
@@ -36,11 +36,10 @@ RECOVERED = "lost+found"  # of a file system's root, which only its administrato
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A regular file of a folder: the path it is read from, its size and its modification time in ns."""
+    """A regular file of a folder: the path it is read from, and its `stamp_of`."""
 
     parts: Parts
-    size: int
-    modified: int
+    stamp: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,8 @@ class FolderSource:
         return self._samples[i].split
 
     def stamp(self, i: int) -> list[int]:
-        """Return size and modification time."""
-        entry = self._samples[i].entry
-        return [entry.size, entry.modified]
+        """Return the file's `stamp_of`."""
+        return self._samples[i].entry.stamp
 
     def open(self, i: int) -> BinaryIO:
         """Open the file; ValueError if it is not there any more or is no regular file inside the folder."""
@@ -133,7 +131,7 @@ class FolderSource:
                         yield "/".join(path), self._target(path)
                     else:
                         check_regular(status.st_mode)
-                        yield "/".join(path), Entry(path, status.st_size, status.st_mtime_ns)
+                        yield "/".join(path), Entry(path, stamp_of(status))
                 except ValueError as error:
                     self._skip(path, str(error))
 
@@ -171,7 +169,7 @@ class FolderSource:
         if stat.S_ISDIR(status.st_mode):
             raise ValueError("symbolic link: folders are not followed")
         check_regular(status.st_mode)
-        return Entry(tuple(os.path.relpath(target, self.root).split("/")), status.st_size, status.st_mtime_ns)
+        return Entry(tuple(os.path.relpath(target, self.root).split("/")), stamp_of(status))
 
     def _skip(self, path: Parts, reason: str) -> None:
         self.skipped[escaped("/".join(path))] = reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import struct
 import zlib
 from collections import Counter
@@ -239,6 +240,24 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.
         read.clear()
         data_of(text, index_file=index, preprocessing=prepared)
         assert len(read) == count
+
+
+def test_a_file_in_anothers_place_is_read_again_though_size_and_time_are_the_same(tmp_path: Path) -> None:
+    """As after an archive has been unpacked, whose files all have one time: otherwise no scan would ever read it."""
+    text = folder(tmp_path / "site", {f"{'ab'[i % 2]}/{i}.bmp": i for i in range(20)})
+    for path in (tmp_path / "site").rglob("*.bmp"):
+        os.utime(path, (1e9, 1e9))
+    one, other, index = tmp_path / "site/a/0.bmp", tmp_path / "site/b/1.bmp", tmp_path / "index.json"
+    before = data_of(text, index_file=index)
+    assert one.stat().st_size == other.stat().st_size
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    after = data_of(text, index_file=index)
+    assert [before.identities[before.names.index(name)] for name in ("b/1.bmp", "a/0.bmp")] == [
+        after.identities[after.names.index(name)] for name in ("a/0.bmp", "b/1.bmp")
+    ]
+    assert len(after.images.pixels[:]) == 20  # which names a file that is not what the scan says
 
 
 def test_an_index_without_a_window_does_not_know_16_bit_colours_with_one(tmp_path: Path) -> None:
