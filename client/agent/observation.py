@@ -26,7 +26,7 @@ from fedtta.client.agent.guard import Guard
 from fedtta.client.agent.status import CALIBRATED, CALIBRATION, Status
 from fedtta.client.config import AgentConfig
 from fedtta.client.names import SOFTWARE
-from fedtta.messages.record import NAME_LENGTH, printable
+from fedtta.messages.record import MOST, NAME_LENGTH, printable
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
 from fedtta.settings.versions import versions
 from fedtta.tta.estimates import (
@@ -191,7 +191,7 @@ class Observation:
             guard_events=status.guard_events,
             saving_fails=saving_fails,
             disk_used=self._disk_used(),
-            disk_free=shutil.disk_usage(self.config.state_folder).free,
+            disk_free=min(MOST, shutil.disk_usage(self.config.state_folder).free),  # a network's may be 2^63
             memory=resident_bytes(),
             data_samples=status.data_samples,
             data_skipped=status.data_skipped,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from fedtta.client.agent.status import Status
 from fedtta.client.config import Limits
 from fedtta.client.policy import Policy
 from fedtta.client.served import Baseline
+from fedtta.messages.record import MOST
 from fedtta.messages.replies import LATENCY_BOUNDS, WEIGHT_WINDOW, WEIGHTS_KEPT, Telemetry
 from tests.client.agent.fake import config
 
@@ -175,6 +178,13 @@ def test_the_disk_is_looked_at_now_and_then(tmp_path: Path) -> None:
     assert used() == 1000 + link
     now[0] = observation.DISK_SECONDS
     assert used() == 1024 + link
+
+
+def test_a_disk_without_bounds_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Network file systems say that they have 2^63 bytes free: no reason to refuse a device's telemetry."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**63))
+    told = Observation(config(HERE)).telemetry(Status(), None, None, {}, False)
+    assert Telemetry.from_record(told.to_record()).disk_free == MOST
 
 
 def test_memory_is_that_of_this_process() -> None:
