@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -349,11 +350,17 @@ class Lifecycle:
 
     def _made(self, served: ServedModel) -> Live:
         watched = self.config.guard and self.config.adapter_name != "none"  # "none" does not adapt
-        return Live(served, self.config.limits if watched else None, self._guard)
+        return Live(served, self.config.limits if watched else None, partial(self._guard, served))
 
-    def _guard(self, text: str) -> None:
-        self._note(text)
-        self.log.write("guard", what=text)
+    def _guard(self, served: ServedModel, text: str) -> None:
+        """Tell what the guard of a model does, which may be one in its trial."""
+        tried = self._shadow.live if self._shadow else None
+        if tried is not None and tried.served is served:
+            self._note(f"model {tried.version} in shadow: {text}")
+            self.log.write("guard", what=text, version=tried.version)
+        else:
+            self._note(text)
+            self.log.write("guard", what=text)
 
     def _fitted(self, served: ServedModel) -> Live:
         """Return a stored model with this device's adapter and its newest snapshot; ValueError if it does not fit."""

@@ -191,6 +191,25 @@ def test_a_shadow_that_fails_fails_no_request(start: tuple[Path, Evaluate], agen
     assert agent.status().refused.endswith("failed in shadow: out of memory")
 
 
+def test_what_the_guard_of_a_shadow_does_is_not_said_of_the_served_model(
+    folder: Path, start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    agent = agents(shadow_samples=30, adapter="fedthe")
+    version = offer(agent, moved(start[1])).removeprefix("shadow ")
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("it diverged")
+
+    agent._models._shadow.live.adapter.interpolate = fails
+    assert agent.predict(sample_images(0, 10)).adapted
+    acted = "guard: non-finite after 0 samples: roll back"
+    failed, did = (f"model {version} in shadow: {text}" for text in ("adapter failed: it diverged", acted))
+    assert agent.status().notes[-2:] == [failed, did]
+    told = [json.loads(line) for line in (folder / "state" / "agent.log").read_text().splitlines()]
+    assert [one["version"] for one in told if one["event"] == "guard" and one["what"] == acted] == [version]
+    assert agent.status().guard_events["non-finite"] == 0
+
+
 def test_the_operator_approves(start: tuple[Path, Evaluate], agents: Any) -> None:
     agent = agents(approval=True)
     before, told = agent.status().version, offer(agent, moved(start[1]))
