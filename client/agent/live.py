@@ -126,14 +126,15 @@ class Live:
         good, guard = copy.copy(self._good), copy.copy(self.guard)
         if guard is not None:
             guard.events = dict(guard.events)
-        samples, before, recent = self.samples, self._before, copy.copy(self.recent)
+        samples, before, noted, recent = self.samples, self._before, self._noted, copy.copy(self.recent)
         try:
             yield
         except BaseException:
             with self.served.ahead():
                 self.adapter.load_state_dict(adapter)
             self.adapter.take_report()
-            self._good, self.guard, self.samples, self._before, self.recent = good, guard, samples, before, recent
+            self._good, self.guard, self._noted, self.recent = good, guard, noted, recent
+            self.samples, self._before = samples, before
             raise
 
     def reset(self) -> None:

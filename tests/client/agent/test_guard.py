@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,6 +265,33 @@ def test_on_ordinary_streams_the_guard_stays_out_of_the_way(name: str) -> None:
         assert live.guard is not None
         assert not any(live.guard.events.values())
         assert set(COLLAPSES) < set(live.guard.events)
+
+
+def test_what_is_undone_is_noted_when_it_happens_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    live = Live(served("tent"), REAL, notes.append)
+    part = as_floats(checked(unseen()[0][:8], live.served.shape))
+
+    def fails(x: Any) -> Any:
+        return x.new_full((len(x), 10), float("nan"))
+
+    def request() -> None:
+        with live.undone_on_error():
+            live.predict(part)
+            raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(live.adapter, "_predict", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            request()
+    acted = "guard: non-finite after 0 samples: roll back"
+    assert notes == [acted]
+    live.predict(part)
+    assert notes == [acted]
+    with monkeypatch.context() as patched:
+        patched.setattr(live.adapter, "_predict", fails)
+        live.predict(part)
+    assert notes == [acted, "guard: non-finite after 8 samples: roll back"]
 
 
 def test_small_batches_are_noted_once_and_other_events_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
