@@ -23,7 +23,7 @@ class NpzSource:
     file : Path
         Arrays `x` [N, H, W], [N, H, W, C] or [N, C, H, W], C 1 or 3, uint8, uint16 or float (in [0, 1] unless the run
         sets a window); and where there are any `y` [N], class names or numbers from 0, with `classes` [K] the names of
-        the numbers; `group` [N] and `split` [N], text.
+        the numbers; `group` [N], text or numbers, NaN for none; and `split` [N], text.
 
     Raises
     ------
@@ -41,7 +41,8 @@ class NpzSource:
             if stored[name].shape != (len(self),):
                 raise ValueError(f"{file}: {len(self)} images but {name} of shape {stored[name].shape}")
         self._labels = _names(stored, file) if "y" in stored else [None] * len(self)
-        self._groups = [str(one) for one in stored["group"]] if "group" in stored else [""] * len(self)
+        groups = stored["group"] if "group" in stored else [""] * len(self)
+        self._groups = ["" if one != one else str(one) for one in groups]  # NaN is not equal to itself
         splits = stored["split"] if "split" in stored else [""] * len(self)
         self._splits = [stated_split(str(one), f"{file}: image {i}") for i, one in enumerate(splits)]
         self.classes = tuple(sorted({one for one in self._labels if one is not None}))

@@ -441,6 +441,14 @@ def test_npz(tmp_path: Path, layout: str) -> None:
     assert rows == [("0", "a", "p", "train"), ("1", "c", "p", ""), ("2", "a", "q", "test"), ("3", "c", "q", "")]
 
 
+def test_images_of_an_npz_whose_group_is_nan_have_none(tmp_path: Path) -> None:
+    """As a column of numbers has it where nothing is known: they would be one group, all in one split."""
+    path = tmp_path / "data.npz"
+    np.savez(path, x=np.zeros((3, 4, 4), np.uint8), group=np.array([np.nan, 17, np.nan]))
+    made = open_source(f"npz:{path}")
+    assert [made.group(i) for i in range(3)] == ["", "17.0", ""]
+
+
 def test_npz_without_labels_and_bad_ones(tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     x = np.zeros((2, 4, 4), np.uint8)
