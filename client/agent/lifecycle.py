@@ -177,9 +177,19 @@ class Lifecycle:
         self.log.write("offered", version=version, samples=len(samples.pixels), labels=samples.labels is not None)
         if known is not None and known.reason in FINAL:
             return self._refused(version, known.reason)
-        lost = self.store.served.check.get(LOST, 0.0) if self.store.served and not file else 0.0
-        result = check(served, self.live.served if self.live else None, samples, self.config.acceptance, lost)
+        told = None
+        while told is None:  # once more where the operator serves another model meanwhile
+            told = self._compared(served, digest, samples, file)
+        return told
+
+    def _compared(self, served: ServedModel, digest: str, samples: Samples, file: str) -> str | None:
+        """Check a model and decide on it; None if the model that it was compared with is not in service any more."""
+        version, live, model = f"{served.origin}/{digest[:8]}", self.live, self.store.served
+        lost = model.check.get(LOST, 0.0) if model and not file else 0.0
+        result = check(served, live.served if live else None, samples, self.config.acceptance, lost)
         with self.saving:
+            if self.live is not live:
+                return None
             try:
                 if result.reason:
                     self.store.refuse(digest, served.origin, result.reason, result.figures)

@@ -18,7 +18,8 @@ import grpc
 import numpy as np
 import pytest
 
-from fedtta.client.agent.candidate import Samples
+from fedtta.client.agent import lifecycle
+from fedtta.client.agent.candidate import Samples, check
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.lifecycle import REJECTED, ROLLED_BACK
 from fedtta.client.agent.server import serve
@@ -325,6 +326,27 @@ def test_after_a_rollback_a_trial_begins_again_and_a_candidate_unlike_the_restor
     predicted(agent, 40, 60)
     agent._models.conclude()
     assert agent.status().version == (version if alike else first)
+
+
+def test_a_model_is_compared_with_the_one_that_it_replaces(
+    start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the operator rolls back during its check, not with the model that was withdrawn."""
+    agent = agents()
+    offer(agent, moved(start[1]))
+    first, withdrawn = (model.digest for model, _ in agent.models())
+    compared: list[str] = []
+
+    def checked(candidate: Any, before: Any, *rest: Any) -> Any:
+        compared.append(before.digest())
+        result = check(candidate, before, *rest)
+        if len(compared) == 1:
+            agent.restore_model()
+        return result
+
+    monkeypatch.setattr(lifecycle, "check", checked)
+    assert offer(agent, moved(start[1], 1.02)).startswith("promoted ")
+    assert compared == [withdrawn, first]
 
 
 def test_an_estimate_that_another_adapter_was_calibrated_for_is_dropped(agents: Any) -> None:
