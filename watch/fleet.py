@@ -1,15 +1,17 @@
 """The fleet: every device with its newest telemetry, from the run folders and from what a SuperLink lists.
 
 The lines of `devices.jsonl` are read with the types of `Telemetry`; one that does not fit is skipped and counted. Only
-the ends of the newest files are read, once for each change.
+the newest files are read, once for each change: all lines at their ends, and of those before them each node's last.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,13 +21,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedtta.messages.record import Record
 from fedtta.messages.replies import LATENCY_BOUNDS, Telemetry
-from fedtta.server.observation import DEVICES_FILE, FORMER
+from fedtta.server.observation import DEVICES_FILE, FORMER, MOST_BYTES
 from fedtta.settings import name_order
 from fedtta.simulation.devices import REMOVED, Device
 
 Status = Literal["online", "offline", "registered", "unknown"]
 STATUSES: dict[str, Status] = {"online": "online", "offline": "offline", "registered": "registered"}
-TAIL = 4 << 20  # bytes of a file that are read, from its end
+TAIL = 4 << 20  # bytes of a file of which all lines are read, from its end
+#: A line as `fedtta.server.observation` writes it, with its node.
+LINE = re.compile(rb'^\{"at": [^,\n]{1,40}, "node": (\d{1,20}),[^\n]*$', re.MULTILINE)
 FILES = 16  # files that are read, the newest ones
 
 
@@ -224,13 +228,21 @@ def _read(path: Path, state: tuple[int, int, int]) -> _Content:
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - TAIL))
-            lines = file.read(TAIL).split(b"\n")
+            file.seek(max(0, size - MOST_BYTES))
+            content = file.read(MOST_BYTES)
     except OSError:
         return _Content(state, [], 1)
-    lines = lines[1:] if size > TAIL else lines  # the first one is cut
-    heard = [_heard(line) for line in lines if line.strip()]
-    return _Content(state, [one for one in heard if one], heard.count(None))
+    cut = len(content) - TAIL
+    begin = content.find(b"\n", cut - 1) + 1 if cut > 0 else 0  # a line that is cut is one of those before
+    heard = [_heard(line) for line in content[begin:].split(b"\n") if line.strip()]
+    found = [one for one in heard if one]
+    return _Content(state, [*_before(content, begin, {one.node for one in found}), *found], heard.count(None))
+
+
+def _before(content: bytes, end: int, known: AbstractSet[int]) -> list[Heard]:
+    """Return the last telemetry before `end` of each node that is not known: it has been silent since."""
+    last = {int(one[1]): one[0] for one in LINE.finditer(content, 0, end)}
+    return [one for node, line in last.items() if node not in known and (one := _heard(line))]
 
 
 def _heard(line: bytes) -> Heard | None:

@@ -133,6 +133,17 @@ def test_only_the_end_of_a_huge_file_is_read(tmp_path: Path, monkeypatch: pytest
     assert [one.name for one in read_fleet(tmp_path)] == ["n2", "n3"]
 
 
+def test_a_device_that_is_silent_for_long_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much others have said since: it has its newest telemetry, and the alert that it is silent goes on."""
+    monkeypatch.setattr(fleet, "TAIL", 3 * len(line(20.0)))
+    first = "".join(line(float(at), node, name) for at, node, name in ((1, 7, "away"), (2, 7, "away"), (2, 8, "gone")))
+    damaged = line(5.0, 9, "broken")[:-3] + "\n"
+    write(tmp_path, first + damaged + "".join(line(float(at)) for at in range(10, 21)))
+    assert [(one.name, one.telemetry_at) for one in read_fleet(tmp_path)] == [("a", 20.0), ("away", 2.0), ("gone", 2.0)]
+    assert [at for at, _ in history(tmp_path, "a")] == [18.0, 19.0, 20.0]  # only the end is read as a whole
+    assert damaged_lines(tmp_path) == 0
+
+
 def test_files_are_read_again_only_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, reads = fleet._read, list[Path]()
     monkeypatch.setattr(fleet, "_read", lambda path, state: reads.append(path) or read(path, state))
