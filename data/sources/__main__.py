@@ -13,7 +13,7 @@ from rich.text import Text
 from fedtta.models.preprocessing import Preprocessing
 from fedtta.settings import Settings, class_names, parse_class_map
 
-from .base import SPLITS, UnusableData
+from .base import SPLITS, UnusableData, composed
 from .own import OwnData, open_source, own_data, skippable
 
 SHOWN = 20
@@ -43,8 +43,8 @@ def main(words: Sequence[str] | None = None, console: Console | None = None) -> 
         class_map = parse_class_map(arguments.class_map)
         classes = tuple(filter(None, class_names(arguments.classes).split(",")))
         if not classes:
-            own = open_source(arguments.source).classes
-            classes = tuple(sorted({class_map.get(name, name) for name in own})) or ("unknown",)
+            own, renamed = open_source(arguments.source).classes, {composed(one): to for one, to in class_map.items()}
+            classes = tuple(sorted({renamed.get(composed(name), name) for name in own})) or ("unknown",)
         data = own_data(
             arguments.source,
             classes=classes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -119,6 +120,11 @@ def stated_split(value: str, where: str) -> str:
     if value and value not in SPLITS:
         raise ValueError(f"{where}: split {value!r}; allowed are {', '.join(SPLITS)}, or nothing")
     return value
+
+
+def composed(name: str) -> str:
+    """Return a name with each accented letter as one character; macOS writes two, which look the same."""
+    return unicodedata.normalize("NFC", name)
 
 
 def escaped(name: str) -> str:

@@ -22,7 +22,7 @@ from fedtta.settings import exactly
 from fedtta.settings.names import SOURCE_CLASS, check_source
 
 from .arrays import NpzSource
-from .base import SPLITS, Source, UnusableData, asked, notes_of
+from .base import SPLITS, Source, UnusableData, asked, composed, notes_of
 from .folder import FolderSource
 from .huggingface import HuggingFaceSource
 from .index import Index
@@ -252,13 +252,13 @@ def _labels(
     source_text: str, samples: Sequence[Sample], classes: tuple[str, ...], class_map: Mapping[str, str]
 ) -> NDArray[np.int64]:
     """Return the samples' class numbers in the run, -1 without labels; ValueError for classes of no number."""
-    allowed = ", ".join(classes) or "none"
-    if unknown := sorted(set(class_map.values()) - set(classes)):
+    allowed, known = ", ".join(classes) or "none", {composed(name): i for i, name in enumerate(classes)}
+    if unknown := sorted(name for name in set(class_map.values()) if composed(name) not in known):
         raise ValueError(f"class-map: the run has no class {', '.join(unknown)}; allowed are {allowed}")
+    renamed = {composed(own): composed(name) for own, name in class_map.items()}
     counts = Counter(one.label for one in samples if one.label is not None)
-    numbers = {
-        name: classes.index(class_map.get(name, name)) for name in counts if class_map.get(name, name) in classes
-    }
+    wanted = {name: renamed.get(composed(name), composed(name)) for name in counts}
+    numbers = {name: known[one] for name, one in wanted.items() if one in known}
     if foreign := sorted(set(counts) - set(numbers)):
         named = ", ".join(f"{name} ({counts[name]} samples)" for name in foreign)
         raise ValueError(

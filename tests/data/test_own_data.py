@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import unicodedata
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -316,6 +317,18 @@ def test_labels_are_numbers_of_the_runs_classes() -> None:
         data_of(items, classes=("covid", "normal", "pneumonia"))
     with pytest.raises(ValueError, match="class-map: the run has no class flu; allowed are covid"):
         data_of(items, classes=("covid",), class_map={"pneumo": "flu"})
+
+
+def test_an_accented_letter_may_be_one_character_or_two() -> None:
+    """Folders from macOS have two, what is typed elsewhere one: both look alike, in an error, too."""
+    one, two = (unicodedata.normalize(form, "Läsion") for form in ("NFC", "NFD"))
+    for ours, theirs in ((one, two), (two, one)):
+        items = [*(Item(f"l{i}", i, ours) for i in range(9)), *(Item(f"n{i}", 20 + i, "normal") for i in range(9))]
+        data = data_of(items, classes=("normal", theirs))
+        assert data.images.labels.tolist() == [1] * 9 + [0] * 9
+        assert data.images.classes == ("normal", theirs)
+        mapped = data_of(items, classes=("normal", theirs, "ill"), class_map={theirs: "ill", "normal": ours})
+        assert mapped.images.labels.tolist() == [2] * 9 + [1] * 9
 
 
 def test_the_run_has_to_declare_its_classes() -> None:
