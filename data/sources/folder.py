@@ -25,7 +25,7 @@ from typing import BinaryIO
 from fedtta.data.datasets.files import SUFFIXES
 from fedtta.models.preprocessing import MAX_PIXELS, Preprocessing, RawImage
 
-from .base import UnusableData, escaped, stated_split
+from .base import UnusableData, composed, escaped, stated_split
 from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, read_encoded, reason_of, stamp_of
 
 TABLE = "labels.csv"
@@ -207,9 +207,10 @@ class FolderSource:
         if unused:
             self.notes += (f"{TABLE}: columns not used: {', '.join(unused)}",)
         walked, self.skipped = self.skipped, {}  # what is not in the table is no sample
-        samples = []
+        samples, alike = [], {composed(path): path for path in files}
         for written, label, group, split in rows:
             path = written if written in files else posixpath.normpath(written.replace("\\", "/"))  # as of Windows
+            path = path if path in files else alike.get(composed(path), path)
             if path in files:
                 samples.append(Sample(escaped(path), files[path], label or None, group, split))
             elif posixpath.isabs(path) or path.split("/")[0] == "..":

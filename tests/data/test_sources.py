@@ -6,6 +6,7 @@ import io
 import os
 import random
 import socket
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +113,16 @@ def test_a_table_may_have_paths_of_windows(tmp_path: Path) -> None:
     samples, skipped = scanned(tmp_path)
     assert samples == {"x/1.png": "a", r"x/y\\2.png": "b", "x/3.png": "b"}
     assert skipped == {"../out.png": "leads out of the folder"}
+    assert open_source(f"folder:{tmp_path}").notes == ()  # type: ignore[attr-defined]
+
+
+def test_a_table_may_write_an_accented_letter_as_one_character_or_two(tmp_path: Path) -> None:
+    """As one of Excel for files from macOS, where both look alike."""
+    one, two = (unicodedata.normalize(form, "Zoë") for form in ("NFC", "NFD"))
+    for name in (f"{two}/1.png", f"{one}2.png"):
+        png(tmp_path / name)
+    (tmp_path / "labels.csv").write_text(f"path,label\n{one}/1.png,a\n{two}2.png,b\n", encoding="utf-8")
+    assert scanned(tmp_path) == ({f"{two}/1.png": "a", f"{one}2.png": "b"}, {})
     assert open_source(f"folder:{tmp_path}").notes == ()  # type: ignore[attr-defined]
 
 
