@@ -31,6 +31,7 @@ from .files import OUTSIDE, Parts, check_regular, folder_beneath, open_beneath, 
 TABLE = "labels.csv"
 COLUMNS = ("path", "label", "group", "split")
 ENDINGS = (*SUFFIXES, ".dcm")
+HIDDEN = "hidden: a name in its path begins with a dot"
 RECOVERED = "lost+found"  # of a file system's root, which only its administrator may list
 
 
@@ -225,11 +226,12 @@ class FolderSource:
 
 
 def _reason_in(walked: dict[str, str], path: str) -> str:
-    """Return why a path or a folder above it was skipped."""
+    """Return why a path or a folder above it was skipped, or is not looked at."""
     parts = path.split("/")
     above = ("/".join(parts[: i + 1]) for i in range(len(parts)))
     found = (walked.get(escaped(one)) or walked.get(escaped(f"{one}/")) for one in above)
-    return next(filter(None, found), "does not exist")
+    hidden = any(part.startswith(".") for part in parts)
+    return next(filter(None, found), HIDDEN if hidden else "does not exist")
 
 
 def read_table(content: bytes, where: str) -> tuple[list[tuple[str, str, str, str]], tuple[str, ...]]:

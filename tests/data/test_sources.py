@@ -81,7 +81,9 @@ def test_a_table_names_labels_groups_and_splits(tmp_path: Path) -> None:
         b'"a, b",./x/1.png,Train,p1,3\r\n\r\n'
         b"c,x/2,,p2,4\r\n,3.png,test,,5\r\n"
         b"c,gone.png,,,\r\nc,../out.png,,,\r\nc,/etc/hostname,,,\r\nc,fifo,,,\r\nc,linked/1.png,,,\r\n"
+        b"c,x/.y/4.png,,,\r\n"
     )
+    png(tmp_path / "x/.y/4.png")
     for name in ("fifo", "unlisted fifo"):
         os.mkfifo(tmp_path / name)
     (tmp_path / "linked").symlink_to(tmp_path / "x")
@@ -98,6 +100,7 @@ def test_a_table_names_labels_groups_and_splits(tmp_path: Path) -> None:
         "fifo": "not a regular file: FIFO",
         "gone.png": "does not exist",
         "linked/1.png": "symbolic link: folders are not followed",
+        "x/.y/4.png": "hidden: a name in its path begins with a dot",
     }
     assert made.notes == (  # type: ignore[attr-defined]
         "labels.csv: columns not used: age",
