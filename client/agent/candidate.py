@@ -267,11 +267,13 @@ class Shadow:
         Samples so far, and those of the same predicted class.
     failure : str
         Why the trial ended early; empty: it did not.
+    postponed : bool
+        Whether its end could not be stored: the next time is when the adapter's state is to be saved.
     """
 
     def __init__(self, live: Live, wanted: int, labelled: bool) -> None:
         self.live, self.wanted, self.labelled = live, wanted, labelled
-        self.seen, self.agreed, self.failure = 0, 0, ""
+        self.seen, self.agreed, self.failure, self.postponed = 0, 0, "", False
         classes = len(live.served.classes)
         self._counts = np.zeros((2, classes))  # of predicted classes: the shadow's, the served model's
 

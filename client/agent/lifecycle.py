@@ -145,8 +145,8 @@ class Lifecycle:
 
     @property
     def due(self) -> bool:
-        """Return whether `conclude` has something to do."""
-        return self._shadow is not None and self._shadow.ended
+        """Return whether `conclude` has something to do at once."""
+        return self._shadow is not None and self._shadow.ended and not self._shadow.postponed
 
     def shade(self, pixels: NDArray[Any], answered: NDArray[np.float32]) -> None:
         """Let the shadow predict what the live model has predicted; `predicting` is held. Never raises."""
@@ -253,7 +253,8 @@ class Lifecycle:
             if shadow is None or model is None or not shadow.ended:
                 return
             result = shadow.result(self.config.acceptance)
-            self.log.write("shadow ended", version=model.version, **result.figures)
+            if not shadow.postponed:
+                self.log.write("shadow ended", version=model.version, **result.figures)
             figures = {**model.check, **result.figures}
             try:
                 if result.reason:
@@ -267,6 +268,7 @@ class Lifecycle:
                 else:
                     self._serve(shadow.live, lambda: self.store.promote(model.name, check=figures), "promoted")
             except OSError as error:
+                shadow.postponed = True
                 self._note(f"model {model.version} waits: {error}")
 
     def _admit(self, live: Live, result: Check, labelled: bool, file: str) -> str:

@@ -638,9 +638,9 @@ def test_kill_between_candidate_and_promotion_leaves_one_or_the_other(
 
 
 def test_a_trial_that_cannot_be_stored_as_ended_goes_on_later(
-    start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, start: tuple[Path, Evaluate], agents: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agent = agents(shadow_samples=10)
+    agent = agents(shadow_samples=10, save_every_samples=30)
     before, told = agent.status().version, offer(agent, moved(start[1]))
 
     def full(path: Path, content: bytes) -> Path:
@@ -653,6 +653,8 @@ def test_a_trial_that_cannot_be_stored_as_ended_goes_on_later(
         with pytest.raises(OSError, match="No space"):
             agent.approve()
         assert agent.predict(sample_images(0, 10)).version == before
+        assert not agent._models.due  # tried again with the next save, not after each request
         assert agent.status().candidate == told
-    predicted(agent, 0, 10)
+    predicted(agent, 0, 30)
     until(lambda: agent.status().version == told.removeprefix("shadow "))
+    assert events(folder).count("shadow ended") == 1
