@@ -164,7 +164,7 @@ class Store:
         return served
 
     def add(self, served: ServedModel, state: State, check: Mapping[str, float] | None = None, file: str = "") -> Model:
-        """Store a model in place of a former candidate; nothing changes on OSError.
+        """Store a model in place of a former candidate, which stays if it was ever served; nothing changes on OSError.
 
         Parameters
         ----------
@@ -175,12 +175,16 @@ class Store:
         file : str
             SHA-256 of the file that it comes from, if any.
         """
-        digest = served.digest()
+        digest, former = served.digest(), self._manifest.candidate
         model = Model(self._next_name(), digest, served.origin, "candidate", time.time(), check=check or {})
         manifest = self._manifest
-        for one in manifest.models:  # the same model, offered before; its snapshots remain
-            if one.digest == digest or one == manifest.candidate:
+        for one in manifest.models:
+            if one.digest == digest:  # the same model, offered before; its snapshots remain
                 manifest = manifest.without(one.name)
+                model = replace(model, served_at=max(model.served_at, one.served_at))
+            elif one == former:
+                kept = manifest.with_model(replace(one, state="kept"))
+                manifest = kept if one.served_at else manifest.without(one.name)
         manifest = replace(manifest.with_model(replace(model, state=state)), file=file or manifest.file)
         self._put(served, model.name, _served(manifest, model.name) if state == "served" else manifest)
         return next(one for one in self.models if one.name == model.name)

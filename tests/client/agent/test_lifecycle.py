@@ -259,6 +259,23 @@ def test_a_newer_candidate_takes_the_place_of_the_older(start: tuple[Path, Evalu
     assert states(agent) == ["served", "candidate"]
 
 
+def test_a_model_served_before_that_is_offered_again_and_not_served_is_still_there(
+    start: tuple[Path, Evaluate], agents: Any
+) -> None:
+    """As the one to go back to, with what its adapter had learned."""
+    agent = agents()
+    predicted(agent, 0, 10)
+    agent.snapshot()
+    offer(agent, moved(start[1]))
+    agent.close()
+    agent = agents(approval=True)
+    assert offer(agent, start[1]).startswith("waiting for approval ")
+    assert states(agent) == ["served", "candidate"]
+    offer(agent, moved(start[1], 1.02))
+    assert sorted(states(agent)) == ["candidate", "kept", "served"]
+    assert agent.restore_model().samples == 10
+
+
 def test_a_restored_model_goes_on_where_its_adapter_was(
     folder: Path, start: tuple[Path, Evaluate], agents: Any
 ) -> None:
