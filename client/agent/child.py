@@ -78,13 +78,18 @@ class Child:
         """Export the encoder of a model in the store."""
         folder = Path(about["folder"])
         served = Served.load(folder, torch.device("cpu"))
-        self._export(served, folder, samples_of(self.config, served) if self.config.data else None)
+        self._export(served, folder, samples_of(self.config, served) if self._calibrates else None)
         return {}, b""
 
     def scan(self, about: Mapping[str, Any], _: bytes) -> Result:
         """Scan the device's own data."""
         found = scan(self.config, tuple(about["classes"]), Preprocessing.from_dict(about["preprocessing"]))
         return asdict(found), b""
+
+    @property
+    def _calibrates(self) -> bool:
+        """Return whether an export needs the device's samples."""
+        return self.config.precision == "int8"
 
     def _left(self, offer: Offer, folder: Path) -> dict[str, Any]:
         """Leave a model with its exported encoder in a folder."""
@@ -94,7 +99,7 @@ class Child:
 
     def _export(self, served: Served, folder: Path, samples: Samples | None) -> None:
         """Export the encoder of the model in a folder; in int8 it is calibrated on the device's samples."""
-        images = as_floats(samples.pixels) if samples and self.config.precision == "int8" else None
+        images = as_floats(samples.pixels) if samples and self._calibrates else None
         export_encoder(served.network, served.shape, folder / NETWORK, images)
 
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedtta.client.agent.audit import lines
+from fedtta.client.agent.child import Child
 from fedtta.client.agent.core import Agent
 from fedtta.client.agent.light import Exported, Light
 from fedtta.client.agent.live import Live
@@ -492,3 +493,11 @@ def test_an_export_that_is_missing_or_damaged_is_made_again(
         Exported.load(folder)
     agent.backend.load(folder)
     assert path.read_bytes() == good
+
+
+def test_an_export_in_float32_does_not_need_the_data(tmp_path: Path) -> None:
+    """Which may be on a disk that is not there yet: the model is there, and is served."""
+    made("cnn").save(tmp_path / "model")
+    away = Child(config(tmp_path, runtime="onnx", adapter="btfl", data=f"folder:{tmp_path}/away"), print)
+    away.export({"folder": str(tmp_path / "model")}, b"")
+    assert Exported.load(tmp_path / "model").classes == made("cnn").classes
