@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from fedtta.benchmarks.provenance import BEFORE, RESULTS, differing, provenance, provenance_of_run
-from fedtta.benchmarks.tables.pretrained import check_pretrained, label_path, read_label, write_label
+from fedtta.benchmarks.tables.pretrained import check_pretrained, read_label, write_label
 from fedtta.benchmarks.tables.protocol import Cell, Network, Protocol
 from fedtta.benchmarks.tables.results import UNRECORDED, cell_path, read_cell
 from fedtta.benchmarks.tables.runs import RUN, digest, trained
@@ -106,6 +106,8 @@ def train_network(
 ) -> None:
     """Train a network and write it with its label; an interrupted training goes on from its last epoch.
 
+    The network comes last: a label alone is no kept network, and is written again.
+
     `start` is the file of the network that it goes on from.
 
     Raises
@@ -115,15 +117,15 @@ def train_network(
     """
     settings = _network_settings(network, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    label_path(path).unlink(missing_ok=True)  # never an old label beside a new network
+    path.unlink(missing_ok=True)  # never an old network beside a new label
     if network.train == "federated":
         (training,) = plan(settings)
         run = trained(settings, training, folder / "trainings") / RUN
         federation = load_federation(settings)
         content = provenance_of_run(read_results(run / METRICS_FILE))
         trained_on = federation.images, federation.trained_on(settings.rounds)
-        write_atomically(path, (run / NETWORK_FILE).read_bytes())
         write_label(path, network.train, settings, content, trained_on)
+        write_atomically(path, (run / NETWORK_FILE).read_bytes())
         return
     begun = settings.replace(init=str(start)) if start else settings
     key = digest(begun, network.train, network.epochs, network.threads, CENTRAL.as_json())
@@ -136,11 +138,11 @@ def train_network(
             done = train_source(begun, source_parts(begun), network.epochs, console, network.half, midway)
     finally:
         torch.set_num_threads(threads)
-    save_model(path, done.model.half() if network.half else done.model, done.spec)
     content = {**done.content, **provenance()}
     if start:
         content["start"] = {"file": start.name, "sha256": _sha256(start)}
     write_label(path, network.train, settings, content, done.trained_on)
+    save_model(path, done.model.half() if network.half else done.model, done.spec)
     midway.unlink(missing_ok=True)
 
 

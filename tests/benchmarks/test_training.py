@@ -16,7 +16,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fedtta.benchmarks.tables import training
+from fedtta.benchmarks.tables import networks, training
 from fedtta.benchmarks.tables.networks import kept_or_trained, network_path, train_network
 from fedtta.benchmarks.tables.pretrained import check_pretrained, read_label, unpack_indices
 from fedtta.benchmarks.tables.protocol import Network
@@ -221,6 +221,24 @@ def test_an_interrupted_training_goes_on_with_the_same_bits(
     kept.write_bytes(b"no weights")
     with pytest.raises(ValueError, match=f"{kept.name}.*corrupt"):
         run("n")
+
+
+@pytest.mark.parametrize("train", ["federated", "central"])
+@pytest.mark.parametrize("step", ["label", "network"])
+def test_a_process_that_ends_between_network_and_label_trains_it_again(
+    train: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it leaves is no kept network, whichever of the two files comes first."""
+    settings = DIGITS.replace(methods="fedavg", fraction=0.3, rounds=1, engine="vectorised")
+    network = Network("n", train, 1, "n.safetensors", settings)
+    write = {"label": "write_label", "network": "write_atomically" if train == "federated" else "save_model"}[step]
+    with monkeypatch.context() as patch:
+        patch.setattr(networks, write, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            kept_or_trained(network, 3, tmp_path, tmp_path / "folder", QUIET)
+    path = kept_or_trained(network, 3, tmp_path, tmp_path / "folder", QUIET)
+    assert network_path(network, 3, tmp_path) == path
+    assert load_model(path)[1]["name"] == read_label(path)["settings"]["model"]
 
 
 @hypothesis_settings(max_examples=30, deadline=None)
