@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 #: Packages whose code determines the outcome of a training.
 PACKAGES = ("client", "data", "messages", "models", "privacy", "server", "settings", "strategies", "tta")
 NOT_TRAINING = ("agent", "report")  # folders in them that do not take part
-RUN, STATE, MARK = "run", "state", "made-by"  # the last holds the training's key in the folder of a test
+RUN, STATE, MARK = "run", "state", "made-by"  # the last holds what a test was made from, in its folder
 
 
 def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | None = None) -> Results:
@@ -37,8 +37,8 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     trainings : Path
         Folder of cached trainings, one folder each.
     folder : Path
-        The run folder of this test; a completed run there with these settings, this code and the same initial network
-        is read instead of run.
+        The run folder of this test; a completed run there with these settings, this code, the same initial network and
+        the same rates is read instead of run.
     of : Settings, optional
         A training with more rounds that begins with this one; the longer one is run and cached.
 
@@ -56,7 +56,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
         names = ", ".join(one.name for one in several)
         raise SettingsError(f"methods = {settings.methods!r}: allowed are rows of one training, not of {names}")
     (training,) = several
-    made_by, mark = key(of or settings, training), folder / MARK
+    made_by, mark = key(of or settings, training) + _rates(settings), folder / MARK
     if (done := _completed(folder)) is not None and _same(done, settings) and _read(mark) == made_by:
         return done
     shutil.rmtree(folder, ignore_errors=True)
@@ -79,6 +79,12 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
 
 def _read(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+def _rates(settings: Settings) -> str:
+    """Return what a test depends on beside its training: its rates. A missing file is refused by the run."""
+    path = Path(settings.rates_init)
+    return f" {hashlib.sha256(path.read_bytes()).hexdigest()}" if path.is_file() else ""
 
 
 def trained(settings: Settings, training: Training, trainings: Path, back_to: int | None = None) -> Path:

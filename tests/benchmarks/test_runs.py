@@ -67,6 +67,17 @@ def test_what_is_complete_is_read(started: list[Path], tmp_path: Path, monkeypat
     assert len(started) == 4  # trained and tested again
 
 
+def test_other_rates_in_the_same_file_are_tested_again(started: list[Path], tmp_path: Path) -> None:
+    """Every folder of kept results has a cell's rates in the same file; the training does not depend on them."""
+    rates = tmp_path / "rates"
+    settings = SETTINGS.replace(rates_init=str(rates))
+    for content in (b"one", b"one", b"other"):
+        rates.write_bytes(content)
+        evaluated(settings, tmp_path / "kept", tmp_path / "test")
+    (place,) = (tmp_path / "kept").iterdir()
+    assert started == [place / RUN, tmp_path / "test", tmp_path / "test"]
+
+
 def test_another_training_has_a_place_of_its_own(started: list[Path], tmp_path: Path) -> None:
     evaluated(SETTINGS, tmp_path / "kept", tmp_path / "one")
     evaluated(SETTINGS.replace(seed=2), tmp_path / "kept", tmp_path / "two")
