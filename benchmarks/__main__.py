@@ -52,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except (RunError, FloatingPointError) as error:
+    except (RunError, FloatingPointError, OSError) as error:  # such as a full disk
         print(f"{arguments.command} failed: {error}", file=sys.stderr)
         return 1
     return 0

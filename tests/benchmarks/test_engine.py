@@ -240,6 +240,13 @@ def test_arguments_out_of_range_are_named(
     assert told in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "out").mkdir()
+    assert main(["page", "--out", str(tmp_path / "out"), "--to", str(tmp_path / "file")]) == 1
+    assert re.fullmatch(r"page failed: .*/file.*\n", capsys.readouterr().err)
+
+
 def test_seeds() -> None:
     assert (seeds_of("3"), seeds_of("3,1"), seeds_of("2-4"), seeds_of("5-5")) == ([1, 2, 3], [3, 1], [2, 3, 4], [5])
     names = "list run page speed gpu fleet poisoning privacy drift estimates methods"
