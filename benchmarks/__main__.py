@@ -18,6 +18,7 @@ from fedtta.benchmarks.speed import fleet
 from fedtta.benchmarks.tables import drift, engine, estimates, index, methods, pages
 from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
+from fedtta.simulation.program import unwind_on_signals
 
 COMMANDS = {
     "list": (index, "the protocols with their cells and kept seeds"),
@@ -47,6 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run one command; exit status 0 on success, 1 when a run failed, 2 for bad settings."""
     arguments = parser().parse_args(words)
     module, _ = COMMANDS[arguments.command]
+    unwind_on_signals()
     try:
         module.run(arguments, Console())
     except SettingsError as error:

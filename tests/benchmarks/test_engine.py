@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -245,6 +248,27 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pyt
     (tmp_path / "out").mkdir()
     assert main(["page", "--out", str(tmp_path / "out"), "--to", str(tmp_path / "file")]) == 1
     assert re.fullmatch(r"page failed: .*/file.*\n", capsys.readouterr().err)
+
+
+def test_a_signal_unwinds_what_a_command_has_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM alone would leave private state in temporary folders, and processes of deployments in their sessions."""
+    folders = []
+
+    def terminated(*_: object) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            folders.append(folder)
+            signal.raise_signal(signal.SIGTERM)
+
+    stub = SimpleNamespace(add_arguments=lambda parser: None, run=terminated)
+    monkeypatch.setitem(COMMANDS, "list", (stub, ""))
+    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("as before the command"))
+    with pytest.raises(SystemExit) as end:
+        main(["list"])
+    assert end.value.code == 128 + signal.SIGTERM
+    assert not Path(folders[0]).exists()
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_seeds() -> None:
