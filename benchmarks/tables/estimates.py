@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from fedtta.benchmarks.provenance import RESULTS, provenance, write_json
-from fedtta.benchmarks.tables.engine import seeds_of
+from fedtta.benchmarks.tables.engine import FOLDER, QUICK, seeds_of
 from fedtta.benchmarks.tables.networks import kept_or_trained
 from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.client.adapters import AdapterContext
@@ -58,11 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `estimates`."""
     parser.add_argument("--clients", type=int, default=10, metavar="N", help="test the first N clients (default: 10)")
     parser.add_argument("--seeds", type=seeds_of, default=[1], metavar="N", help="how many, or which: 3, 2,3 or 2-3")
-    parser.add_argument("--quick", action="store_true", help="the protocol's small version")
-    parser.add_argument("--out", type=Path, default=RESULTS, help=f"of {FILE} (default: benchmarks/results)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("results/benchmarks"), help="of networks (default: results/benchmarks)"
-    )
+    parser.add_argument("--quick", action="store_true", help=f"the protocol's small version, in {QUICK}")
+    parser.add_argument("--out", type=Path, help=f"of {FILE} (default: benchmarks/results)")
+    parser.add_argument("--folder", type=Path, help=f"of networks (default: {FOLDER})")
 
 
 def run(arguments: argparse.Namespace, console: Console) -> None:
@@ -75,12 +73,14 @@ def run(arguments: argparse.Namespace, console: Console) -> None:
     """
     if arguments.clients < 3:
         raise SettingsError(f"--clients {arguments.clients}: allowed are at least 3")
+    out = arguments.out or (QUICK if arguments.quick else RESULTS)
+    folder = arguments.folder or (QUICK / "runs" if arguments.quick else FOLDER)
     measured: list[Row] = []
     for seed in arguments.seeds:
-        measured += measure(seed, arguments.clients, arguments.quick, arguments.folder, console)
+        measured += measure(seed, arguments.clients, arguments.quick, folder, console)
     about = {"clients": arguments.clients, "seeds": arguments.seeds, "quick": arguments.quick}
     content = {**provenance(), **about, **summary(measured)}
-    write_json(arguments.out / FILE, content)
+    write_json(out / FILE, content)
     console.print(estimates_page(content), highlight=False)
 
 

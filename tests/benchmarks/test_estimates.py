@@ -57,8 +57,11 @@ def test_a_small_run_from_the_training_to_the_page(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(estimates, "read_protocol", lambda *_: few())
     monkeypatch.setattr(estimates, "ADAPTERS", ("none", "personal"))
     monkeypatch.setattr(estimates, "STREAMS", (("original", 0), ("corrupted", 3), ("switching", 5)))
-    words = ["estimates", "--quick", "--clients", "3", "--out", str(tmp_path), "--folder", str(tmp_path)]
-    assert main(words) == 0
+    monkeypatch.setattr(estimates, "RESULTS", tmp_path / "kept")
+    monkeypatch.setattr(estimates, "QUICK", tmp_path)
+    monkeypatch.setattr(estimates, "FOLDER", tmp_path / "full")
+    assert main(["estimates", "--quick", "--clients", "3"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [estimates.FILE, "runs"]  # no network or result in full
     content = read_estimates(tmp_path / estimates.FILE)
     assert json.loads((tmp_path / estimates.FILE).read_text()) == content
     assert list(content["adapters"]) == ["none", "personal", "auto"]
