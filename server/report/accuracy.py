@@ -42,7 +42,8 @@ def accuracy_section(results: Results) -> str:
     plot = plots.accuracy_by_shift(rows)
     if plot is None:
         return "<h2>Accuracy</h2>" + missing("No evaluation with test samples yet.")
-    others = [_metric_table(table(results, metric), metric) for metric in METRICS if metric is not ACCURACY]
+    limit = _limit_of_samples(results)
+    others = [_metric_table(table(results, metric), metric, limit) for metric in METRICS if metric is not ACCURACY]
     caption = "<strong>Accuracy</strong> of each method by test distribution, mean over clients; best average first."
     return "".join(
         [
@@ -113,6 +114,12 @@ def _shown(metric: Metric, value: float | None, top: str | None, sd: float | Non
     shown = metric.show(value)
     bold = f"<strong>{shown}</strong>" if shown == top else shown
     return bold if sd is None or metric.over == "samples" else f'{bold} <span class="sd">±{metric.show(sd)}</span>'
+
+
+def _limit_of_samples(results: Results) -> str:
+    """Say which part of a client's samples does not count in the means over samples."""
+    share = float(results.setting("max-share") or 0)
+    return f"A client counts as at most {share:g} times the median client's samples (max-share)." if share else ""
 
 
 def _tested_model(results: Results) -> str:

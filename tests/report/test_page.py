@@ -93,6 +93,19 @@ def test_tables_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "b on x: 1 client; b on y: no samples" in Elements(page).text
 
 
+def test_a_mean_over_samples_says_that_a_large_client_counts_less(tmp_path: Path) -> None:
+    """Of 10, 10 and 80 samples the last count as 30: 0.4 of the samples are right, not 0.2."""
+    clients = [evaluation("a", "x", 0, 10, 10), evaluation("a", "x", 1, 10, 10), evaluation("a", "x", 2, 0, 80)]
+    run = {"event": "run", "time": "t", "settings": {"max-share": 3.0}, "versions": {}, "hardware": "h"}
+    words = "at most 3 times the median client's samples (max-share)"
+    page = page_of(tmp_path / "limited", [run, *clients])
+    assert rows_of(page, 1)[0] == ["a", "40.0", "40.0"]
+    assert words in Elements(page).text
+    page = page_of(tmp_path / "plain", clients)
+    assert rows_of(page, 1)[0] == ["a", "20.0", "20.0"]
+    assert words not in Elements(page).text
+
+
 def test_estimates_without_labels_stand_beside_accuracies(tmp_path: Path) -> None:
     """Means over clients: 0.5 and 0.9 beside 0.4 and 0.8 are 10 points off each, 0.3 and 1.0 are 10 and 20."""
     first = {"doc": [0.5, 0.4, 0.6], "heads": [0.3, 0.3, 0.5]}
