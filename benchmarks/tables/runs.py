@@ -14,7 +14,7 @@ from fedtta.server.events import RunError
 from fedtta.server.fork import LATER, fork
 from fedtta.server.methods import Training, plan
 from fedtta.server.report import METRICS_FILE, Results, read_results
-from fedtta.server.resume import FREE
+from fedtta.server.resume import FREE, locked
 from fedtta.settings import Settings, SettingsError
 from fedtta.settings.files import write_atomically
 
@@ -47,7 +47,8 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     SettingsError
         As `plan`, `simulate` and `fork`.
     RunError
-        The training or the test failed, or a client's evaluation did: rows are paired by client.
+        The training or the test failed, or a client's evaluation did: rows are paired by client. Or another process is
+        at one of them.
     """
     from fedtta.simulation import simulate
 
@@ -59,7 +60,7 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
     made_by, mark = key(of or settings, training) + _rates(settings), folder / MARK
     if (done := _completed(folder)) is not None and _same(done, settings) and _read(mark) == made_by:
         return done
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder, folder)
     if training.recipe.rounds(settings) == 0:
         simulate(settings, folder)
     else:
@@ -75,6 +76,14 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
         raise RunError(f"{folder}: clients {absent} have no accuracy; its metrics.jsonl says why")
     write_atomically(mark, made_by.encode())
     return results
+
+
+def _remove(folder: Path, run: Path) -> None:
+    """Remove a folder with a run in it; RunError if another process is writing that run."""
+    if run.exists():
+        with locked(run):
+            shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(path: Path) -> str:
@@ -98,7 +107,7 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
     Raises
     ------
     SettingsError, RunError
-        As `simulate`.
+        As `simulate`; or another process is at this training.
     """
     from fedtta.simulation import simulate
 
@@ -113,7 +122,7 @@ def trained(settings: Settings, training: Training, trainings: Path, back_to: in
         if checkpoint_files(folder / RUN) and _completed(folder / RUN) is None:
             own = own.replace(resume=str(folder / RUN))
         else:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder, folder / RUN)
         simulate(own, folder / RUN)
     if _completed(folder / RUN) is None:
         raise RunError(f"{folder / RUN}: the training did not complete; its metrics.jsonl says why")

@@ -16,6 +16,7 @@ from fedtta.server.app import serve
 from fedtta.server.events import RunError
 from fedtta.server.methods import plan
 from fedtta.server.report import Results
+from fedtta.server.resume import locked
 from fedtta.settings import Settings, SettingsError
 from tests.server.test_resume import SMALL, Killed, Killer, devices, events, quicken
 from tests.test_structure import ALLOWED
@@ -169,6 +170,20 @@ def test_a_run_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         evaluated(SETTINGS.replace(rounds=0), tmp_path / "kept", tmp_path / "one")
     with pytest.raises(SettingsError, match="unknown method"):
         evaluated(SETTINGS.replace(methods="nothing"), tmp_path / "kept", tmp_path / "one")
+
+
+def test_what_another_process_is_at_is_not_removed(started: list[Path], tmp_path: Path) -> None:
+    """Neither its test nor a training that has no checkpoint yet."""
+    (training,) = plan(SETTINGS)
+    for run in (tmp_path / "test", tmp_path / "kept" / key(SETTINGS, training) / RUN):
+        run.mkdir(parents=True)
+        (run / "settings.toml").write_text("")
+        with locked(run), pytest.raises(RunError, match="another process is writing this run"):
+            evaluated(SETTINGS, tmp_path / "kept", tmp_path / "test")
+        assert (run / "settings.toml").exists()
+    assert started == []
+    evaluated(SETTINGS, tmp_path / "kept", tmp_path / "test")
+    assert len(started) == 2
 
 
 def test_a_client_that_cannot_be_tested_ends_it(
