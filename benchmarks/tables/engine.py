@@ -24,6 +24,7 @@ from fedtta.benchmarks.tables.protocol_file import read_protocol
 from fedtta.benchmarks.tables.realtime import measure_cell
 from fedtta.benchmarks.tables.results import (
     CONSTANT,
+    Content,
     add_run,
     cell_path,
     check_alike,
@@ -155,9 +156,8 @@ def fill(job: Job, out: Path, folder: Path, every: int, console: Console) -> Ite
     """
     settings, start = initial_settings(job.protocol, job.cell, job.seed, out, folder, console)
     check_kept(job.path, settings, start)
-    content = read_cell(job.path) if job.path.exists() else empty(job.protocol.name, job.cell, settings)
     if job.cell.realtime is not None:
-        content |= measure_cell(settings, job.cell.realtime, console)
+        content = _content(job, settings) | measure_cell(settings, job.cell.realtime, console)
         content["start"] = start
         write_json(job.path, content)
         yield "real time"
@@ -166,6 +166,7 @@ def fill(job: Job, out: Path, folder: Path, every: int, console: Console) -> Ite
     for training, own in missing(job.path, settings):
         name = f"{training.name}-{_plain(own.collaborations)}" if own.collaborations else training.name
         results = evaluated(own, folder / "trainings", cell_folder / name, of=own if every else None)
+        content = _content(job, settings)  # only now: another process may have added rows meanwhile
         add_run(content, results, job.cell, own, training.name, start)
         if settings.collaborations:
             content["rows"][CONSTANT] = constant_row(divided_streams(settings, load_federation(settings)).counts)
@@ -173,6 +174,11 @@ def fill(job: Job, out: Path, folder: Path, every: int, console: Console) -> Ite
         yield name
     if every:
         yield from fill_curves(job, settings, every, cell_folder, folder)
+
+
+def _content(job: Job, settings: Settings) -> Content:
+    """Return what is kept of a cell and seed so far."""
+    return read_cell(job.path) if job.path.exists() else empty(job.protocol.name, job.cell, settings)
 
 
 def missing_points(path: Path, settings: Settings, every: int) -> list[tuple[int, Training, list[str]]]:

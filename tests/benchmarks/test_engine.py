@@ -8,6 +8,7 @@ import signal
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -160,6 +161,23 @@ def test_rows_and_seeds_that_are_kept_are_not_run_again(asked: list, tmp_path: P
     assert [one[:2] for one in asked] == [(1, "fedavg,personal"), (1, "btfl"), (2, "fedavg,personal,btfl")]
     content = json.loads((tmp_path / "out/brfl/cnn-dir-0.1-1.json").read_text())
     assert (list(content["rows"]), len(content["runs"])) == (["fedavg", "personal", "btfl"], 2)
+
+
+def test_rows_that_another_process_adds_meanwhile_stay(
+    asked: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_up, others = engine.evaluated, ["personal", "btfl"]
+
+    def evaluated(*arguments: Any, **more: Any) -> Results:
+        if others:
+            assert main(words(tmp_path, "--methods", others.pop(), "--seeds", "1")) == 0
+        return made_up(*arguments, **more)
+
+    monkeypatch.setattr(engine, "evaluated", evaluated)
+    assert main(words(tmp_path, "--methods", "fedavg", "--seeds", "1")) == 0
+    content = json.loads((tmp_path / "out/brfl/cnn-dir-0.1-1.json").read_text())
+    assert [one["methods"] for one in content["runs"]] == [["personal"], ["btfl"], ["fedavg"]]
+    assert set(content["rows"]) == {"fedavg", "personal", "btfl"}
 
 
 def test_tests_at_intermediate_rounds_are_kept_with_the_rows(
