@@ -117,7 +117,12 @@ class APFL(LocalAlgorithm):
         personal = kept_network(local.model, local.own, PREFIX)
         number = alpha.detach().to(local.data.labels.device, torch.float64).reshape(()).clone()
         weighs_local = local.settings.apfl_weighs == "local"
-        return _Mixture(number, personal, local.model.shared_parameters(), personal.shared_parameters(), weighs_local)
+        return _Mixture(number, personal, _trained(local.model), _trained(personal), weighs_local)
+
+
+def _trained(network: TwoHead) -> dict[str, nn.Parameter]:
+    """Return the parameters of encoder and head by name, but for frozen ones, which w and v have in common."""
+    return {name: value for name, value in network.shared_parameters().items() if value.requires_grad}
 
 
 @dataclass

@@ -107,8 +107,13 @@ class LocalAlgorithm(ABC):
 
 
 def gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradient of a scalar for each parameter, None where it plays no part; nothing is accumulated."""
-    return list(torch.autograd.grad(loss, list(parameters), allow_unused=True))
+    """Return the gradient of a scalar for each parameter; nothing is accumulated.
+
+    It is None where a parameter plays no part, or is frozen (`requires_grad=False`).
+    """
+    free = [value for value in parameters if value.requires_grad]
+    found = iter(torch.autograd.grad(loss, free, allow_unused=True) if free else ())
+    return [next(found) if value.requires_grad else None for value in parameters]
 
 
 def minimise(loss: Tensor, parameters: Sequence[Tensor], optimizer: Optimizer) -> None:

@@ -80,6 +80,21 @@ def test_what_a_turn_changes(name: str, norm: bool) -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("frozen", ["encoder.conv.", "encoder."])
+def test_frozen_layers_stay_as_they_are(name: str, frozen: str) -> None:
+    """A network of one's own may freeze what was pretrained, or all of its encoder."""
+    model = made_for(name)
+    for key, value in model.named_parameters():
+        value.requires_grad_(not key.startswith(frozen))
+    before, local = snapshot(model), turn(model, momentum=0.9, weight_decay=0.1)
+    for _ in range(2):  # APFL's two models differ from the second round on
+        find_algorithm(name).train(local)
+    find_algorithm(name).personalize(local)
+    left = (frozen, *LEFT.get(name, ("personal_head.",)))
+    assert changed(before, model) == {key for key in before if not key.startswith(left)}
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_the_server_knows_which_rules_have_a_proximal_term(name: str) -> None:
     free, pulled = made_for(name), made_for(name)
     find_algorithm(name).train(turn(free))
