@@ -97,7 +97,10 @@ class APFL(LocalAlgorithm):
         """Turn w into v̄, with v̄'s BatchNorm statistics; a client without a v keeps w."""
         if ALPHA in local.own:
             mixture = self._mixture(local)
-            local.model.load_global_state({**mixture.personal.global_state(), **mixture.weights()})
+            mixed = mixture.weights()
+            local.model.load_global_state(mixture.personal.global_state())
+            for name, value in mixed.items():  # each tensor once, also one that several layers share
+                mixture.w[name].copy_(value)
         local.model.eval()
 
     def _mixture(self, local: LocalContext) -> _Mixture:

@@ -230,6 +230,21 @@ def test_apfl_at_its_ends(share: float, weighs: str) -> None:
     torch.testing.assert_close(received.head.weight, expected)
 
 
+def test_apfl_mixes_a_tensor_that_two_layers_share() -> None:
+    model = network()
+    model.encoder.add_module("again", nn.Linear(model.feature_dim, model.feature_dim))
+    model.encoder.add_module("twice", nn.Linear(model.feature_dim, model.feature_dim))
+    model.encoder.twice.weight = model.encoder.again.weight
+    own: dict[str, Tensor] = {}
+    for round in (1, 2):
+        APFL().train(turn(model, round, own))
+    w, v = model.encoder.again.weight.detach().clone(), own["apfl.encoder.again.weight"]
+    assert not torch.equal(v, w)
+    APFL().personalize(turn(model, 3, own))
+    share = float(own["apfl.alpha"])
+    torch.testing.assert_close(model.encoder.twice.weight.detach(), share * v + (1 - share) * w)
+
+
 def test_apfls_global_model_is_fedavgs_bit_for_bit() -> None:
     model, twin = network(norm=True), network(norm=True)
     loss = APFL().train(turn(model, momentum=0.9))
