@@ -216,9 +216,10 @@ class Cohort:
     def train_networks(self) -> None:
         """Train encoders and global heads."""
         model, settings = self.first.model.train(), self.first.settings
-        parameters = dict(model.named_parameters())
-        names = [name for name in self.values if name in parameters and not name.startswith(PERSONAL_PREFIX)]
-        buffers = [name for name in self.values if name not in parameters]
+        free = {name for name, value in model.named_parameters() if value.requires_grad}
+        shared = [name for name in self.values if not name.startswith(PERSONAL_PREFIX)]
+        names = [name for name in shared if name in free]
+        others = [name for name in shared if name not in free]  # buffers, and what is frozen
         request = self.turns[self.members[0]].request
         mu = request.proximal_mu
         received = {name: self.values[name].clone() for name in names if mu}
@@ -227,7 +228,7 @@ class Cohort:
         def loss(batch: Batch, leaves: dict[str, Tensor], counts: Tensor) -> tuple[Tensor, Tensor | float]:
             count = len(batch.x)
             with autocast(batch.x.device, settings.autocast):
-                kept = {name: self.values[name][:count] for name in buffers}
+                kept = {name: self.values[name][:count] for name in others}
                 logits, moved = network(leaves, kept, batch.x, batch.mask)
             for name, value in moved.items():
                 self.values[name][:count] = value

@@ -97,6 +97,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "qffl": ({}, "cross_entropy", "plain"),
     "batch": ({"momentum": 0.9}, "balanced_softmax", "batch"),
     "group": ({"local_epochs": 1, "personal_epochs": 1}, "cross_entropy", "group"),
+    "frozen": ({"momentum": 0.9, "weight_decay": 0.01}, "cross_entropy", "frozen"),
     "layer": ({"momentum": 0.9, "local_epochs": 1, "personal_epochs": 1}, "cross_entropy", "layer"),
 }
 
@@ -108,6 +109,8 @@ def start(kind: str) -> TwoHead:
     model = network(norm=kind != "plain")
     if kind == "group":
         model.encoder.norm = nn.GroupNorm(2, 4)
+    if kind == "frozen":
+        model.encoder.conv.requires_grad_(False)
     return model.double()
 
 
