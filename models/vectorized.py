@@ -28,6 +28,14 @@ def is_stochastic(network: nn.Module) -> bool:
     return any(_drops(layer) for layer in network.modules())
 
 
+def _shares(network: nn.Module) -> bool:
+    """Return whether layers share a tensor: its second name would be loaded with what was not trained."""
+    return any(
+        len(list(named(remove_duplicate=False))) > len(list(named()))
+        for named in (network.named_parameters, network.named_buffers)
+    )
+
+
 def _drops(layer: nn.Module) -> bool:
     """Return whether a layer drops values or branches: torch's, ours, timm's (DropPath), torchvision's."""
     if isinstance(layer, DropResidual):
@@ -46,12 +54,14 @@ _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def is_stackable(network: nn.Module) -> bool:
     """Return whether networks of this architecture can be trained at once, with the results of single training.
 
-    No layer may draw random numbers. A network of another library (`TwoHead.input_shape`) is also tried once: its code
-    may do what `vmap` does not support.
+    No layer may draw random numbers, and no tensor may have two names. A network of another library
+    (`TwoHead.input_shape`) is also tried once: its code may do what `vmap` does not support.
     """
     shape = getattr(network, "input_shape", None)
-    if is_stochastic(network) or shape is None:
-        return not is_stochastic(network)
+    if is_stochastic(network) or _shares(network):
+        return False
+    if shape is None:
+        return True
     if network not in _tried:
         _tried[network] = _agrees(network, shape)
     return _tried[network]

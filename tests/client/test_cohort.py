@@ -202,6 +202,16 @@ def test_layers_that_draw_and_other_rules_do_not_fit() -> None:
     assert not is_stochastic(nn.Sequential(nn.Dropout(0.0), nn.Linear(2, 2)))
 
 
+def test_networks_whose_layers_share_a_tensor_do_not_fit() -> None:
+    """They have two names for it, of which one would be trained and the other loaded."""
+    model = network()
+    model.encoder.add_module("again", nn.Linear(model.feature_dim, model.feature_dim))
+    model.encoder.add_module("twice", nn.Linear(model.feature_dim, model.feature_dim))
+    assert fits(clients(model, world())[0], TASK)
+    model.encoder.twice.weight = model.encoder.again.weight
+    assert not fits(clients(model, world())[0], TASK)
+
+
 def test_stackable_is_said_of_what_trains_as_fedavg_does() -> None:
     said = {name: algorithm.stackable for name, algorithm in ALGORITHMS.items()}
     assert said == {name: type(algorithm).train is FedAvg.train for name, algorithm in ALGORITHMS.items()}
