@@ -22,7 +22,8 @@ from fedtta.server.report.scores import outlying
 from fedtta.server.rounds import Federation, Outcome, Round
 from fedtta.server.validation import ANY, EvaluateCheck, SummarizeCheck
 from fedtta.strategies import StatisticsFedAvg
-from fedtta.tta.statistics import DISTRIBUTIONS, ON_REQUEST, statistics_shapes
+from fedtta.tta.shapes import statistics_shapes
+from fedtta.tta.statistics import DISTRIBUTIONS, ON_REQUEST
 
 
 def statistics_round(

@@ -148,7 +148,8 @@ from fedtta.models import build
 from fedtta.settings import Settings
 from fedtta.strategies.aggregation import TrainReply
 from fedtta.strategies.sqrt_fedavg import SqrtFedAvg
-from fedtta.tta.statistics import Statistics, statistics_shapes
+from fedtta.tta.shapes import statistics_shapes
+from fedtta.tta.statistics import Statistics
 
 sent = ((1, 0.0, 1), (2, 3.0, 4))
 replies = [TrainReply(n, {"w": np.array([value])}, {"num-examples": count}) for n, value, count in sent]

@@ -8,7 +8,7 @@ a client then combines its own values and the means into `Statistics`, which ada
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fedtta.models import TwoHead
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -167,20 +166,6 @@ class Statistics:
                 if field and name in arrays:
                     found[field] = arrays[name] if statistic.shape else arrays[name][0]
         return cls.from_arrays(found, device)
-
-
-def statistics_shapes(needs: Collection[str], model: TwoHead) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of every statistic that clients send, given the needs of a run's adapters."""
-    from fedtta.models import ROTATION_PREFIX
-    from fedtta.models.layers import by_block  # imports torch, which the statistics themselves do not need
-
-    names = [name for name in model.global_state() if not name.startswith(ROTATION_PREFIX)]
-    sizes = {"features": model.feature_dim, "classes": model.num_classes, "blocks": len(by_block(model, names))}
-    return {
-        name: (statistic.sized(sizes), "float64")
-        for name, statistic in STATISTICS.items()
-        if not statistic.on_request or statistic.need in needs
-    }
 
 
 def out_of_range(name: str, value: NDArray[Any]) -> str:

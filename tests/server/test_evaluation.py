@@ -16,7 +16,7 @@ from fedtta.server.evaluation import evaluation_round, statistics_round
 from fedtta.server.events import Leak
 from fedtta.server.methods import Training, plan
 from fedtta.settings import Settings
-from fedtta.tta.statistics import statistics_shapes
+from fedtta.tta.shapes import statistics_shapes
 from tests.server.test_nodes import raises
 from tests.server.test_rounds import START, Place
 from tests.transports import Client

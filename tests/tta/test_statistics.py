@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fedtta.tta import ADAPTERS, Statistics
+from fedtta.tta.shapes import statistics_shapes
 from fedtta.tta.statistics import (
     DISTRIBUTIONS,
     ON_REQUEST,
@@ -17,8 +18,8 @@ from fedtta.tta.statistics import (
     STATISTICS,
     STATISTICS_NEEDS,
     out_of_range,
-    statistics_shapes,
 )
+from fedtta.tta.surgical import blocks
 from tests.tta.networks import two_head_network
 
 
@@ -41,6 +42,16 @@ def test_shapes_follow_the_network_and_the_needs() -> None:
     assert {dtype for _, dtype in shapes.values()} == {"float64"}
     # two convolutions with their BatchNorms, and the head
     assert statistics_shapes(ON_REQUEST, model)["block_scores"] == ((3,), "float64")
+
+
+def test_there_is_a_score_for_each_block_that_may_be_adapted() -> None:
+    """None for a layer that is frozen, and one for a layer that is in two places."""
+    model = two_head_network()
+    model.encoder.append(model.encoder[0])
+    for count in (3, 2):
+        assert len(blocks(model)) == count
+        assert statistics_shapes(ON_REQUEST, model)["block_scores"] == ((count,), "float64")
+        model.encoder[3].requires_grad_(False)
 
 
 @pytest.mark.parametrize(
