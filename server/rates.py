@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,12 @@ Rates = dict[str, float]
 
 
 def learn_rates(
-    federation: Federation, network: Broadcast, training: str, variant: Variant, checkpoints: Checkpoints
+    federation: Federation,
+    network: Broadcast,
+    names: Sequence[str],
+    training: str,
+    variant: Variant,
+    checkpoints: Checkpoints,
 ) -> Rates:
     """Run all rounds of one variant and return the rates, in the network's order of definition.
 
@@ -38,8 +43,9 @@ def learn_rates(
     Parameters
     ----------
     network : Broadcast
-        w_G, which each client gets once for all variants. Its names are the modules: a `TwoHead.global_state` holds the
-        trainable tensors and the running statistics, in order.
+        w_G, which each client gets once for all variants.
+    names : sequence of str
+        Its modules, in order of definition (`fedtta.tta.atp.modules`).
     variant : "all", "params" or "stats"
         Which modules learn a rate other than zero.
 
@@ -57,8 +63,8 @@ def learn_rates(
     strategy = ATPRates(
         network, cohort=settings.rates_clients, seed=settings.seed, aggregator=robust_aggregator(settings)
     )
-    sizes = {name: int(np.prod(array.shape)) for name, array in network.arrays.items()}
-    rates = to_rates(saved) if saved else initial_rates(settings.rates_init, list(sizes), variant)
+    sizes = {name: int(np.prod(network.arrays[name].shape)) for name in names}
+    rates = to_rates(saved) if saved else initial_rates(settings.rates_init, names, variant)
     for round in range(done + 1, settings.rates_rounds + 1):
         rates = _round(federation, strategy, rates, training, variant, round)
         if checkpoints.due(round, settings.rates_rounds):
@@ -67,7 +73,7 @@ def learn_rates(
     return rates
 
 
-def initial_rates(path: str, names: list[str], variant: str) -> Rates:
+def initial_rates(path: str, names: Sequence[str], variant: str) -> Rates:
     """Return zeros, or the rates in a file `rates*.safetensors` of an earlier run.
 
     Raises

@@ -42,6 +42,7 @@ from fedtta.server.secure import SecureAggregation
 from fedtta.server.training import train
 from fedtta.settings import Settings, SettingsError, assignments, is_number
 from fedtta.strategies import Broadcast
+from fedtta.tta.atp import modules
 from fedtta.tta.trial import check_options
 
 #: With fewer test samples than these, a run says that a client's accuracy means little.
@@ -242,8 +243,10 @@ def run_training(
         means = _statistics(federation, training, arrays, model, checkpoints)
         metadata = {"training": training.name, "weighting": federation.settings.statistics_weighting}
         save_arrays(files.path("statistics"), means, metadata)
+    names = modules(model)
     rates = {
-        variant: learn_rates(federation, network, training.name, variant, checkpoints) for variant in training.variants
+        variant: learn_rates(federation, network, names, training.name, variant, checkpoints)
+        for variant in training.variants
     }
     for variant, learned in rates.items():
         save_rates(files.path("rates", variant), learned, training.name, variant)
@@ -322,9 +325,9 @@ def check_rows(trainings: Sequence[Training], model: TwoHead, settings: Settings
 
     Options out of range are refused, too.
     """
-    modules = list(model.global_state())
+    names = modules(model)
     for variant in (variant for training in trainings for variant in training.variants):
-        initial_rates(settings.rates_init, modules, variant)
+        initial_rates(settings.rates_init, names, variant)
     for row in (row for training in trainings for row in training.rows if row.options):
         try:
             check_options(row.method.adapter, model, settings.clients, **row.options)

@@ -176,6 +176,18 @@ def test_a_run_goes_on_from_saved_rates(finished: tuple[Path, FakeTransport], tm
     assert of(tmp_path / "more", "rates")[0]["rates"] != of(folder, "rates")[0]["rates"]
 
 
+def test_heads_that_no_client_adapts_have_no_rate(tmp_path: Path) -> None:
+    """Training with rotations adds a head, which ATP leaves alone."""
+    folder = tmp_path / "r"
+    run(folder, ATP.replace(methods="atp[training=rotation]", rates_rounds=1))
+    names, _ = names_and_bytes(folder)
+    (event,) = of(folder, "rates")
+    assert (
+        list(event["rates"]) == list(event["sizes"]) == [one for one in names if not one.startswith("rotation_head.")]
+    )
+    assert len(event["rates"]) == len(names) - 2
+
+
 def test_rates_that_do_not_fit_are_refused_before_training(
     finished: tuple[Path, FakeTransport], tmp_path: Path
 ) -> None:
