@@ -22,6 +22,7 @@ from torch import Tensor
 from fedtta.client.algorithms.training import generator
 from fedtta.messages.arrays import Arrays
 from fedtta.models import PERSONAL_PREFIX, TwoHead
+from fedtta.models.weights import COUNTER
 
 KEPT = "kept."
 OWN = "own."
@@ -57,10 +58,16 @@ def receive(
 
 
 def load_network(model: TwoHead, arrays: Arrays) -> None:
-    """Load a whole `global_state` and switch to evaluation mode; ValueError if it does not fit."""
+    """Load a whole `global_state` and switch to evaluation mode; ValueError if it does not fit.
+
+    BatchNorm counts its batches from then on: those before may be another client's.
+    """
     check_model(arrays, model)
     model.eval()  # a network just built is in training mode, where a look at it would move its statistics
     model.load_global_state(_borrowed(arrays))
+    for name, value in model.named_buffers():
+        if name.endswith(COUNTER):
+            value.zero_()
 
 
 def check_model(arrays: Mapping[str, NDArray[Any]], model: TwoHead) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from fedtta.client import resources
@@ -64,6 +66,17 @@ def test_what_was_sent_stays_as_it_was_when_the_next_client_trains() -> None:
     assert same(lent, sent)
     device(1, model=model).train(1, Task("ce"), arrays)
     assert not same(lent, sent)
+
+
+def test_running_averages_over_all_batches_do_not_count_those_of_others() -> None:
+    """Without a momentum, BatchNorm weighs a batch by how many there have been; that number does not travel."""
+    model = network(norm=True)
+    model.encoder.norm = nn.BatchNorm2d(4, momentum=None)
+    arrays = global_arrays(model)
+    alone, _ = device(1, model=copy.deepcopy(model)).train(1, Task("ce"), arrays)
+    device(0, model=model).train(1, Task("ce"), arrays)
+    after_another, _ = device(1, model=model).train(1, Task("ce"), arrays)
+    assert same(after_another, alone)
 
 
 def test_nothing_tells_label_counts() -> None:
