@@ -16,6 +16,7 @@ from fedtta.messages.replies import Identity
 from fedtta.messages.requests import Identify, Observe
 from fedtta.messages.transport import Transport
 from fedtta.models import TwoHead, save_arrays
+from fedtta.models.libraries import is_external
 from fedtta.server.adaptation import (
     Collaboration,
     adaptation_rounds,
@@ -323,12 +324,14 @@ def few_tested(info: FederationInfo) -> str:
 def check_rows(trainings: Sequence[Training], model: TwoHead, settings: Settings) -> None:
     """Raise SettingsError, before any training, if options of a row or given rates do not fit the network.
 
-    Options out of range are refused, too.
+    Options out of range are refused, too. Of a network from outside, what `plan` asks is not all that a method needs:
+    its layers may be frozen, or keep no running statistics.
     """
     names = modules(model)
     for variant in (variant for training in trainings for variant in training.variants):
         initial_rates(settings.rates_init, names, variant)
-    for row in (row for training in trainings for row in training.rows if row.options):
+    outside = is_external(settings.model)
+    for row in (row for training in trainings for row in training.rows if row.options or outside):
         try:
             check_options(row.method.adapter, model, settings.clients, **row.options)
         except ValueError as error:

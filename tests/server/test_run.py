@@ -233,6 +233,13 @@ def test_an_option_out_of_range_is_refused_before_training(tmp_path: Path) -> No
     assert not [event for event in events(folder) if event["event"] == "round"]
 
 
+def test_a_network_from_outside_that_a_method_cannot_adapt_is_refused_before_training(tmp_path: Path) -> None:
+    settings = SMALL.replace(model="tests.models.nets:no_averages", methods="fedavg,tent")
+    with pytest.raises(SettingsError, match=r"methods: tent: encoder\.body\.0 keeps no running statistics"):
+        run(tmp_path / "r", settings)
+    assert not [event for event in events(tmp_path / "r") if event["event"] == "round"]
+
+
 def test_a_run_that_fails_says_so_in_its_files(tmp_path: Path) -> None:
     def watch(partition: int, request: Request) -> None:
         if isinstance(request, Train):
