@@ -22,8 +22,8 @@ from fedtta.server.report.scores import outlying
 from fedtta.server.rounds import Federation, Outcome, Round
 from fedtta.server.validation import ANY, EvaluateCheck, SummarizeCheck
 from fedtta.strategies import StatisticsFedAvg
-from fedtta.tta.shapes import statistics_shapes
-from fedtta.tta.statistics import DISTRIBUTIONS, ON_REQUEST
+from fedtta.tta.statistics import DISTRIBUTIONS, ON_REQUEST, STATISTICS
+from fedtta.tta.surgical import blocks
 
 
 def statistics_round(
@@ -92,6 +92,16 @@ def statistics_round(
     )
     found = feasible_statistics(read_arrays(means)) if noisy else read_arrays(means)
     return {name: channels_last(value) for name, value in found.items()}
+
+
+def statistics_shapes(needs: Collection[str], model: TwoHead) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of every statistic that clients send, given the needs of a run's adapters."""
+    sizes = {"features": model.feature_dim, "classes": model.num_classes, "blocks": len(blocks(model))}
+    return {
+        name: (statistic.sized(sizes), "float64")
+        for name, statistic in STATISTICS.items()
+        if not statistic.on_request or statistic.need in needs
+    }
 
 
 def evaluation_round(

@@ -148,7 +148,7 @@ from fedtta.models import build
 from fedtta.settings import Settings
 from fedtta.strategies.aggregation import TrainReply
 from fedtta.strategies.sqrt_fedavg import SqrtFedAvg
-from fedtta.tta.shapes import statistics_shapes
+from fedtta.server.evaluation import statistics_shapes
 from fedtta.tta.statistics import Statistics
 
 sent = ((1, 0.0, 1), (2, 3.0, 4))

@@ -12,11 +12,10 @@ from fedtta.messages.arrays import Arrays
 from fedtta.messages.replies import Evaluated, EvaluationResult, Summarized
 from fedtta.messages.requests import Evaluate, Request
 from fedtta.models import build
-from fedtta.server.evaluation import evaluation_round, statistics_round
+from fedtta.server.evaluation import evaluation_round, statistics_round, statistics_shapes
 from fedtta.server.events import Leak
 from fedtta.server.methods import Training, plan
 from fedtta.settings import Settings
-from fedtta.tta.shapes import statistics_shapes
 from tests.server.test_nodes import raises
 from tests.server.test_rounds import START, Place
 from tests.transports import Client

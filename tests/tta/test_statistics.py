@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedtta.server.evaluation import statistics_shapes
 from fedtta.tta import ADAPTERS, Statistics
-from fedtta.tta.shapes import statistics_shapes
 from fedtta.tta.statistics import (
     DISTRIBUTIONS,
     ON_REQUEST,
