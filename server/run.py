@@ -244,9 +244,8 @@ def run_training(
         means = _statistics(federation, training, arrays, model, checkpoints)
         metadata = {"training": training.name, "weighting": federation.settings.statistics_weighting}
         save_arrays(files.path("statistics"), means, metadata)
-    names = modules(model)
     rates = {
-        variant: learn_rates(federation, network, names, training.name, variant, checkpoints)
+        variant: learn_rates(federation, network, modules(model), training.name, variant, checkpoints)
         for variant in training.variants
     }
     for variant, learned in rates.items():
@@ -327,12 +326,11 @@ def check_rows(trainings: Sequence[Training], model: TwoHead, settings: Settings
     Options out of range are refused, too. Of a network from outside, what `plan` asks is not all that a method needs:
     its layers may be frozen, or keep no running statistics.
     """
-    names = modules(model)
-    for variant in (variant for training in trainings for variant in training.variants):
-        initial_rates(settings.rates_init, names, variant)
     outside = is_external(settings.model)
     for row in (row for training in trainings for row in training.rows if row.options or outside):
         try:
             check_options(row.method.adapter, model, settings.clients, **row.options)
         except ValueError as error:
             raise SettingsError(f"methods: {row.label}: {error}") from error
+    for variant in (variant for training in trainings for variant in training.variants):
+        initial_rates(settings.rates_init, modules(model), variant)
