@@ -96,9 +96,7 @@ def statistics_round(
 
 def statistics_shapes(needs: Collection[str], model: TwoHead) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return shape and dtype of every statistic that clients send, given the needs of a run's adapters."""
-    sizes = {"features": model.feature_dim, "classes": model.num_classes}
-    if "block_scores" in needs:  # other networks may have none
-        sizes["blocks"] = len(blocks(model))
+    sizes = {"features": model.feature_dim, "classes": model.num_classes, "blocks": len(blocks(model))}
     return {
         name: (statistic.sized(sizes), "float64")
         for name, statistic in STATISTICS.items()

@@ -202,7 +202,7 @@ class SecureAggregation:
         """Return how many replies a sum over `asked` clients needs."""
         return least_replies(self.settings, asked)
 
-    def __call__(self, requests: Sequence[Addressed], check: Check, send: Send, needed: int = 0) -> Exchanged:
+    def __call__(self, requests: Sequence[Addressed], check: Check, send: Send, needed: int) -> Exchanged:
         """Return the survivors, each with the mean reply, or none; and a line for each reason why others are missing.
 
         With fewer of them than `needed` no sum is unmasked: the round is repeated, clients reply the same again, and

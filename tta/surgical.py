@@ -33,7 +33,6 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedtta.models import ROTATION_PREFIX
 from fedtta.models.layers import by_block
 from fedtta.tta.arrays import entropy_of_logits
 from fedtta.tta.atp import adapted, directions
@@ -53,8 +52,7 @@ def blocks(model: nn.Module) -> dict[str, list[str]]:
     ValueError
         There are none.
     """
-    names = [name for name in module_tensors(model) if not name.startswith(ROTATION_PREFIX)]
-    found = by_block(model, names)
+    found = by_block(model, list(module_tensors(model)))
     if not found:
         raise ValueError(f"{type(model).__name__} has no block to adapt")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,8 @@ def evaluated(settings: Settings, trainings: Path, folder: Path, of: Settings | 
 
 def _remove(folder: Path, run: Path) -> None:
     """Remove a folder with a run in it; RunError if another process is writing that run."""
-    if run.exists():
-        with locked(run):
-            shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    with locked(run) if run.exists() else nullcontext():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(path: Path) -> str:

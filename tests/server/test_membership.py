@@ -285,7 +285,7 @@ def test_a_member_whose_private_state_is_lost_is_left_out_until_it_is_restored(t
 
 
 def test_a_member_that_comes_back_later_without_its_private_state_is_left_alone(tmp_path: Path) -> None:
-    """As if it had been there when the run was resumed; its head began anew, without a word."""
+    """As if it had been there when the run was resumed; its head began from the start, without a word."""
     settings = SMALL.replace(methods="fedrep", rounds=4)
     with pytest.raises(Killed):
         run(tmp_path, settings, then=killed_at("round", 3, lambda event, doors: None))
