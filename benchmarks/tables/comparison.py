@@ -55,11 +55,14 @@ class Comparison:
         own, base = (self.values.get(row, {}).get(column, {}) for row in (label, self.baseline))
         return [own[seed] - base[seed] for seed in own if seed in base]
 
-    def best(self, column: str) -> str:
-        """Return the best mean of a column, as displayed, of the rows that are compared."""
+    def best(self, column: str) -> set[str]:
+        """Return the rows with the best mean of a column, as displayed, of those on all samples and the most seeds."""
         left_out = {CONSTANT, *self.partial}
-        means = [_mean(row[column]) for label, row in self.values.items() if row.get(column) and label not in left_out]
-        return f"{max(means, default=math.nan):.2f}"
+        found = {label: row[column] for label, row in self.values.items() if row.get(column) and label not in left_out}
+        most = max(map(len, found.values()), default=0)
+        means = {label: round(_mean(values), 2) for label, values in found.items() if len(values) == most}
+        highest = max(filter(math.isfinite, means.values()), default=None)
+        return {label for label, mean in means.items() if mean == highest}
 
 
 def compare(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> Comparison:
@@ -181,8 +184,7 @@ def entry_text(table: Comparison, label: str, column: str) -> tuple[str, bool]:
     if theirs is not None:
         text += f" | {theirs.mean:.2f}"
         text += f" ({theirs.mean - base.mean:+.2f})" if base is not None and label != table.baseline else ""
-    best = bool(values) and label not in table.partial and f"{_mean(values):.2f}" == table.best(column)
-    return text, best
+    return text, label in table.best(column)
 
 
 def _mean(values: Mapping[int, float]) -> float:

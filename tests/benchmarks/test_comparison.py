@@ -64,6 +64,15 @@ def test_a_row_on_fewer_samples_is_neither_the_best_nor_gains() -> None:
     assert recovered(made) == {"btfl": [50]}
 
 
+def test_a_row_on_fewer_seeds_is_not_the_best() -> None:
+    found = compare(one_cell(), {"c": {1: kept(1), 2: kept(2, ("fedavg", "btfl"))}})
+    assert entry_text(found, "personal", "original") == ("87.50 (1 of 2 seeds)", False)
+    assert entry_text(found, "btfl", "original") == ("81.25 ± 6.25", True)
+    alone = compare(one_cell(), {"c": {1: kept(1, ("personal",)), 2: kept(2, ("fedavg",))}})
+    assert found.best("absent") == set()
+    assert alone.best("original") == {"personal"}
+
+
 def test_markdown_by_hand(found: Comparison) -> None:
     # Standard deviations are divided by n: of 62.5 and 75 it is 6.25. 59.375 is displayed as 59.38, twice the best.
     assert markdown_table(found).splitlines() == [
