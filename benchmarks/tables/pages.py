@@ -254,7 +254,7 @@ def protocol_plots(protocol: Protocol, cells: Mapping[str, Mapping[int, Content]
         for kind, svg in (
             ("rounds", plots.curves(own)),
             ("weights", plots.weight_histograms(own)),
-            ("rates", plots.learned_rates({one["cell"]: one for one in own})),
+            ("rates", plots.learned_rates(own)),
             ("mixing", plots.mixing(own)),
         ):
             if svg:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from fedtta.benchmarks.tables.comparison import Comparison
 from fedtta.benchmarks.tables.results import Content
@@ -119,41 +120,46 @@ def weight_histograms(contents: Sequence[Content]) -> str:
     return to_svg(figure)
 
 
-def learned_rates(contents: Mapping[str, Content]) -> str:
-    """Draw the learned adaptation rate of each module, a panel per cell that learned some (ATP, Figure 4)."""
-    learned = {
-        cell: one
-        for cell, content in contents.items()
-        for training in content["trainings"].values()
-        if (one := training.get("rates", {}).get("all")) and content["settings"].get("rates-rounds")
-    }
+def learned_rates(contents: Sequence[Content]) -> str:
+    """Draw the learned rate of each module, a panel per cell that learned some, a colour per seed (ATP, Figure 4)."""
+    learned: dict[str, list[Mapping[str, float]]] = {}  # cell → one module → rate per seed
+    for one in contents:
+        for training in one["trainings"].values():
+            if (rates := training.get("rates", {}).get("all")) and one["settings"].get("rates-rounds"):
+                learned.setdefault(one["cell"], []).append(rates)
     if not learned:
         return ""
-    figure = Figure((WIDTH, 0.6 + 0.16 * max(map(len, learned.values()))))
+    modules = list(dict.fromkeys(name for seeds in learned.values() for rates in seeds for name in rates))
+    figure = Figure((WIDTH, 0.6 + 0.16 * len(modules)))
     panels = figure.subplots(1, len(learned), squeeze=False, sharey=True).ravel()
-    for axes, (cell, rates) in zip(panels, learned.items(), strict=True):
-        axes.plot(list(rates.values()), range(len(rates)), "o", color=COLOURS[0], markersize=4)
+    for axes, (cell, seeds) in zip(panels, learned.items(), strict=True):
+        for index, rates in enumerate(seeds):
+            places = [modules.index(name) for name in rates]
+            axes.plot(list(rates.values()), places, "o", color=COLOURS[index % len(COLOURS)], markersize=4, alpha=0.7)
         axes.axvline(0, color="grey", linewidth=0.8)
         axes.set_title(f"rates, {cell}", loc="left", fontsize=9)
-    panels[0].set_yticks(range(len(rates)), list(rates), fontsize=7)
+    panels[0].set_yticks(range(len(modules)), modules, fontsize=7)
     panels[0].invert_yaxis()
     return to_svg(figure)
 
 
 def mixing(contents: Sequence[Content]) -> str:
-    """Draw the mixing weights W in percent, a line per row and cell, a column per round (pFedBBN, Figure 5)."""
-    kept = {
-        f"{label}, {one['cell']}": weights
-        for one in contents
-        for label, row in one["rows"].items()
-        for shift in row["shifts"].values()
-        if (weights := shift.get("weights"))
-    }
+    """Draw the mixing weights W in percent of a cell's first seed, a line per row, a column per round.
+
+    As in pFedBBN's Figure 5.
+    """
+    kept: dict[str, Mapping[str, str]] = {}
+    seeds: dict[str, int] = {}  # cell → the one that is drawn
+    for one in contents:
+        for label, row in one["rows"].items():
+            for shift in row["shifts"].values():
+                if (weights := shift.get("weights")) and seeds.setdefault(one["cell"], one["seed"]) == one["seed"]:
+                    kept[f"{label}\n{one['cell']}, seed {one['seed']}"] = weights
     if not kept:
         return ""
     across = max(map(len, kept.values()))
-    figure = Figure((WIDTH, 2.6 * len(kept)))
-    panels = figure.subplots(len(kept), across, squeeze=False)
+    figure = Figure((WIDTH, 2.8 * len(kept)))
+    panels = figure.subplots(len(kept), across, squeeze=False, gridspec_kw={"hspace": 0.3})
     for line, (title, weights) in zip(panels, kept.items(), strict=True):
         for axes in line[len(weights) :]:
             axes.set_visible(False)
@@ -161,4 +167,7 @@ def mixing(contents: Sequence[Content]) -> str:
             rows = np.array([[float(word) for word in one.split()] for one in text.split(";")])
             axes.imshow(100 * rows, cmap="viridis", vmin=0, vmax=50)
             axes.set_title(f"{title}, round {number}", loc="left", fontsize=6)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(MaxNLocator(integer=True))
+                axis.set_tick_params(labelsize=6)
     return to_svg(figure)

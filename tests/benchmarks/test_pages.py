@@ -156,8 +156,25 @@ def test_plots_show_the_data() -> None:
     assert plots.mean_curve([{1: 1.0, 2: 3.0}, {1: 3.0, 2: 5.0}, {1: 9.0}]) == ([1, 2], [2.0, 4.0])
     assert plots.curves([{**content(1), "trainings": {}}]) == ""
     assert plots.weight_histograms([content(1, weights=False)]) == ""
-    assert plots.learned_rates({"c": content(1)}) == plots.mixing([content(1)]) == ""
+    assert plots.learned_rates([content(1)]) == plots.mixing([content(1)]) == ""
     assert "cross_entropy" in plots.curves(list(contents.values()))
+
+
+def test_learned_rates_are_drawn_of_all_seeds_and_mixing_weights_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = [content(1), content(3)]
+    for one, rate in zip(contents, (0.25, 0.75), strict=True):
+        one["settings"]["rates-rounds"] = 2
+        one["trainings"] = {"atp": {"rates": {"all": {"layer.weight": rate, f"of seed {one['seed']}": 2 * rate}}}}
+        one["rows"]["fedavg"]["shifts"]["original"]["weights"] = {"1": f"{rate} 0;0 {rate}"}
+    made: list[Figure] = []
+    monkeypatch.setattr(plots, "to_svg", lambda figure: made.append(figure) or "<svg/>")
+    assert plots.learned_rates(contents) == plots.mixing(contents) == "<svg/>"
+    (rates,), (weights,) = (figure.axes for figure in made)
+    assert [label.get_text() for label in rates.get_yticklabels()] == ["layer.weight", "of seed 1", "of seed 3"]
+    points = [line.get_xydata().tolist() for line in rates.lines[:2]]
+    assert points == [[[0.25, 0], [0.5, 1]], [[0.75, 0], [1.5, 2]]]
+    assert weights.get_title(loc="left") == f"fedavg\n{contents[0]['cell']}, seed 1, round 1"
+    assert weights.images[0].get_array().tolist() == [[25, 0], [0, 25]]
 
 
 def test_a_plot_is_drawn_once_and_cropped_to_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
