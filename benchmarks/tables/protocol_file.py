@@ -272,6 +272,8 @@ def _cell(
     if start.network:
         settings = settings.replace(rounds=0)
     if start.rates:
+        if not (start.network or settings.init):
+            raise SettingsError(f"{where}: from = {{ rates = {start.rates!r} }}: a network is missing, or init")
         settings = settings.replace(rates_rounds=0)
     own = about.get("paper", {})
     own = own if isinstance(own, list) else [own]

@@ -166,6 +166,10 @@ def test_wrong_names_and_changes_are_named(name: str, changes: list[str], words:
         ('[cells.a]\npaper = { table = "1" }\n', "made, cell a: paper ''; there are"),
         ('[cells.a]\nfrom = "b"\n', "made, cell a: from = 'b'; networks: "),
         ('[networks.n]\n[cells.a]\nfrom = { network = "n", rates = "b" }\n', "from = 'b' is no cell"),
+        (
+            '[cells.a]\nfrom = { rates = "b" }\n[cells.b]\n',
+            "cell a: from = { rates = 'b' }: a network is missing, or init",
+        ),
         ('[networks.n]\ntrain = "alone"\n', "made, network n: train = 'alone'; allowed are federated, central, source"),
         ("[networks.n]\nepochs = 0\n", "made, network n: epochs = 0"),
         ("[tables.t]\n", "[tables.t]: no cell belongs to it"),
