@@ -172,6 +172,8 @@ class Leaf(Certificate):
 class KeyPair:
     """A key pair in OpenSSH's format, `<path>` and `<path>.pub`; it does not expire.
 
+    A SuperNode's private key belongs to its device: here the public one is enough.
+
     Parameters
     ----------
     path : Path
@@ -199,8 +201,10 @@ class KeyPair:
         """Raise KeysError if an existing one cannot be used."""
         if self.new():
             return
-        _require(self.path, self.public)
         _require(self.public, self.path)
+        if self.kind == "nodes" and not self.path.exists():
+            return
+        _require(self.path, self.public)
         _private(self.path, self.kind)
         try:
             key = serialization.load_ssh_private_key(_read(self.path), None)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc, protobuf
 from fedtta.simulation import superlink
+from fedtta.simulation.certificates import KeysError
 from fedtta.simulation.keys import Keys, make_keys
 from fedtta.simulation.superlink import POLL, PROJECT, FlowerError, Scalar, environment, free_ports
 
@@ -82,6 +83,9 @@ def deployment(
         The SuperLink does not answer in time, or a process could not be stopped.
     """
     made = None if insecure else make_keys(keys or home / "keys", len(nodes))[0]
+    for private in [made.node(number)[0] for number in range(len(nodes))] if made else ():
+        if not private.is_file():
+            raise KeysError(f"{private} is missing: it must be here to start the SuperNode on this machine")
     # leaving the SuperLink stops all processes of its home, before the stack waits for them
     with contextlib.ExitStack() as started, superlink.superlink(home, simulation=False, keys=made) as fleet:
         if made:  # a node with an unregistered key is refused and ends

@@ -106,7 +106,7 @@ def make_keys(
     KeysError
         A number, host or kind is invalid, or agents are to be replaced and none is named; or an existing file is
         damaged, has expired, lacks its counterpart or a host, was signed by another authority, or is private and
-        readable by others. Nothing is written then.
+        readable by others. Nothing is written then. Private keys of authorities and SuperNodes may be elsewhere.
     """
     unknown = sorted(set(replace) - set(KINDS))
     if unknown:

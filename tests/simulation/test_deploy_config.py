@@ -31,6 +31,7 @@ from fedtta.server.app import serve
 from fedtta.server.report import METRICS_FILE, read_results, render_tables
 from fedtta.settings import SettingsError
 from fedtta.simulation import control, deploy_local, deployment, flower_cli, submit, superlink
+from fedtta.simulation.certificates import KeysError
 from fedtta.simulation.keys import Keys, make_keys
 from fedtta.simulation.superlink import PROJECT, FlowerError
 from tests.client.folders import OWN, device_file, sites
@@ -146,6 +147,17 @@ def test_a_run_that_an_earlier_deployment_left_does_not_go_on(tmp_path: Path, mo
     ):
         pass
     assert list(tmp_path.glob(f"{superlink.DATABASE}*")) == []
+
+
+def test_a_deployment_on_this_machine_needs_the_nodes_private_keys(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys", 2)[0]
+    keys.node(1)[0].unlink()
+    with (
+        pytest.raises(KeysError, match=r"node-1 is missing: it must be here"),
+        deployment.deployment(tmp_path, [{}, {}]),
+    ):
+        pass
+    assert not list(tmp_path.glob("*.log"))
 
 
 class Control:

@@ -175,6 +175,17 @@ def test_an_authority_may_be_kept_elsewhere_until_something_is_to_be_signed(tmp_
         make_keys(tmp_path, 2, replace=["server"])
 
 
+def test_a_nodes_private_key_may_be_on_its_device(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path, 2)[0]
+    before = contents(tmp_path)
+    keys.node(0)[0].unlink()
+    _, lines = make_keys(tmp_path, 2, replace=["server"])
+    assert [line.split(":")[0] for line in lines] == ["kept ca", "made server", "kept node-0", "kept node-1"]
+    after = contents(tmp_path)
+    assert {name for name in before if after.get(name) != before[name]} == {"server.crt", "server.key", "node-0"}
+    assert "node-0" not in after
+
+
 def test_refusals_name_file_and_cure_and_change_nothing(tmp_path: Path) -> None:
     keys = make_keys(tmp_path, 1)[0]
     whole = contents(tmp_path)
