@@ -146,18 +146,21 @@ def start(superlink: str, ca: Path | None, database: Path, path: Path, config: M
     Raises
     ------
     KeysError
-        As `read`, the bundle is none, or there is no such database.
+        As `read`, the bundle is none, or the database is none of a SuperLink or cannot be written.
     FlowerError
         Flower refused the run.
     """
     from flwr.common.serde import user_config_to_proto
     from flwr.proto.control_pb2 import StartRunRequest
     from flwr.proto.fab_pb2 import Fab
+    from sqlalchemy.exc import SQLAlchemyError
 
     bundle, signature = read(path)
-    state = link_state(database)
     try:
-        app = store(bundle, signature, state)
+        app = store(bundle, signature, link_state(database))
+    except SQLAlchemyError as error:  # such as another file, or that of another user
+        why = str(error).splitlines()[0]
+        raise KeysError(f"{database}: {why}; allowed is the --database of the SuperLink, as its user") from error
     except (zipfile.BadZipFile, KeyError, ValueError) as error:  # such as half a copy
         raise KeysError(f"{path} is not the bundle of an app: {error}; `fedtta sign` makes one") from error
     request = StartRunRequest(

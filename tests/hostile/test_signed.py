@@ -183,6 +183,15 @@ def test_what_is_no_bundle_is_not_submitted(keys: Keys, bundle: bytes, tmp_path:
             signing.start("127.0.0.1:1", None, database, path, {})
 
 
+def test_a_file_that_is_no_database_is_named(keys: Keys, bundle: bytes, tmp_path: Path) -> None:
+    path, database = tmp_path / "app.fab", tmp_path / "results.db"
+    signed(path, bundle, keys.app)
+    database.write_bytes(b"no database" * 1000)
+    with pytest.raises(KeysError, match=r"results\.db: .*file is not a database; allowed is the --database"):
+        signing.start("127.0.0.1:1", None, database, path, {})
+    assert database.read_bytes() == b"no database" * 1000
+
+
 def test_a_bundle_is_not_submitted_with_a_signature_that_is_not_its_own(
     keys: Keys, bundle: bytes, tmp_path: Path
 ) -> None:
