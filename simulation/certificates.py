@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -209,7 +209,7 @@ class KeyPair:
         try:
             key = serialization.load_ssh_private_key(_read(self.path), None)
             public = serialization.load_ssh_public_key(_read(self.public))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise KeysError(f"{self.path} or {self.public} is damaged: {error}") from error
         kind, name = (EllipticCurvePrivateKey, "ECDSA") if self.kind == "nodes" else (Ed25519PrivateKey, "Ed25519")
         if not isinstance(key, kind) or key.public_key() != public:
@@ -255,7 +255,7 @@ def app_key(path: Path) -> Ed25519PrivateKey:
     """
     try:
         key = serialization.load_ssh_private_key(_read(path), None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise KeysError(f"{path}: {error}; allowed is app.key of `fedtta keys --app`") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise KeysError(f"{path}: allowed is an Ed25519 key, app.key of `fedtta keys --app`")
@@ -342,7 +342,7 @@ def _matching(path: Path, public: object, kind: str) -> None:
     _private(path, kind)
     try:
         key = serialization.load_pem_private_key(content, None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise KeysError(f"{path} is not a private key without a password: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != public:
         raise KeysError(f"{path} is not the key of the certificate beside it; {_REPLACE.format(kind)}")

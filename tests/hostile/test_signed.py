@@ -5,6 +5,7 @@ Flower's own code verifies here, with records that have been through a SuperLink
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -158,6 +159,17 @@ def test_a_key_of_another_kind_and_damaged_files_are_refused(
             (tmp_path / "app.fab.sig").write_text(content)
         with pytest.raises(KeysError, match=r"app\.fab"):
             signing.read(tmp_path / "app.fab")
+
+
+def test_a_key_of_a_kind_that_is_not_known_is_refused(
+    keys: Keys, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "app.key"
+    lines = keys.app.read_bytes().splitlines()
+    content = base64.b64decode(b"".join(lines[1:-1])).replace(b"ssh-ed25519", b"ssh-ed44819")
+    other.write_bytes(b"\n".join([lines[0], base64.b64encode(content), lines[-1], b""]))
+    assert signing.main([str(other), "--out", str(tmp_path / "app.fab")]) == 2
+    assert "app.key: Unsupported key type" in capsys.readouterr().err
 
 
 def signed(path: Path, bundle: bytes, key: Path) -> dict[str, Any]:
