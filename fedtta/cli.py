@@ -49,6 +49,7 @@ class Group(TyperGroup):
 
 app = typer.Typer(
     cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,  # they may be keys, tokens and images, and terminals are logged
     help="Federated learning with test-time adaptation on the device, without labels.",
 )  # fmt: skip
 devices = typer.Typer(

@@ -294,6 +294,22 @@ def test_the_help_of_run_as_a_process() -> None:
     assert done.stderr == ""
 
 
+def test_an_error_that_nobody_expected_shows_no_values() -> None:
+    """They may be a private key, a token or an image."""
+    program = """
+from fedtta.cli import app
+@app.command()
+def broken():
+    token = "-".join(["a", "secret"])
+    raise RuntimeError("broken")
+app(["broken"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "RuntimeError: broken" in done.stderr
+    assert "a-secret" not in done.stderr
+
+
 @pytest.mark.parametrize("lines", [1, 50_000])  # fewer than the pipe holds, and more
 def test_a_reader_that_ends_first_is_no_error(tmp_path: Path, lines: int) -> None:
     (tmp_path / "audit.jsonl").write_text('{"time": "2026-01-01T00:00:00+00:00", "phase": "train"}\n' * lines)
