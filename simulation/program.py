@@ -36,4 +36,5 @@ def show_results(folder: Path, *more: Table) -> None:
     console = Console()
     for table in [*render_tables(read_results(folder / METRICS_FILE)), *more]:
         console.print(table)
-    console.print(f"Results: {folder}/ (open {folder}/report.html)")
+    text = f"Results: {folder}/ (open {folder}/report.html)"
+    console.print(text, soft_wrap=True, markup=False, highlight=False)  # a path is copied, and may have brackets
