@@ -5,6 +5,7 @@ A program imports this before it has refused bad settings, which needs neither t
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from pathlib import Path
@@ -12,20 +13,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: the terminal is closed, or its connection lost
 
 
 def unwind_on_signals() -> None:
-    """From now on, end by an exception on SIGINT and SIGTERM, so that everything is stopped on the way."""
+    """From now on, end by an exception on `ENDING`, so that everything is stopped on the way.
+
+    A hang-up that the caller has the process ignore (`nohup`) stays ignored.
+    """
     for number in ENDING:
-        signal.signal(number, _unwind)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _unwind)
 
 
 def _unwind(number: int, frame: object) -> None:
     """Exit by an exception, and ignore further signals meanwhile."""
     for each in ENDING:
         signal.signal(each, signal.SIG_IGN)
-    print("interrupted; stopping all processes", file=sys.stderr)
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print("interrupted; stopping all processes", file=sys.stderr)
     sys.exit(128 + number)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from fedtta.server.events import RunError
 from fedtta.settings import SettingsError
 from fedtta.simulation import __main__ as simulation
 from fedtta.simulation import deploy_local, engine, flower_cli, submit
+from fedtta.simulation.program import ENDING, show_results, unwind_on_signals
 from fedtta.simulation.superlink import FlowerError
 from tests.report.runs import evaluation, write_events
 
@@ -93,7 +95,39 @@ def test_the_table_of_a_simulation_is_printed(
     assert "50.0" in printed
 
 
-def test_a_simulation_that_is_ended_by_a_signal_leaves_no_private_state(tmp_path: Path) -> None:
+def test_the_folder_of_the_results_is_told_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / ("long" * 30) / "fedthe[beta=1]"
+    write_events(folder, [evaluation("tent", "fog", 0, 1, 2)])
+    show_results(folder)
+    assert f"Results: {folder}/ (open {folder}/report.html)\n" in capsys.readouterr().out
+
+
+def test_a_hang_up_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for before, after in ((signal.SIG_DFL, {*ENDING}), (signal.SIG_IGN, {signal.SIGINT, signal.SIGTERM})):
+        handled = set[int]()
+        monkeypatch.setattr(signal, "getsignal", lambda number, before=before: before)
+        monkeypatch.setattr(signal, "signal", lambda number, handler, handled=handled: handled.add(number))
+        unwind_on_signals()
+        assert handled == after
+
+
+def test_a_terminal_that_is_gone_is_no_reason_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of writing to it would have been that of a connection, after which programs try again."""
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    handlers: dict[int, Any] = {}
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(sys, "stderr", Gone())
+    unwind_on_signals()
+    with pytest.raises(SystemExit):
+        handlers[signal.SIGHUP](signal.SIGHUP, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_simulation_that_is_ended_by_a_signal_leaves_no_private_state(number: int, tmp_path: Path) -> None:
     """SIGTERM is what service managers send; the clients' state is in a temporary folder until the run ends."""
     words = ["--engine", "vectorised", "--rounds", "1000", "--clients", "2", "--methods", "fedavg", "--fraction", "0.1"]
     command = [sys.executable, "-m", "fedtta.simulation", *words, "--results", str(tmp_path / "r"), "--run-name", "a"]
@@ -107,9 +141,9 @@ def test_a_simulation_that_is_ended_by_a_signal_leaves_no_private_state(tmp_path
             assert process.stderr is not None
             assert any("round 1" in line for line in process.stderr)
             assert list(temporary.glob("fedtta-*"))
-            process.terminate()
+            process.send_signal(number)
             said = process.stderr.read()
-            assert process.wait(60) == 128 + signal.SIGTERM
+            assert process.wait(60) == 128 + number
         finally:
             process.kill()
     assert "interrupted" in said
