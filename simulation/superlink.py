@@ -68,10 +68,12 @@ def superlink(home: Path, simulation: bool = True, keys: Keys | None = None, dat
     Raises
     ------
     FlowerError
-        It does not answer in time, or one of its processes could not be stopped.
+        It does not answer in time, or one of its processes could not be stopped; or another one uses this home.
     """
     if not Path("/proc/self/environ").exists():
         raise FlowerError("this system has no /proc, which is needed to find and stop processes; use `flwr run`")
+    if others := started(home):  # the end would stop them, too
+        raise FlowerError(f"{home} is in use by the processes {others}: stop them, or choose another folder")
     port, fleet_port = free_ports(2)
     address, fleet = f"127.0.0.1:{port}", f"127.0.0.1:{fleet_port}"
     write_connection(home, address, keys.ca if keys else None)

@@ -160,6 +160,25 @@ def test_a_deployment_on_this_machine_needs_the_nodes_private_keys(tmp_path: Pat
     assert not list(tmp_path.glob("*.log"))
 
 
+def test_a_deployment_in_a_folder_that_is_in_use_leaves_the_other_alone(tmp_path: Path) -> None:
+    """It took the other one's database, failed as the agents' state was locked, and stopped all processes."""
+    (tmp_path / superlink.DATABASE).touch()
+    environ = {**os.environ, "FLWR_HOME": str(tmp_path / "node-0")}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environ) as other:
+        try:
+            while superlink.started(tmp_path) != [other.pid]:
+                time.sleep(superlink.POLL)
+            with (
+                pytest.raises(FlowerError, match=rf"is in use by the processes \[{other.pid}\]: stop them, or choose"),
+                superlink.superlink(tmp_path, simulation=False),
+            ):
+                pass
+            assert other.poll() is None
+        finally:
+            other.kill()
+    assert (tmp_path / superlink.DATABASE).exists()
+
+
 class Control:
     """A SuperLink that registers keys."""
 
