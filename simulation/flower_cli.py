@@ -75,13 +75,10 @@ class Submission:
 def parse(words: Sequence[str] | None = None) -> Submission:
     """Parse the command line.
 
-    Keys and types are checked here, and what the nodes compute on; the app checks the other values.
-
     Raises
     ------
     SettingsError
-        A setting is unknown, has the wrong type or is not of the form key=value; or as `engine.with_devices` and
-        `gpus.allocate`.
+        A setting is unknown, impossible or not of the form key=value; or as `engine.with_devices` and `gpus.allocate`.
     """
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="python -m fedtta.simulation.flower_cli", description=__doc__)
@@ -103,7 +100,7 @@ def parse(words: Sequence[str] | None = None) -> Submission:
     if config.get("devices"):
         found = with_devices(from_config(config))
         config |= {"clients": found.clients, "devices": found.devices}
-    allocation = allocate(from_config({key: config[key] for key in RESOURCES if key in config}))
+    allocation = allocate(from_config(config))
     if allocation.gpus:
         config |= {key: allocation.settings.flat()[key] for key in RESOURCES}
     return Submission(config, config["clients"], arguments.cpus, arguments.timeout, allocation.gpus)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fedtta.client.names import check_name
 from fedtta.server.report.journal import COPY
-from fedtta.settings import Settings, SettingsError
+from fedtta.settings import Settings, SettingsError, from_config
 from fedtta.simulation import signing, superlink
 from fedtta.simulation.standing import KEY as STANDING
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar, run_config
@@ -116,6 +116,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise SettingsError("--signed and --database: allowed are both, or neither")
         if arguments.command == "run" and arguments.supervise < 0:
             raise SettingsError(f"--supervise {arguments.supervise}: allowed is 0 or more")
+        from_config(config)  # the app would refuse values with a traceback
         with superlink.temporary_home(arguments.superlink, arguments.root_certificates) as home:
             if arguments.command == "run":
                 _run(home, config, arguments)

@@ -329,8 +329,8 @@ def flwr(home: Path, *words: str) -> dict[str, Any]:
 def run_config(words: Sequence[str], defaults: Mapping[str, Scalar] | None = None) -> dict[str, Any]:
     """Return the settings in `key=value` words, typed, over defaults.
 
-    Keys and types are checked here because Flower does not name an unknown key; the app checks the values. A file of
-    class names is read here, since the other machines do not have it.
+    Keys and types are checked here because Flower does not name an unknown key; callers check the values, some of which
+    they set. A file of class names is read here, since the other machines do not have it.
 
     Raises
     ------

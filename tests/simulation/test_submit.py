@@ -15,7 +15,7 @@ from fedtta.server.events import RunError
 from fedtta.server.report import METRICS_FILE
 from fedtta.server.resume import find_checkpoint
 from fedtta.settings import Settings, SettingsError
-from fedtta.simulation import control, deployment, submit, superlink
+from fedtta.simulation import control, deployment, flower_cli, submit, superlink
 from fedtta.simulation.control import Run
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar
 
@@ -218,6 +218,18 @@ def test_keys_of_another_user_are_refused_without_a_traceback(
     monkeypatch.setattr(Path, "is_file", denied)
     assert submit.main([*where, "run"]) == 2
     assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: {where[-1]!r}\n"
+
+
+@pytest.mark.parametrize("word", ["rounds=-1", "share=none", "min-clients=11"])
+def test_values_are_refused_before_anything_is_submitted(
+    word: str, where: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The app would end with a traceback, and a run that failed would be left at the SuperLink."""
+    monkeypatch.setattr(submit.superlink, "start", None)
+    assert submit.main([*where, "run", "--set", word]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {word.partition('=')[0]} = ")
+    assert flower_cli.main(["--set", word]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {word.partition('=')[0]} = ")
 
 
 def test_a_signed_bundle_needs_the_database(
