@@ -90,7 +90,7 @@ def _folder_of(resume: Scalar) -> Path:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Register nodes or run the app; return exit status 0 on success, 1 on failure, 2 for bad arguments."""
+    """Register nodes or run the app; return status 0 on success, 1 on failure, 2 for bad arguments, 130 on Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m fedtta.simulation.submit", description=__doc__, allow_abbrev=False)
     parser.add_argument("--superlink", required=True, metavar="HOST:PORT", help="address of its Runtime HTTP API")
     parser.add_argument("--root-certificates", required=True, type=Path, metavar="FILE", help="ca.crt of `make keys`")
@@ -134,6 +134,10 @@ def main(words: Sequence[str] | None = None) -> int:
         if isinstance(error, RunLostError):
             print("resume=<results>/<run-name> continues it; --supervise N does so by itself", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        if arguments.command == "run":
+            print("interrupted; a run that has begun goes on: `flwr stop` ends it", file=sys.stderr)
+        return 130
     return 0
 
 

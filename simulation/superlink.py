@@ -302,7 +302,8 @@ def finish(home: Path, number: str, timeout: float, show: bool = False, silent: 
     try:
         if show:
             command = [program("flwr"), "log", number, CONNECTION, "--stream"]  # until the run ends, or the SuperLink
-            subprocess.run(command, env=environment(home), timeout=timeout, check=False)
+            # a group of its own: Ctrl-C reaches this process alone, and Flower shows no traceback
+            subprocess.run(command, env=environment(home), timeout=timeout, check=False, process_group=0)
         status, details = _final_status(where, run, end, silent)
     except (subprocess.TimeoutExpired, TimeoutError) as error:
         control.stop(*where, run)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,19 @@ def test_a_log_that_breaks_off_ends_no_run(asked: Asked, tmp_path: Path, monkeyp
     assert asked.asked == 2
 
 
+def test_an_interruption_reaches_no_log(asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower would answer it with a traceback."""
+    program = tmp_path / "flwr"
+    told = tmp_path / "group"
+    code = f"import os, pathlib; pathlib.Path({str(told)!r}).write_text(str(os.getpgrp()))"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(stat.S_IRWXU)
+    monkeypatch.setattr(superlink, "program", lambda name: str(tmp_path / name))
+    asked.answers = [run_is("finished:completed")]
+    superlink.finish(tmp_path, "1", 60.0, show=True)
+    assert int(told.read_text()) != os.getpgrp()
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [
@@ -218,6 +233,18 @@ def test_keys_of_another_user_are_refused_without_a_traceback(
     monkeypatch.setattr(Path, "is_file", denied)
     assert submit.main([*where, "run"]) == 2
     assert capsys.readouterr().err == f"error: [Errno 13] Permission denied: {where[-1]!r}\n"
+
+
+def test_who_is_interrupted_learns_that_the_run_goes_on(
+    where: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def finish(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit.superlink, "start", lambda home, config: "1")
+    monkeypatch.setattr(submit.superlink, "finish", finish)
+    assert submit.main([*where, "run"]) == 130
+    assert capsys.readouterr().err == "interrupted; a run that has begun goes on: `flwr stop` ends it\n"
 
 
 @pytest.mark.parametrize("word", ["rounds=-1", "share=none", "min-clients=11"])
