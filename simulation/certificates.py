@@ -99,7 +99,7 @@ class Authority(Certificate):
 
     def _issue(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
-        builder = _builder(self.name, self.name, key.public_key(), self.days)
+        builder = _builder(self.name, self.name, key.public_key(), _after(self.days))
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         builder = builder.add_extension(_usage(signs=True), critical=True)
         _write_pair(self.stem, key, builder.sign(key, hashes.SHA256()))
@@ -155,7 +155,8 @@ class Leaf(Certificate):
         assert isinstance(signing, ec.EllipticCurvePrivateKey)  # checked before
         key = ec.generate_private_key(ec.SECP256R1())
         common = issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
-        builder = _builder(self.stem.name, str(common), key.public_key(), self.days)
+        end = min(_after(self.days), issuer.not_valid_after_utc)  # when nothing that it has signed is trusted any more
+        builder = _builder(self.stem.name, str(common), key.public_key(), end)
         builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         builder = builder.add_extension(_usage(signs=False), critical=True)
         builder = builder.add_extension(x509.ExtendedKeyUsage([_PURPOSES[self.purpose]]), critical=False)
@@ -296,22 +297,27 @@ def write(path: Path, content: bytes, private: bool) -> None:
     write_atomically(path, content, private=private)
 
 
-def _builder(subject: str, issuer: str, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
-    now = _now()
+def _builder(
+    subject: str, issuer: str, key: ec.EllipticCurvePublicKey, end: datetime.datetime
+) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject[:COMMON_NAME_LENGTH])]))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - SKEW)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_before(_now() - SKEW)
+        .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 
 
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
+
+
+def _after(days: int) -> datetime.datetime:
+    return _now() + datetime.timedelta(days=days)
 
 
 def _usage(signs: bool) -> x509.KeyUsage:

@@ -244,6 +244,16 @@ def test_a_certificate_that_has_run_out_is_refused(tmp_path: Path, monkeypatch: 
         make_keys(tmp_path, 1)
 
 
+def test_a_certificate_ends_no_later_than_its_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes would refuse it before its end, of which an alert warns."""
+    make_keys(tmp_path, 1)
+    later = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=AUTHORITY_DAYS - 100)
+    monkeypatch.setattr(certificates, "_now", lambda: later)
+    make_keys(tmp_path, 1, replace=["server"])
+    authority, server = (read_certificate(tmp_path / name) for name in ("ca.crt", "server.crt"))
+    assert server.not_valid_after_utc == authority.not_valid_after_utc
+
+
 def test_the_command_line_says_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--folder", str(tmp_path / "k"), "--nodes", "1", "--host", "fl.example.org"]
     assert main(words) == 0
