@@ -88,6 +88,13 @@ def asked(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
+def as_text(value: object, what: str) -> str:
+    """Return what a source says, "" for None; TypeError for a number: its 0 would count as no label or no group."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise TypeError(f"{what} is {value!r}; it has to be text")
+
+
 def skipped_of(source: Source) -> Mapping[str, str]:
     """Return name → reason of what the source itself skipped."""
     return getattr(source, "skipped", {})
@@ -105,8 +112,10 @@ def indices(source: Source) -> Iterator[int]:
     ------
     ValueError
         Two samples have one name.
+    TypeError
+        A name is no text.
     """
-    names = [source.name(i) for i in range(len(source))]
+    names = [as_text(source.name(i), f"name({i})") for i in range(len(source))]
     order = sorted(range(len(names)), key=names.__getitem__)
     for before, after in pairwise(order):
         if names[before] == names[after]:

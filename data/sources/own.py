@@ -22,7 +22,7 @@ from fedtta.settings import exactly
 from fedtta.settings.names import SOURCE_CLASS, check_source
 
 from .arrays import NpzSource
-from .base import SPLITS, Source, UnusableData, asked, composed, notes_of
+from .base import SPLITS, Source, UnusableData, as_text, asked, composed, notes_of
 from .folder import FolderSource
 from .huggingface import HuggingFaceSource
 from .index import Index
@@ -120,6 +120,9 @@ def _own_class(text: str, module: str, name: str, argument: str | None) -> Sourc
         lacking = [f"{one}()" for one in methods if not callable(getattr(source, one, None))]
         if not hasattr(source, "classes"):
             lacking.insert(0, "classes")
+        else:
+            for one in source.classes:
+                as_text(one, "a name in classes")
     if lacking:
         raise ValueError(f"data = {text!r} is no source: it lacks {', '.join(lacking)} (see data.sources.base.Source)")
     return source

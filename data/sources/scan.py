@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from PIL import Image
 from fedtta.models.deadline import check_deadline
 from fedtta.models.preprocessing import Preprocessing, RawImage
 
-from .base import EncodedSource, Source, asked, escaped, indices, skipped_of, stated_split
+from .base import EncodedSource, Source, as_text, asked, escaped, indices, skipped_of, stated_split
 from .files import check_pixels, read_encoded, stands_a_window
 from .index import Index
 
@@ -155,16 +156,16 @@ def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, st
     Raises
     ------
     ValueError
-        Two samples have one name, a stated split is another word, or the source fails.
+        Two samples have one name, a stated split is another word, what a source says is no text, or the source fails.
     """
     source = reader.source
     stamp_of = getattr(source, "stamp", lambda i: None)
     with asked("the source of the data"):
         order = list(indices(source))
-        labels = [source.label(i) or None for i in range(len(source))]
-        groups = [source.group(i) for i in range(len(source))]
-        splits = [stated_split(source.split(i), source.name(i)) for i in range(len(source))]
-        stamps = [stamp_of(i) for i in range(len(source))]
+        labels = [as_text(source.label(i), f"label({i})") or None for i in range(len(source))]
+        groups = [as_text(source.group(i), f"group({i})") for i in range(len(source))]
+        splits = [stated_split(as_text(source.split(i), f"split({i})"), source.name(i)) for i in range(len(source))]
+        stamps = [json.loads(json.dumps(stamp_of(i))) for i in range(len(source))]  # as the index file returns them
     labelled = any(label is not None for label in labels)
     samples, skipped, entries = [], dict(skipped_of(source)), {}
     for i in order:

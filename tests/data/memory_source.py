@@ -54,6 +54,14 @@ class Broken:
         self.classes = {}["no such key"]
 
 
+class Numbered(Memory):
+    """Classes that are numbers instead of names."""
+
+    def __init__(self) -> None:
+        self.items = []
+        self.classes = (0, 1)  # type: ignore[assignment]
+
+
 class Incomplete:
     classes = ()
     label = "a"

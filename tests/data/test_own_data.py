@@ -420,7 +420,7 @@ def test_a_bug_of_a_users_class_is_named() -> None:
     assert data_of([*MANY, Item("bad", -1)]).skipped == {"bad": "not readable: a bug of the user's class"}
     with pytest.raises(ValueError, match="two samples are called 'x'"):
         data_of([Item("x", 1), Item("x", 2)])
-    with pytest.raises(ValueError, match="the source of the data: AttributeError: 'int' object has no"):
+    with pytest.raises(ValueError, match=r"the source of the data: TypeError: split\(0\) is 1; it has"):
         data_of([Item("x", 1, split=1)])  # type: ignore[arg-type]
 
 

@@ -612,3 +612,39 @@ def test_a_stamp_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(made), "stamp", lambda self, i: {}["gone"], raising=False)
     with pytest.raises(ValueError, match="the source of the data: KeyError: 'gone'"):
         scan(Reader(made, PREPARED, 100), Index(None, {}))
+
+
+@pytest.mark.parametrize(
+    ("method", "value"), [("name", 0), ("label", 0), ("group", 0), ("split", 1), ("group", float("nan"))]
+)
+def test_what_a_class_of_ones_own_says_is_text(method: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A group called 0 would be none, and its samples in several splits; a label 0 would be no label.
+    made = open_source(source([Item("x", 5, "a", "p"), Item("y", 6, "a", "p")]))
+    monkeypatch.setattr(type(made), method, lambda self, i: value)
+    with pytest.raises(ValueError, match=rf"{method}\(0\) is {value!r}; it has to be text"):
+        scan(Reader(made, PREPARED, 100), Index(None, {}))
+
+
+def test_a_class_of_ones_own_may_say_none_where_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = open_source(source([Item("x", 5, "a", "p", "test")]))
+    for method in ("group", "split"):
+        monkeypatch.setattr(type(made), method, lambda self, i: None)
+    (found,) = scan(Reader(made, PREPARED, 100), Index(None, {}))[0].samples
+    assert (found.group, found.split) == ("", "")
+
+
+def test_classes_of_ones_own_class_are_text() -> None:
+    with pytest.raises(ValueError, match="a name in classes is 0; it has to be text"):
+        open_source("tests.data.memory_source:Numbered")
+
+
+def test_a_stamp_is_compared_as_the_index_file_returns_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = open_source(source([Item("x", 5)]))
+    monkeypatch.setattr(type(made), "stamp", lambda self, i: (1, 2.5), raising=False)
+    index = Index.load(tmp_path / "index.json", {})
+    index.save(scan(Reader(made, PREPARED, 100), index)[1], set())
+    monkeypatch.setattr(type(made), "image", lambda self, i: 1 / 0)  # it would be skipped if it were read again
+    assert len(scan(Reader(made, PREPARED, 100), Index.load(tmp_path / "index.json", {}))[0].samples) == 1
+    monkeypatch.setattr(type(made), "stamp", lambda self, i: np.int64(1))
+    with pytest.raises(ValueError, match="the source of the data: TypeError: Object of type int64 is not JSON"):
+        scan(Reader(made, PREPARED, 100), index)
