@@ -133,10 +133,15 @@ def class_names(stored: dict[str, np.ndarray], count: int | None, path: Path) ->
     """Return the array "classes" of `path` as `count` names (None: any); raises ValueError for another number."""
     if stored["classes"].ndim != 1:
         raise ValueError(f"{path}: classes must be a list of names, got an array of shape {stored['classes'].shape}")
-    names = tuple(str(name) for name in stored["classes"])
+    names = tuple(map(as_name, stored["classes"]))
     if count is not None and len(names) != count:
         raise ValueError(f"{path}: {count} class names are expected, got {len(names)}")
     return names
+
+
+def as_name(value: object) -> str:
+    """Return a name of an array as text; h5py and older programs store bytes, which are UTF-8."""
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 # Images in folders --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedtta.data.datasets.files import class_names, read_arrays
+from fedtta.data.datasets.files import as_name, class_names, read_arrays
 
 from .base import stated_split
 from .files import stamp_of
@@ -42,9 +42,9 @@ class NpzSource:
                 raise ValueError(f"{file}: {len(self)} images but {name} of shape {stored[name].shape}")
         self._labels = _names(stored, file) if "y" in stored else [None] * len(self)
         groups = stored["group"] if "group" in stored else [""] * len(self)
-        self._groups = ["" if one != one else str(one) for one in groups]  # NaN is not equal to itself
+        self._groups = ["" if one != one else as_name(one) for one in groups]  # NaN is not equal to itself
         splits = stored["split"] if "split" in stored else [""] * len(self)
-        self._splits = [stated_split(str(one), f"{file}: image {i}") for i, one in enumerate(splits)]
+        self._splits = [stated_split(as_name(one), f"{file}: image {i}") for i, one in enumerate(splits)]
         self.classes = tuple(sorted({one for one in self._labels if one is not None}))
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ def _names(stored: dict[str, NDArray[Any]], file: Path) -> list[str | None]:
     """Return each image's class name."""
     y = stored["y"]
     if not np.issubdtype(y.dtype, np.number):
-        return [str(one) or None for one in y]
+        return [as_name(one) or None for one in y]
     whole = not np.iscomplexobj(y) and bool((np.isfinite(y) & (y == np.floor(y)) & (y >= 0)).all())
     if not whole:
         raise ValueError(f"{file}: y must hold class names, or whole numbers from 0")

@@ -371,6 +371,11 @@ def test_bad_npz(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
         load("npz", root=tmp_path)
 
 
+def test_class_names_of_an_npz_may_be_bytes(tmp_path: Path) -> None:
+    files.npz(tmp_path, classes=np.array([b"cat", "küken".encode()]))
+    assert load("npz", root=tmp_path).classes == ("cat", "küken")
+
+
 def test_what_is_no_npz_archive_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "data.npy", np.zeros(2))
     (tmp_path / "data.npy").rename(tmp_path / "data.npz")

@@ -463,6 +463,16 @@ def test_images_of_an_npz_whose_group_is_nan_have_none(tmp_path: Path) -> None:
     assert [made.group(i) for i in range(3)] == ["", "17.0", ""]
 
 
+def test_texts_of_an_npz_may_be_bytes(tmp_path: Path) -> None:
+    text = {"y": [b"cat", b"dog"], "group": [b"p1", b""], "split": [b"train", b"test"]}
+    np.savez(
+        tmp_path / "data.npz", x=np.zeros((2, 4, 4), np.uint8), **{key: np.array(one) for key, one in text.items()}
+    )
+    made = open_source(f"npz:{tmp_path / 'data.npz'}")
+    assert made.classes == ("cat", "dog")
+    assert [(made.group(i), made.split(i)) for i in range(2)] == [("p1", "train"), ("", "test")]
+
+
 def test_npz_without_labels_and_bad_ones(tmp_path: Path) -> None:
     path = tmp_path / "data.npz"
     x = np.zeros((2, 4, 4), np.uint8)
