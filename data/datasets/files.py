@@ -24,7 +24,7 @@ SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 #: Errors that numpy, zipfile and Pillow raise for truncated or overwritten files.
 _BROKEN = (
     OSError, ValueError, EOFError, SyntaxError, KeyError, MemoryError, OverflowError,
-    struct.error, zlib.error, zipfile.BadZipFile,
+    struct.error, zlib.error, zipfile.BadZipFile, Image.DecompressionBombError,
 )  # fmt: skip
 
 

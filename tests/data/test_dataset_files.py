@@ -96,6 +96,17 @@ def test_mosaics_that_do_not_match_their_labels(tmp_path: Path, damage: Callable
         load("cifar10", root=tmp_path)
 
 
+@pytest.mark.parametrize("form", ["packed", "folders"])
+def test_more_pixels_than_pillow_reads_are_damage(tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if form == "packed":
+        files.cifar(tmp_path)
+    else:
+        files.class_folders(tmp_path, "cifar10", *two_parts(10), files.CIFAR10_CLASSES)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"(webp|png) is damaged or has another format: .* exceeds limit"):
+        load("cifar10", root=tmp_path)
+
+
 @pytest.mark.parametrize("source", ["auto", "packed", "torchvision", "folders"])
 def test_missing_cifar_says_how_to_download(tmp_path: Path, source: str) -> None:
     with pytest.raises(
