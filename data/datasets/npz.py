@@ -78,6 +78,8 @@ def _in_bytes(x: np.ndarray, file: Path) -> np.ndarray:
 
 def _channels_first(x: np.ndarray, layout: str, file: Path) -> np.ndarray:
     """Return x as [N, C, H, W]."""
+    if 0 in x.shape[1:]:
+        raise ValueError(f"{file}: the images of x {x.shape} have no pixels")
     if x.ndim == 3:
         return x[:, None]
     if x.ndim != 4:

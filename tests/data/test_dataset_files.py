@@ -372,6 +372,7 @@ def test_npz_class_names_grayscale_and_resizing(tmp_path: Path) -> None:
         ({"x": np.zeros((2, 5, 5, 5), np.uint8)}, "give layout nchw or nhwc"),
         ({"x": np.zeros((2, 5), np.uint8)}, "x must be"),
         ({"x": np.array(0.5)}, r"data\.npz: x must be"),
+        ({"x": np.zeros((2, 0, 5), np.uint8)}, r"data\.npz: the images of x \(2, 0, 5\) have no pixels"),
         ({"classes": np.array("a")}, r"data\.npz: classes must be a list of names"),
         ({"x": np.array([None, None])}, r"data\.npz is damaged or has another format"),
     ],
