@@ -180,7 +180,7 @@ def labelled_files(folders: Sequence[Path | None]) -> tuple[list[Path], np.ndarr
     Raises
     ------
     ValueError
-        A folder has no image.
+        A folder has no image, or something else than a file that is called like one.
     """
     files: list[Path] = []
     labels: list[int] = []
@@ -191,6 +191,8 @@ def labelled_files(folders: Sequence[Path | None]) -> tuple[list[Path], np.ndarr
         found = sorted(one for one in visible if one.suffix.lower() in SUFFIXES)
         if not found:
             raise ValueError(f"{folder} contains no image ({', '.join(SUFFIXES)})")
+        if other := next((one for one in found if not one.is_file()), None):  # reading from a FIFO would never end
+            raise ValueError(f"{other} is not a regular file, nor a link to one")
         files.extend(found)
         labels.extend([label] * len(found))
     return files, np.asarray(labels, np.int64)

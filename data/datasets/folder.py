@@ -25,8 +25,8 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
     Raises
     ------
     ValueError
-        No root, unknown domain (lists the known ones), no classes, a class folder without an image (unless another
-        domain has that class), or a damaged image (named).
+        No root, unknown domain (lists the known ones), no classes, a class folder without an image (a domain may lack
+        the folder of a class that another domain has), or a damaged image (named).
     FileNotFoundError
         The folder does not exist.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 import sys
@@ -302,6 +303,13 @@ def test_folder_of_domains(tmp_path: Path) -> None:
     np.testing.assert_array_equal(every.pixels[every.domain == 1], sketch.pixels)
     with pytest.raises(ValueError, match="unknown domain 'clipart'; there are: photo, sketch"):
         load("folder", root=tmp_path, path="pacs", domain="clipart")
+
+
+def test_what_is_no_file_is_named_and_not_read(tmp_path: Path) -> None:
+    files.folders(tmp_path, ("cat",))
+    os.mkfifo(tmp_path / "cat" / "a.png")  # reading from it would never end
+    with pytest.raises(ValueError, match=r"a\.png is not a regular file"):
+        load("folder", root=tmp_path)
 
 
 def test_folder_errors(tmp_path: Path) -> None:
