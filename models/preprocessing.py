@@ -156,7 +156,8 @@ class Preprocessing:
                 return self._decode_dicom(content, max_pixels)
             with Image.open(BytesIO(content), formats=FORMATS) as opened:
                 _check_size(*opened.size, max_pixels)
-                bits = getattr(opened, "tag_v2", {}).get(258)  # BitsPerSample of TIFF
+                tags = getattr(opened, "tag_v2", {})  # of TIFF
+                bits, white_is_zero = tags.get(258), tags.get(262) == 0
                 if self.window is not None and has_deep_colours(opened):
                     raise _Refused("16 bits of colour, of which 8 are read; a window needs a grayscale file, or DICOM")
                 opened.load()
@@ -169,6 +170,8 @@ class Preprocessing:
             raise ValueError("damaged, or of another format") from error
         except Exception as error:  # the error type depends on where a file is damaged
             raise ValueError(f"damaged, or of another format: {error or type(error).__name__}") from error
+        if white_is_zero and image.mode in DEEP_MODES:  # Pillow inverts those of 8 bits only
+            return _inverted(np.asarray(image), self.window)
         if bits == (12,) and self.window is None:  # such a file's values, too, are 16-bit integers to Pillow
             return _full_scale(np.asarray(image), 12)
         return image
@@ -303,6 +306,13 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 def _above(values: NDArray[Any], low: float) -> NDArray[np.float32]:
     """Return values - low, rounded once: far from zero, float32 is coarser than the grey levels of a narrow window."""
     return np.subtract(values, low, dtype=np.float64).astype(np.float32)
+
+
+def _inverted(values: NDArray[Any], window: tuple[float, float] | None) -> NDArray[Any]:
+    """Return 16-bit values or floats of which small ones are white, turned round."""
+    if window is not None:
+        return sum(window) - values.astype(np.float64)
+    return (1 if values.dtype.kind == "f" else 65535) - values
 
 
 def _full_scale(values: NDArray[Any], bits: int) -> NDArray[np.float32]:

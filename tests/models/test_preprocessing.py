@@ -254,6 +254,26 @@ def test_12_bit_tiff_is_scaled_by_its_bit_depth() -> None:
     assert one.apply(one.decode(content))[0, 0].tolist() == [255, 128]
 
 
+@pytest.mark.parametrize(
+    ("values", "window", "black_is_zero"),
+    [
+        (np.array([[0, 85], [170, 255]], np.uint8), None, [0, 85, 170, 255]),
+        (np.array([[0, 85], [170, 255]], np.uint16) * 257, None, [0, 85, 170, 255]),
+        (np.array([[0, 85], [170, 255]], np.uint16), (0, 255), [0, 85, 170, 255]),
+        (np.array([[0, 85], [170, 255]], np.float32) / 255, None, [0, 85, 170, 255]),
+    ],
+)
+def test_a_tiff_whose_zero_is_white_is_turned_round(
+    values: NDArray[Any], window: tuple[float, float] | None, black_is_zero: list[int]
+) -> None:
+    content = bytearray(encoded(Image.fromarray(values), "TIFF"))
+    one, directory = Preprocessing(2, 1, window=window), int.from_bytes(content[4:8], "little")
+    assert one.apply(one.decode(bytes(content))).ravel().tolist() == black_is_zero
+    tag = next(at for at in range(directory + 2, len(content), 12) if content[at : at + 2] == b"\x06\x01")  # 262
+    content[tag + 8] = 0  # WhiteIsZero
+    assert one.apply(one.decode(bytes(content))).ravel().tolist() == black_is_zero[::-1]
+
+
 def test_values_without_a_range_need_a_window() -> None:
     for array in (np.array([[0.0, 1.5]]), np.array([[-1.0, 0.0]]), np.array([[0, 9]], np.int32)):
         with pytest.raises(ValueError, match="need a window"):
