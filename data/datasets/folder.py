@@ -26,7 +26,7 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
     ------
     ValueError
         No root, unknown domain (lists the known ones), no classes, a class folder without an image (a domain may lack
-        the folder of a class that another domain has), or a damaged image (named).
+        the folder of a class that another domain has) or with folders in it, or a damaged image (named).
     FileNotFoundError
         The folder does not exist.
     """
@@ -52,6 +52,10 @@ def load_folder(request: Request, *, path: str = "", domain: str | None = None) 
 
 def _read(folder: Path, classes: list[str], size: int) -> Raw:
     """Read `folder/<class>/*` in the order of classes and file names; classes without a folder are skipped."""
+    for place in (folder / name for name in classes if (folder / name).is_dir()):
+        if deeper := subfolders(place):
+            layouts = "<class>/*.png, or with domain=* <domain>/<class>/*.png"
+            raise ValueError(f"{place} holds folders ({deeper[0]}); allowed are {layouts}")
     files, labels = labelled_files([folder / name if (folder / name).is_dir() else None for name in classes])
     if not files:
         raise ValueError(f"{folder} contains no class folders")

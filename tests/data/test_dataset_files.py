@@ -312,6 +312,15 @@ def test_what_is_no_file_is_named_and_not_read(tmp_path: Path) -> None:
         load("folder", root=tmp_path)
 
 
+def test_images_deeper_than_their_class_are_not_passed_over(tmp_path: Path) -> None:
+    files.folders(tmp_path / "art", ("cat", "dog"))
+    with pytest.raises(ValueError, match=r"art holds folders \(cat\); allowed are .*domain=\*"):
+        load("folder", root=tmp_path)
+    files.folders(tmp_path / "art" / "cat", ("old",))
+    with pytest.raises(ValueError, match=r"art.cat holds folders \(old\)"):
+        load("folder", root=tmp_path, domain="*")
+
+
 def test_folder_errors(tmp_path: Path) -> None:
     files.folders(tmp_path, ("cat",))
     (tmp_path / "dog").mkdir()
