@@ -387,7 +387,7 @@ class Settings:
     stream_batch: int = setting(200, "images of a client per round", low=1, group="streams")
     stream_order: str = setting(
         "auto",
-        "order of the images; auto: shuffled for iid, else by class",
+        "order of the images; auto: shuffled for iid, else by class; own data: shuffled, or sorted by name",
         choices=("auto", "sorted", "shuffled"),
         group="streams",
     )
