@@ -307,7 +307,7 @@ def check_devices(
         kept = Rules.from_toml(rules) if rules else Rules()
         fleet = read_fleet(results, listed())
         past = partial(history, results)
-        found = Alerting(kept, lambda: fleet, lambda one: past(one.name, node_id=one.node_id), certificate).look()
+        found = Alerting(kept, lambda: fleet, lambda one: past(one.name, node_id=one.key[1]), certificate).look()
         for change in found:
             print(change.alert.line)
         raise typer.Exit(1 if found else 0)

@@ -124,15 +124,17 @@ def read_fleet(results: Path, listed: Sequence[Device] = ()) -> list[FleetDevice
     return sorted(devices, key=lambda one: (name_order(one.name), one.node_id or 0))
 
 
-def history(results: Path, name: str, most: int = 200, node_id: int | None = None) -> list[tuple[float, Telemetry]]:
+def history(
+    results: Path, name: str, most: int | None = None, node_id: int | None = None
+) -> list[tuple[float, Telemetry]]:
     """Return a device's last telemetry as (seconds since 1970 at which it arrived, telemetry), oldest first.
 
     Parameters
     ----------
     name : str
         The name in its telemetry.
-    most : int
-        Length, at most.
+    most : int, optional
+        Length, at most; None: all that `read_fleet` reads.
     node_id : int, optional
         Take the telemetry of this node instead, whatever its name.
     """
@@ -142,8 +144,9 @@ def history(results: Path, name: str, most: int = 200, node_id: int | None = Non
         for one in content.heard
         if (one.telemetry.name == name if node_id is None else one.node == node_id)
     ]
-    found = sorted(found, key=lambda one: one.at)[-most:] if most > 0 else []
-    return [(one.at, replace(one.telemetry, name=name)) for one in found]
+    found.sort(key=lambda one: one.at)
+    last = found if most is None else found[max(0, len(found) - most) :]
+    return [(one.at, replace(one.telemetry, name=name)) for one in last]
 
 
 def damaged_lines(results: Path) -> int:

@@ -55,6 +55,16 @@ def test_no_alerts_are_status_0(results: Path) -> None:
     assert check("--results", str(results), "--alerts", str(results / "alerts.toml")) == (0, [])
 
 
+def test_a_device_that_predicts_rarely_is_held_for_as_long_as_its_telemetry_goes_back(results: Path) -> None:
+    """An image and a reading a minute: no hour of telemetry has the limit, all of it has."""
+    kept = Kept(results / "later")
+    for minute in range(1100):
+        telemetry = Telemetry(name="new", holding=True, predictions=minute)
+        kept.append(time.time() - 60 * (1100 - minute), 4, "1", telemetry)
+    lines = [line.partition(", since ")[0] for line in check("--results", str(results))[1]]
+    assert "new: guard-holding-samples: the guard has held for 1,099 images or more (limit 1,000)" in lines
+
+
 def test_a_certificate_that_ends_soon_is_an_alert(results: Path) -> None:
     off = "silent-minutes = 180\nguard-holding-samples = 1201\n"
     (results / "alerts.toml").write_text(f"{off}certificate-days = 32\n")
