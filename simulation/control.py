@@ -66,7 +66,7 @@ def client(superlink: str, ca: Path | None) -> Iterator[ControlHttpClient]:
     Raises
     ------
     FlowerError
-        It does not answer, or refuses a call; or the certificate is none.
+        It does not answer, or refuses a call, or is another server; or the certificate is none.
     FileNotFoundError
         There is no such certificate.
     """
@@ -87,6 +87,8 @@ def client(superlink: str, ca: Path | None) -> Iterator[ControlHttpClient]:
         raise FlowerError(f"the SuperLink at {superlink} refuses: {error.response.text}") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise FlowerError(f"no SuperLink answers at {superlink}: {error}") from error
+    except ValueError as error:  # another server, or a proxy before one
+        raise FlowerError(f"what answers at {superlink} is no SuperLink: {error}") from error
 
 
 def certificate_ends(superlink: str) -> float:

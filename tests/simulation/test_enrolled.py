@@ -6,7 +6,9 @@ import json
 import time
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,6 +92,25 @@ def test_an_address_or_a_certificate_that_is_none_is_an_error_in_words(tmp_path:
         devices.listed("localhost:abc", None)
     with pytest.raises(FlowerError, match=r"ca\.crt is no certificate: "):
         devices.listed("localhost:1", tmp_path / "ca.crt")
+
+
+def test_another_server_at_the_address_is_an_error_in_words() -> None:
+    """Such as the login page of a proxy: status 200, and nothing of Flower."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>hello</html>")
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Page) as server:
+        Thread(target=server.handle_request, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+        with pytest.raises(FlowerError, match=f"what answers at {address} is no SuperLink: "):
+            devices.listed(address, None)
 
 
 def test_an_agent_says_what_it_serves(tmp_path: Path) -> None:
