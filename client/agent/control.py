@@ -176,10 +176,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = (chosen.version,) if chosen.command in OF_MODEL else ()
         text = functions[chosen.command](agent, *given)
     except (ValueError, OSError) as error:  # ConnectionError too
-        print(error, file=sys.stderr)
+        print(_printable(str(error)), file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
-    print(text)
+    print(_printable(text))
     return 0
+
+
+def _printable(text: str) -> str:
+    """Return lines without control characters: an agent quotes what a server chose, and a terminal obeys them."""
+    return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in text)
 
 
 if __name__ == "__main__":

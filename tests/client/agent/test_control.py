@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedtta.client.agent import control
 from fedtta.client.agent.control import Connection, main
+from fedtta.client.agent.status import Status
 from fedtta.simulation.keys import make_keys
-from tests.client.agent.fake import folder, running
+from tests.client.agent.fake import FakeAgent, folder, running
 from tests.client.agent.test_sockets import over_tls
 
 ROOT = Path(__file__).parents[3]
@@ -54,6 +56,24 @@ def test_a_command_prints_what_the_agent_says(words: list[str], told: str, capsy
     with running() as (_, sockets):
         assert main(["--socket", sockets.listen, *words]) == 0
     assert capsys.readouterr().out == told + "\n"
+
+
+def test_no_text_of_an_agent_moves_the_cursor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = FakeAgent.status
+    monkeypatch.setattr(FakeAgent, "status", lambda agent: replace(said(agent), notes=["a\x1b[2J\u202eb"]))
+    with running() as (_, sockets):
+        assert main(["--socket", sockets.listen, "status"]) == 0
+        monkeypatch.setattr(FakeAgent, "status", refuse)
+        assert main(["--socket", sockets.listen, "status"]) == 1
+    told = capsys.readouterr()
+    assert "\nnote: a\ufffd[2J\ufffdb\n" in told.out
+    assert told.err == "a\ufffd[2J\n"
+
+
+def refuse(_: FakeAgent) -> Status:
+    raise ValueError("a\x1b[2J")
 
 
 def test_a_refusal_and_a_missing_agent_are_told(capsys: pytest.CaptureFixture[str]) -> None:
