@@ -24,6 +24,7 @@ from fedtta.settings import Settings, SettingsError
 from fedtta.settings.names import is_loopback
 from fedtta.watch.access import Access, read_token
 from fedtta.watch.app import make_app
+from fedtta.watch.prompt import Prompt
 
 HOST, PORT = "127.0.0.1", 8650
 NICE = 5  # a page must not slow the run down that it shows
@@ -155,7 +156,7 @@ def _loaded(app: FastAPI, options: argparse.Namespace) -> uvicorn.Config:
     """
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
-        ws="none", limit_concurrency=64, timeout_keep_alive=15, timeout_graceful_shutdown=3,
+        http=Prompt, ws="none", limit_concurrency=64, timeout_keep_alive=15, timeout_graceful_shutdown=3,
         ssl_certfile=options.certificate, ssl_keyfile=options.key,
     )  # fmt: skip
     try:

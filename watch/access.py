@@ -17,7 +17,7 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -162,10 +162,13 @@ class Guard:
         if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
             return PlainTextResponse("A form of another site.\n", 403)
         body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > LONGEST:
-                return PlainTextResponse("Too long.\n", 413)
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > LONGEST:
+                    return PlainTextResponse("Too long.\n", 413)
+        except ClientDisconnect:  # nobody reads this
+            return PlainTextResponse("Half a form.\n", 400)
         fields = parse_qs(body.decode("latin-1"))
         there = fields.get("next", ["/"])[0]
         if not self.access.is_token(fields.get("token", [""])[0].strip()):
