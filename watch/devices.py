@@ -204,7 +204,7 @@ def _percent(share: float | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{1000 * value:.1f} ms" if value < 1 else f"{value:.1f} s"
+    return UNKNOWN if value is None else f"{1000 * value:.1f} ms" if value < 0.99995 else f"{value:.1f} s"
 
 
 def _quoted(text: str) -> str:

@@ -30,7 +30,7 @@ from fedtta.watch.alerts import Alert
 from fedtta.watch.alerts import section as alerts_section
 from fedtta.watch.charts import Point, line_chart, sparkline
 from fedtta.watch.fleet import FleetDevice, history, latency
-from fedtta.watch.layout import View
+from fedtta.watch.layout import View, page
 from fedtta.watch.listing import Fleet
 
 PATH = "/devices"
@@ -88,19 +88,23 @@ def router(
 
     async def details(request: Request, name: str) -> Response:
         view = await run_in_threadpool(_details, fleet, name, clock)
-        return view.respond(request, 200 if view.sections.keys() != {"missing"} else 404)
+        return _missing(request) if view is None else view.respond(request)
 
     for path, answer in ((PATH, overview), (f"{PATH}/{{name:path}}", details)):
         made.add_api_route(path, answer, methods=["GET", "HEAD"], response_model=None)
     return made
 
 
-def _details(fleet: Fleet, name: str, clock: Callable[[], float]) -> View:
-    """Return the page of the device that was seen last of those with this name."""
+def _missing(request: Request) -> Response:
+    words = f'<h1>Not found</h1><p>There is no such device. <a href="{PATH}">All devices</a></p>'
+    return page(request, "Not found", f'<main id="page">{words}</main>', status=404)
+
+
+def _details(fleet: Fleet, name: str, clock: Callable[[], float]) -> View | None:
+    """Return the page of the device that was seen last of those with this name; None if there is none."""
     found = [one for one in fleet.devices() if one.name == name]
     if not found:
-        words = f'<h1>Not found</h1><p>There is no such device. <a href="{PATH}">All devices</a></p>'
-        return View("Not found", {"missing": section("missing", words)}, ended=True)
+        return None
     device = max(found, key=lambda one: one.last_seen or 0.0)
     listed = device.node_id if device.status != "unknown" else None
     return device_page(device, history(fleet.folder, name, POINTS, listed), clock())
@@ -220,7 +224,8 @@ def _latency(one: Telemetry) -> str:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g}\N{NO-BREAK SPACE}ms" if seconds < 1 else f"{seconds:.3g}\N{NO-BREAK SPACE}s"
+    small = seconds < 0.9995  # which reads 1 s, and 1e+03 ms
+    return f"{1000 * seconds:.3g}\N{NO-BREAK SPACE}ms" if small else f"{seconds:.3g}\N{NO-BREAK SPACE}s"
 
 
 # The page of a device

@@ -110,11 +110,11 @@ def instant(written: str) -> str:
 
 def size(count: float) -> str:
     """Format bytes with a decimal unit: 3.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
+    for unit in ("B", "kB", "MB", "GB", "TB"):
         if count < 999.5:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:,.3g} TB"
+    return f"{count:,.3g} PB"
 
 
 def _variables(theme: dict[str, str]) -> str:

@@ -267,6 +267,7 @@ def test_what_compressed_updates_saved_and_cost(tmp_path: Path) -> None:
         (duration(4.21), "4.2 s"), (duration(59.97), "1 min 0 s"), (duration(123.4), "2 min 3 s"),
         (duration(3599.8), "1 h 0 min"), (duration(3900), "1 h 5 min"),
         (size(0), "0 B"), (size(999), "999 B"), (size(2_300_000), "2.3 MB"), (size(5e13), "50 TB"),
+        (size(2**53), "9.01 PB"),
         (instant("2026-11-21T10:00:30Z"), "2026-11-21 10:00 UTC"), (instant("yesterday"), "yesterday"),
         (instant("2026-11-21T10:00:00+02:00"), "2026-11-21 08:00 UTC"),
         (instant("2026-11-21T10:00:00"), "2026-11-21 10:00"),

@@ -153,6 +153,12 @@ def client(fleet: Fleet) -> TestClient:
     return TestClient(app, base_url="http://127.0.0.1:8650", follow_redirects=False)
 
 
+def test_a_latency_just_below_a_second_is_a_second() -> None:
+    slow = [0] * 9 + [10001, 10000, 0, 0, 0]  # the median ends (0.5, 1] s
+    page = shown(device(latency=slow))
+    assert dict(zip(*page.rows, strict=True))["latency"].replace("\N{NO-BREAK SPACE}", " ") == "1 s / 2.35 s"
+
+
 def test_the_page_of_a_device_shows_what_it_said_over_time(tmp_path: Path) -> None:
     for minute in range(5):
         fields = FULL | {"estimated_accuracy": None, "drift": 0.1 * minute}
@@ -160,7 +166,9 @@ def test_the_page_of_a_device_shows_what_it_said_over_time(tmp_path: Path) -> No
     with client(Fleet(tmp_path)) as browser:
         answer = browser.get("/devices/site-a")
         page = Page(answer.text.partition("<main")[2].partition("</main>")[0].partition(">")[2])
-        assert browser.get("/devices/nothing").status_code == 404
+        nothing = browser.get("/devices/nothing")
+        assert nothing.status_code == 404
+        assert "live.js" not in nothing.text  # which would say of it that the run has ended
     words = "".join(page.words)
     assert "Drift: 0.00 to 0.40, last 0.40" in words
     assert "Estimated accuracy:" not in words
