@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fedtta.server.report.collaboration import matrix
 from fedtta.server.report.drawing import standalone, to_png
 from fedtta.server.report.journal import METRICS_FILE
 from fedtta.server.report.page import write_report
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(rendered)
     try:
         written = [write_table(results, run_dir / TABLE_FILE), write_report(run_dir)]
-        if results.adapted:
+        if matrix(results) is not None:
             written.append(run_dir / COLLABORATION_FILE)
         if options.plots:
             written += write_plots(results, run_dir / PLOTS_FOLDER)

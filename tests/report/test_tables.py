@@ -25,7 +25,17 @@ from fedtta.server.report import (
 )
 from fedtta.server.report.__main__ import main
 from fedtta.server.report.tables import collaboration_csv, table_csv
-from tests.report.runs import METHODS, SHIFTS, adapted, evaluation, rates_round, results_of, whole_run, write_events
+from tests.report.runs import (
+    METHODS,
+    SHIFTS,
+    adapt_round,
+    adapted,
+    evaluation,
+    rates_round,
+    results_of,
+    whole_run,
+    write_events,
+)
 from tests.report.test_scores import BY_HAND, FEWER, FULL, SHORT
 
 
@@ -143,6 +153,14 @@ def test_command_writes_the_matrix_and_the_plots(tmp_path: Path, capsys: pytest.
     for path in (folder / "plots").glob("*.svg"):
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
     assert Image.open(folder / "plots" / "curves.png").width == 800
+
+
+def test_command_names_the_files_that_it_writes_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rounds of clients without labels have no matrix."""
+    folder = write_events(tmp_path / "run", [adapt_round(1, [[1.0]]), adapted(1, 0, [0, 0], [0, 0])])
+    assert main([str(folder)]) == 0
+    assert "collaboration.csv" not in capsys.readouterr().out
+    assert not (folder / "collaboration.csv").exists()
 
 
 def test_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
