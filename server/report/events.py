@@ -8,6 +8,7 @@ version can write more.
 from __future__ import annotations
 
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -413,8 +414,15 @@ def _checker(kind: Any) -> tuple[Check, str]:
         return (lambda value: True), "any value"
     if kind in (int, float):
         number = (int, float) if kind is float else int
-        return (lambda value: isinstance(value, number) and not isinstance(value, bool)), "a number"
+        return (
+            lambda value: isinstance(value, number) and not isinstance(value, bool) and _is_float(value)
+        ), "a number"
     return (lambda value: isinstance(value, kind)), {str: "a string", type(None): "null"}.get(kind, kind.__name__)
+
+
+def _is_float(value: float) -> bool:
+    """Whether a number is one of float64, which JSON's integers need not be."""
+    return isinstance(value, float) or abs(value) <= sys.float_info.max
 
 
 _FIELDS = {name: _fields(kind) for name, kind in EVENTS.items()}

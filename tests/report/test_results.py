@@ -74,6 +74,8 @@ def test_every_event_of_adaptation_is_read(tmp_path: Path) -> None:
         (evaluation("none", "original", 0, 1, 3, seconds=float("nan")), "'seconds' must be a finite number >= 0"),
         (training_round("ce", 1, validation_accuracy=61.0), "'validation_accuracy' must be a number from 0 to 1"),
         (training_round("ce", True), "'round' must be an integer"),
+        (training_round("ce", 1, bytes_up=10**400), "'bytes_up' must be an integer"),  # json reads it, float cannot
+        (training_round("ce", 1, train_loss=10**400), "'train_loss' must be a number"),
         (training_round("ce", 1, sampled=[0, 1.5]), "'sampled' must be a list"),
         (CLIENTS | {"class_counts": [[1]]}, "2 numbers"),
         (CLIENTS | {"sizes": [[1, 1]]}, "3 numbers"),
