@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -212,6 +213,16 @@ def test_svg_keeps_text_and_shapes() -> None:
     defined = {one.get("id") for one in root.iter() if one.get("id")}
     assert set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg)) <= defined
     assert root.get("aria-label") == r'a "plot" \1'
+
+
+def test_names_in_other_scripts_are_no_warning_of_a_font_that_the_page_does_not_use(tmp_path: Path) -> None:
+    clients = {"event": "clients", "class_counts": None, "classes": ["a"], "sizes": [[1, 1, 1]], "names": ["東京病院"]}
+    results = results_of(tmp_path, [clients, evaluation("none", "original", 0, 1, 2)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plot = plots.accuracy_by_client(results)
+    assert plot is not None
+    assert "東京病院" in plot.svg
 
 
 def test_svg_follows_the_theme() -> None:
