@@ -31,6 +31,7 @@ from fedtta.messages import agent_pb2 as pb
 from fedtta.messages import agent_pb2_grpc
 from fedtta.models import load_model
 from fedtta.models.preprocessing import Preprocessing
+from fedtta.server.events import RunError
 from fedtta.server.report import METRICS_FILE
 from fedtta.settings import Settings
 from fedtta.simulation import deployment, superlink
@@ -253,19 +254,19 @@ def main(words: list[str] | None = None) -> int:
         return 2
     unwind_on_signals()
     images = source_images(Path(os.environ["FEDTTA_DATA"]).expanduser() if os.environ.get("FEDTTA_DATA") else None)
-    arrivals = write_sites(folder, images)
-    changed = {site.name: shifted(arrivals, site) for site in SITES}
-    home = folder / "flower"
-    home.mkdir(mode=0o700)
     start = time.monotonic()
     try:
+        arrivals = write_sites(folder, images)
+        changed = {site.name: shifted(arrivals, site) for site in SITES}
+        home = folder / "flower"
+        home.mkdir(mode=0o700)
         with deployment.sockets_folder() as sockets:
             demo = Demo(folder, settings_of(images, folder, arguments.rounds), sockets, home)
             right = demo.run(changed, arrivals)
-    except (FlowerError, KeysError) as error:
+        outcomes = measure(demo, arrivals, changed, right)
+    except (RunError, KeysError, OSError) as error:
         print(f"demo failed: {error}", file=sys.stderr)
         return 1
-    outcomes = measure(demo, arrivals, changed, right)
     about = [
         f"{len(SITES)} sites with folders of {images.name}, {arguments.rounds} rounds of federated averaging over TLS, "
         f"agents that adapt with {ADAPTER}. Seed 1; nothing is tuned for a site.",

@@ -18,6 +18,7 @@ from fedtta.models.preprocessing import Preprocessing
 from fedtta.server.report import METRICS_FILE
 from fedtta.settings import Settings
 from fedtta.simulation import deployment
+from fedtta.simulation.demo import __main__ as demo_program
 from fedtta.simulation.demo.__main__ import LAPSE, Demo, encoded, main, settings_of
 from fedtta.simulation.demo.page import Outcome, write_page
 from fedtta.simulation.demo.sites import SITES, shifted, source_images, write_device, write_sites
@@ -114,3 +115,13 @@ def test_a_folder_that_exists_or_too_few_rounds_are_refused(tmp_path: Path, caps
     assert main(["--folder", str(tmp_path / "new"), "--rounds", "3"]) == 2
     assert "allowed is 4 or more" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_program, "unwind_on_signals", lambda: None)
+    monkeypatch.delenv("FEDTTA_DATA", raising=False)
+    (tmp_path / "file").touch()
+    assert main(["--folder", str(tmp_path / "file" / "new")]) == 1
+    assert capsys.readouterr().err.startswith(f"demo failed: [Errno 20] Not a directory: '{tmp_path / 'file' / 'new'}")
