@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import click
 import typer
+from click.core import ParameterSource
 from typer.core import TyperGroup
 
 TRY, FEDERATION, DEVICE, RESULTS = "Simulate", "Run a federation", "On a device", "Look at results"
@@ -275,6 +276,8 @@ def fleet(
 
     ca = None if insecure else root
     if check:
+        if not results.is_dir() and context.get_parameter_source("results") is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"--results {results}: no such folder; rules about telemetry would find nothing")
         certificate = partial(certificate_ends, superlink) if ca else lambda: None
         check_devices(alerts, results, lambda: enrolled.listed(superlink, ca), certificate)
 

@@ -50,6 +50,13 @@ def test_alerts_are_lines_and_status_1(results: Path) -> None:
     ]
 
 
+def test_a_folder_that_is_not_there_is_no_fleet_without_alerts(results: Path) -> None:
+    """Such as a relative one in a line of cron: whatever the devices say, the rules about it would find nothing."""
+    status, lines = check("--results", str(results / "elsewhere"))
+    assert status == 2
+    assert not any("held" in line for line in lines)
+
+
 def test_no_alerts_are_status_0(results: Path) -> None:
     (results / "alerts.toml").write_text("silent-minutes = 180\nguard-holding-samples = 1201\n")
     assert check("--results", str(results), "--alerts", str(results / "alerts.toml")) == (0, [])
