@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fedtta.client.names import TABLES
 from fedtta.client.policy import PolicyError, phase_of
@@ -155,12 +155,20 @@ def _lines_of(newest: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
             for number, text in enumerate(file, 1):
                 try:
                     line = json.loads(text)
-                except ValueError:
+                except (ValueError, RecursionError):
                     line = None
-                if isinstance(line, dict):
+                if _is_message(line):
                     yield line
                 else:
                     damaged.append(f"{path.name}, line {number}")
+
+
+def _is_message(line: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a line has what `Audit.write` writes: damage may leave valid JSON."""
+    if not isinstance(line, dict) or any(not isinstance(line.get(key), str) for key in ("time", "phase", "result")):
+        return False
+    left = line.get("sent", [])
+    return isinstance(left, list) and all(isinstance(one, dict) and isinstance(one.get("bytes"), int) for one in left)
 
 
 def _time(line: Mapping[str, Any]) -> float:

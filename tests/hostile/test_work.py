@@ -249,11 +249,14 @@ def test_damaged_lines_of_the_audit_log_are_named(tmp_path: Path, capsys: pytest
     log.write("train", "ok", run="one")
     with (tmp_path / "audit.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"time": "2026-11-2\n[]\n')
+        file.write('{"time": null, "phase": null, "result": "ok"}\n')
+        file.write('{"time": "2026-11-23T12:00:00Z", "phase": "train", "result": "ok", "sent": 5}\n')
+        file.write("[" * 100_000 + "]" * 100_000 + "\n")
     log.write("train", "ok", run="two")
     assert audit.main(["--state-dir", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert [line.split("run ")[1].split()[0] for line in out.splitlines()] == ["one", "two"]
-    named = [f"audit.jsonl, line {number}: damaged, cannot be read" for number in (2, 3)]
+    named = [f"audit.jsonl, line {number}: damaged, cannot be read" for number in range(2, 7)]
     assert err.splitlines() == named
 
 
