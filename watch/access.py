@@ -153,7 +153,7 @@ class Guard:
         if path == LOGIN and access.token:
             return form(request, "/")
         if not access.admits(request):
-            return form(request, path)
+            return form(request, request.scope["raw_path"].decode("latin-1"))  # as an address has it: "?" is "%3F"
         return None
 
     async def _login(self, request: Request) -> Response:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import socket
+from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from fastapi import APIRouter
@@ -154,6 +158,17 @@ def test_a_login_is_a_cookie_that_only_this_process_takes(folder: Path, monkeypa
             assert not access._valid(forged)
         monkeypatch.setattr(module.time, "time", lambda: int(until) + 1)
         assert remote.get("/runs/r").status_code == 401
+
+
+@pytest.mark.parametrize("name", ["münchen-1", "a?b#c", "100 %"])
+def test_a_login_leads_to_the_page_that_was_asked_for(name: str, folder: Path) -> None:
+    shutil.copytree(folder / "r", folder / name)
+    with browser(folder, Access(TOKEN)) as local:
+        asked = local.get(f"/runs/{quote(name)}").text
+        there = re.findall('name="next" value="([^"]*)"', asked)[0]
+        right = local.post(LOGIN, data={"token": TOKEN, "next": unescape(there)})
+        assert right.headers["location"] == f"/runs/{quote(name)}"
+        assert "a note of r" in local.get(right.headers["location"]).text
 
 
 @pytest.mark.parametrize(
