@@ -200,7 +200,7 @@ def table(devices: Sequence[Device], known: Mapping[str, Known], gone: bool = Fa
         if device.status == REMOVED and not gone:
             continue
         about = known.get(device.name, Known())
-        seen = device.last_seen.strftime("%Y-%m-%d %H:%M:%S") if device.last_seen else "never"
+        seen = device.last_seen.strftime("%Y-%m-%d %H:%M:%SZ") if device.last_seen else "never"
         cells = (device.name, str(device.node_id), device.status, seen, about.data, about.model)
         rows.add_row(*map(Text, cells))
     return rows

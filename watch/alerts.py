@@ -23,7 +23,7 @@ from prometheus_client.core import Metric
 from fedtta.messages.exposition import Named
 from fedtta.messages.record import NAME_LENGTH, printable
 from fedtta.messages.replies import Telemetry
-from fedtta.server.report.markup import data_table, instant
+from fedtta.server.report.markup import counted, data_table, instant
 from fedtta.server.report.markup import section as page_section
 from fedtta.watch.fleet import FleetDevice
 from fedtta.watch.rules import Rules
@@ -263,7 +263,7 @@ def _refused_models(limit: int, devices: Sequence[FleetDevice], now: float) -> l
     return [
         Alert(
             MODEL_REFUSED, "", len(by), limit, min(by.values()),
-            f"refused by {len(by)} devices (limit {limit}): {', '.join(sorted(by)[:10])}", version,
+            f"refused by {counted(len(by), 'device')} (limit {limit}): {', '.join(sorted(by)[:10])}", version,
         )
         for version, by in sorted(refusals.items())
         if limit and len(by) >= limit

@@ -117,7 +117,7 @@ def models(agent: Connection) -> str:
         reply = stub.Models(pb.ModelsRequest(), timeout=agent.timeout)
     lines = []
     for model in reply.models:
-        when = datetime.fromtimestamp(model.time, UTC).strftime("%Y-%m-%d %H:%M")
+        when = datetime.fromtimestamp(model.time, UTC).strftime("%Y-%m-%d %H:%MZ")
         shown = sorted(name for name in model.check if not name.startswith(CALIBRATED))
         figures = ", ".join(f"{name} {model.check[name]:.4g}" for name in shown)
         about = "; ".join(filter(None, (model.reason, figures)))

@@ -45,7 +45,7 @@ def test_a_table_says_what_is_known_and_a_dash_otherwise() -> None:
     known = {"a": Known("30 samples", "v2"), "other": Known()}
     head, *rows = drawn(enrolled, known)
     assert head == "name node status last seen data model"
-    assert rows == ["a 7 online 2026-11-23 10:20:30 30 samples v2", "b 8 registered never - -"]
+    assert rows == ["a 7 online 2026-11-23 10:20:30Z 30 samples v2", "b 8 registered never - -"]
     assert len(drawn(enrolled, known, True)) == 4
 
 

@@ -97,6 +97,7 @@ def test_a_model_that_several_devices_refuse() -> None:
     assert found.since == NOW - 60
     assert found.line.startswith("model run/2: model-refused-by: refused by 3 devices (limit 3): a, b, c, since")
     assert evaluate(OFF, [*refusals, third], NOW) == []
+    assert "refused by 1 device (limit 1): d" in evaluate(replace(OFF, model_refused_by=1), refusals, NOW)[0].line
 
 
 def test_the_certificate_of_the_superlink_at_its_limit() -> None:

@@ -42,8 +42,8 @@ note: 1 damaged""",
         ),
         (
             ["models"],
-            """kept      1970-01-01 00:01  run/ce/3/aaaaaaaa  (rolled back; accuracy 0.5)
-candidate 1970-01-01 00:02  run/ce/4/bbbbbbbb""",
+            """kept      1970-01-01 00:01Z  run/ce/3/aaaaaaaa  (rolled back; accuracy 0.5)
+candidate 1970-01-01 00:02Z  run/ce/4/bbbbbbbb""",
         ),
         (["approve"], "served run/ce/4/bbbbbbbb after 7 samples"),
         (["reject", "v"], "refused v"),
