@@ -164,8 +164,9 @@ def _lines_of(newest: Path, damaged: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_message(line: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether a line has what `Audit.write` writes: damage may leave valid JSON."""
-    if not isinstance(line, dict) or any(not isinstance(line.get(key), str) for key in ("time", "phase", "result")):
+    """Whether what a line has is of the types that `Audit.write` writes: damage may leave valid JSON."""
+    texts = ("time", "phase", "result")
+    if not isinstance(line, dict) or any(not isinstance(line.get(key, ""), str) for key in texts):
         return False
     left = line.get("sent", [])
     return isinstance(left, list) and all(isinstance(one, dict) and isinstance(one.get("bytes"), int) for one in left)
