@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from scipy import stats
 from torch.nn import functional
 
 from fedtta.data import CropFlip
@@ -33,6 +36,12 @@ def test_each_sample_is_a_crop_of_its_padded_self(flip):
     assert torch.equal(x, before)
 
 
+def test_every_shift_mirrored_or_not_is_as_likely_as_another():
+    rows, columns, flips = CropFlip(padding=1).draw(seeded(7), 9000).unbind(1)
+    counts = torch.bincount((3 * rows + columns) * 2 + flips, minlength=18)
+    assert stats.chisquare(counts.numpy()).pvalue > 1e-3
+
+
 def test_nothing_to_do_is_the_identity():
     x = torch.rand(4, 1, 8, 8)
     assert torch.equal(CropFlip(padding=0, flip=False)(x, seeded()), x)
@@ -60,3 +69,5 @@ def test_bad_input():
         CropFlip()(torch.rand(3, 8, 8), seeded())
     with pytest.raises(ValueError, match="padding=-1"):
         CropFlip(padding=-1)
+    with pytest.raises(ValueError, match="generator must be on the CPU, not on cuda"):
+        CropFlip().draw(SimpleNamespace(device=torch.device("cuda")), 1)
