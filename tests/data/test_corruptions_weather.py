@@ -102,6 +102,37 @@ def test_frost_adds_a_crop_of_a_texture(images, severity):
         np.testing.assert_allclose(got, np.clip(image_weight * image + ice_weight * ice, 0, 1), atol=1e-12)
 
 
+def test_frost_of_a_grey_image_is_the_luminance_of_the_texture(images):
+    result = corrupt(images[:, :1], "frost", 5, 4)
+    for image, stream, got in zip(images, sample_generators(4, 3), result, strict=True):
+        number, y, x = stream.integers((5, 192, 192))
+        ice = np.tile(weather.textures()[number], (2, 2, 1))[y : y + 32, x : x + 32] @ [0.299, 0.587, 0.114]
+        np.testing.assert_allclose(got[0], np.clip(0.75 * image[0] + 0.45 * ice, 0, 1), atol=1e-12)
+
+
+def test_pixels_of_frost_belong_to_the_nearest_crystal_on_a_torus():
+    """Against the nearest one among nine copies of each crystal."""
+    rng, warp = np.random.default_rng(3), list(np.random.default_rng(4).normal(0, 6, (2, 192, 192)))
+    got = weather._nearest_crystal(np.random.default_rng(3), warp)
+    centres = rng.uniform(0, 192, (40, 2))
+    directions = rng.integers(0, 18, 40)
+    tiles = 192 * np.stack(np.meshgrid([-1, 0, 1], [-1, 0, 1]), -1).reshape(9, 1, 2)
+    for y, x in [(0, 0), (191, 191), (0, 100), (100, 0), *np.random.default_rng(5).integers(0, 192, (400, 2))]:
+        point = np.array([y + warp[0][y, x], x + warp[1][y, x]])
+        distance = ((centres + tiles - point) ** 2).sum(axis=2).min(axis=0)
+        assert got[y, x] == directions[distance.argmin()]
+
+
+def test_needles_of_frost_are_blurred_along_their_direction():
+    """The transfer function is that of a Gaussian drawn on the torus: 6 pixels along 30 degrees, 2 across."""
+    down, right = (np.indices((192, 192)) + 96) % 192 - 96
+    turn = math.radians(30)
+    along, across = right * math.cos(turn) + down * math.sin(turn), down * math.cos(turn) - right * math.sin(turn)
+    kernel = np.exp(-(along**2) / (2 * 6**2) - across**2 / (2 * 2**2))
+    want = np.fft.fft2(kernel / kernel.sum())
+    np.testing.assert_allclose(weather._spectrum(2.0, 6.0, 30.0), want.real, atol=1e-6)
+
+
 def test_frost_textures_have_the_colours_of_the_photographs():
     """Facts about CIFAR-10-C's five photographs: mean 164 of 255, bluish, of different brightness and spread."""
     textures = 255 * weather.textures()
