@@ -201,6 +201,67 @@ def test_water_brightens_towards_turquoise_where_there_is_liquid(images, severit
         np.testing.assert_allclose(got[0] * 238, got[1] * 175, atol=1e-9)
 
 
+def edges_by_pixel(levels: np.ndarray) -> np.ndarray:
+    """Canny with OpenCV's ties, pixel by pixel: the angle of the gradient picks the two neighbours across the edge."""
+    dx = ndimage.correlate(levels, np.array([[-1, 0, 1], [-2, 0, 2], [-1, 0, 1]]), mode="nearest")
+    dy = ndimage.correlate(levels, np.array([[-1, -2, -1], [0, 0, 0], [1, 2, 1]]), mode="nearest")
+    size = np.pad(abs(dx) + abs(dy), 1)
+    candidate = np.zeros(levels.shape, bool)
+    for y, x in np.ndindex(levels.shape):
+        steep = math.degrees(math.atan2(abs(dy[y, x]), abs(dx[y, x])))
+        here, last = size[y + 1, x + 1], [(0, -1), (0, 1)] if steep < 22.5 else [(-1, 0), (1, 0)]
+        if 22.5 <= steep <= 67.5:
+            side = 1 if (dx[y, x] > 0) == (dy[y, x] > 0) else -1
+            last = [(-1, -side), (1, side)]
+        before, after = (size[y + 1 + down, x + 1 + right] for down, right in last)
+        highest = here > before and (here > after if 22.5 <= steep <= 67.5 else here >= after)
+        candidate[y, x] = highest and here > 50
+    groups, _ = ndimage.label(candidate, np.ones((3, 3)))
+    return candidate & np.isin(groups, np.unique(groups[candidate & (size[1:-1, 1:-1] > 150)]))
+
+
+def glare_by_pixel(liquid: np.ndarray) -> np.ndarray:
+    """The published steps in whole numbers (make_cifar_c.py, `spatter`), scipy's filters and a loop over edges."""
+    levels = np.floor(np.clip(liquid, 0, 1) * 255)
+    distance = np.full(levels.shape, 20.0)
+    for y, x in np.argwhere(edges_by_pixel(levels)):
+        down, right = np.indices(levels.shape) - np.array([y, x])[:, None, None]
+        short, long = np.minimum(abs(down), abs(right)), np.maximum(abs(down), abs(right))
+        far = np.where(long >= 2 * short, long + 0.1969 * short, 2.1969 * (long - short) + 1.4 * (2 * short - long))
+        distance = np.minimum(distance, far)
+    smooth = np.floor(ndimage.uniform_filter(distance, 3, mode="mirror") + 1e-4)
+    above = smooth > smooth.min()
+    rank = {level: round(255 * (above & (smooth <= level)).sum() / above.sum()) for level in np.unique(smooth)}
+    equal = np.reshape([rank[level] for level in smooth.flat], smooth.shape)
+    emboss = ndimage.correlate(equal, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]), mode="mirror")
+    return levels * np.round(ndimage.uniform_filter(np.clip(emboss, 0, 255).astype(float), 3, mode="mirror"))
+
+
+@pytest.mark.parametrize("severity", [1, 2, 3])
+def test_water_shines_as_published(images, severity):
+    """Drops of all directions, weak and strong edges: what OpenCV's 8-bit pipeline makes of them."""
+    (mean, deviation), smooth, threshold = [
+        ((0.62, 0.1), 0.7, 0.7), ((0.65, 0.1), 0.8, 0.7), ((0.65, 0.3), 1.0, 0.69),
+    ][severity - 1]  # fmt: skip
+    images = images[:, :, :20, :24]
+    result = corrupt(images, "spatter", severity, 9)
+    turquoise = np.array([175, 238, 238])[:, None, None] / 255
+    for image, stream, got in zip(images, sample_generators(9, 3), result, strict=True):
+        liquid = ndimage.gaussian_filter(stream.normal(mean, deviation, (20, 24)), smooth, mode="nearest")
+        liquid[liquid < threshold] = 0
+        shine = glare_by_pixel(liquid)
+        np.testing.assert_allclose(got, np.clip(image + 0.5 * shine / shine.max() * turquoise, 0, 1), atol=1e-12)
+
+
+def test_faint_and_slanted_edges_are_followed_pixel_by_pixel():
+    draw = np.random.default_rng(0)
+    for deviation in (0.6, 1, 2):  # of smoothed noise: from few edges above 150 to many
+        levels = np.floor(255 * np.clip(ndimage.gaussian_filter(draw.normal(0.5, deviation, (20, 24)), 1.5), 0, 1))
+        got = spatter.canny(torch.tensor(levels)[None, None])[0, 0].numpy()
+        np.testing.assert_array_equal(got, edges_by_pixel(levels))
+        assert got.any()
+
+
 def test_no_drop_no_change():
     assert (spatter.glare(torch.zeros(2, 1, 16, 16)) == 0).all()
 
