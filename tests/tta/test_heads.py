@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from fedtta import tta
+from fedtta.tta.heads import check_two_heads, feature_head, features_and_logits, statistic_vector
 from tests.tta.networks import images, two_head_network
 from tests.tta.streams import D, K, make_stream
 
@@ -15,8 +17,10 @@ from tests.tta.streams import D, K, make_stream
 def test_heads_by_hand(stream):
     """The global head, the personal head and the two ways to average them."""
     first, second = torch.softmax(stream.logits_global, 1), torch.softmax(stream.logits_personal, 1)
-    assert torch.equal(tta.NoAdaptation(stream.model).predict(stream.x), first)
-    assert torch.equal(tta.Personal(stream.model).predict(stream.x), second)
+    for kind, want, weight in ((tta.NoAdaptation, first, 1.0), (tta.Personal, second, 0.0)):
+        adapter = kind(stream.model)
+        assert torch.equal(adapter.predict(stream.x), want)
+        assert adapter.report()["weight"].tolist() == [weight] * 60
     mixed = tta.FixedMix(stream.model, e=0.25)
     assert torch.allclose(mixed.predict(stream.x), 0.25 * first + 0.75 * second, atol=1e-15)
     assert mixed.report()["weight"].tolist() == [0.25] * 60
@@ -63,9 +67,39 @@ def test_a_personal_head_of_zeros_is_the_global_head() -> None:
     torch.testing.assert_close(tta.FedRoD(model).predict(x), torch.softmax(model.eval()(x), 1))
 
 
-def test_heads_that_are_not_finite_are_refused() -> None:
+@pytest.mark.parametrize("head", ["head", "personal_head"])
+def test_heads_that_are_not_finite_are_refused(head: str) -> None:
     model = make_stream().model
     with torch.no_grad():
-        model.personal_head.weight[0, 0] = math.inf
-    with pytest.raises(ValueError, match=r"output for samples \[0, 1\] of the batch is not finite"):
-        tta.FedRoD(model).predict(torch.ones(2, D, dtype=torch.float64))
+        getattr(model, head).weight[0, 0] = math.inf
+    kind, x = {"head": "global", "personal_head": "personal"}[head], torch.ones(2, D, dtype=torch.float64)
+    for predict in (tta.FedRoD(model).predict, lambda x: features_and_logits(model, x, kind)):
+        with pytest.raises(ValueError, match=r"output for samples \[0, 1\] of the batch is not finite"):
+            predict(x)
+
+
+def test_networks_without_fitting_heads_are_refused() -> None:
+    model = make_stream().model
+    del model.personal_head
+    with pytest.raises(
+        ValueError, match=r"m needs a network of features and a head; TwoHead has no \['personal_head'\]"
+    ):
+        feature_head(model, "personal", "m")
+    with pytest.raises(ValueError, match="m needs a two-head model; TwoHead has no personal_head"):
+        check_two_heads(model, "m")
+    model.personal_head = nn.Linear(D, K + 1)
+    with pytest.raises(ValueError, match=r"head and personal_head differ in shape: \(5, 12\) and \(6, 12\)"):
+        check_two_heads(model, "m")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, r"h has shape \(0,\), the model has 2 features"),
+        (torch.zeros(3), r"h has shape \(3,\), the model has 2 features"),
+        (torch.tensor([0.0, math.nan]), "h holds values that are not finite"),
+    ],
+)
+def test_a_statistic_that_does_not_fit_is_named(value: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        statistic_vector("h", value, 2)
