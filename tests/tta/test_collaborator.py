@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fedtta import tta
-from fedtta.tta.collaborator import SHARES, Collaborator, batchnorm_layers, shared_parameters
+from fedtta.tta.collaborator import (
+    SHARES,
+    Collaborator,
+    affine_names,
+    batchnorm_layers,
+    replace_batchnorms,
+    shared_parameters,
+)
 from tests.tta.networks import conv_network, images, mlp_network, noise, two_head_network, vectors
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -103,6 +110,24 @@ def test_bad_arrays_are_refused_and_nothing_is_loaded(arrays: dict[str, Tensor],
     assert fake.receptions == 0
 
 
+class Classes(Fake):
+    """Keeps the variance of a class."""
+
+    def normalisation(self) -> dict[str, Tensor]:
+        return {"class_variance": self.variance}
+
+
+@pytest.mark.parametrize("kind", [Fake, Classes])
+def test_a_variance_may_be_zero_and_not_below(kind: type[Fake]) -> None:
+    fake = kind()
+    arrays = {name: 0 * value for name, value in fake.shared("statistics").items()}
+    fake.load_shared(arrays)
+    assert fake.variance.tolist() == [0.0]
+    with pytest.raises(ValueError, match="holds negative variances"):
+        fake.load_shared({name: value - 1e-6 for name, value in arrays.items()})
+    assert fake.variance.tolist() == [0.0]
+
+
 def test_the_pull_by_hand() -> None:
     """μ = 0.5, θ - θ_received = (3, -1): (0.5/2)(9 + 1) = 2.5, gradient 0.5 (3, -1)."""
     fake = Fake(proximal=0.5)
@@ -131,11 +156,39 @@ def test_a_bad_proximal_strength_is_refused(value: float) -> None:
 def test_batchnorm_layers_and_shared_parameters() -> None:
     network: Any = two_head_network()
     network.encoder[3].weight.requires_grad_(False)
+    network.rotation_head = nn.Linear(6, 4)
     assert list(batchnorm_layers(network)) == ["encoder.1", "encoder.4"]
-    want = {name for name in network.state_dict() if name.endswith(("weight", "bias"))}
+    want = {name for name in two_head_network().state_dict() if name.endswith(("weight", "bias"))}
     assert set(shared_parameters(network)) == want - {"encoder.3.weight", "personal_head.weight"}
     with pytest.raises(ValueError, match="Linear has no BatchNorm layer"):
         batchnorm_layers(nn.Linear(1, 1))
+
+
+def test_every_place_of_a_batchnorm_is_replaced_and_the_network_may_be_one() -> None:
+    norm = nn.BatchNorm1d(3)
+    network, new = replace_batchnorms(norm, lambda layer: nn.Linear(layer.num_features, 3))
+    assert new == {"": network}
+    assert isinstance(network, nn.Linear)
+    twice = nn.Sequential(norm, nn.ReLU(), nn.Sequential(norm), nn.BatchNorm1d(3))
+    network, new = replace_batchnorms(twice, lambda layer: nn.Linear(layer.num_features, 3))
+    assert network is twice
+    assert list(new) == ["0", "3"]
+    assert twice[0] is twice[2][0] is new["0"]
+    assert twice[3] is new["3"]
+
+
+def test_affine_names() -> None:
+    assert affine_names(nn.BatchNorm1d(2)) == ["weight", "bias"]
+    network = nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm1d(2), nn.BatchNorm2d(2, affine=False), nn.Linear(2, 2))
+    network[0].bias.requires_grad_(False)
+    assert affine_names(network) == ["0.weight", "1.weight", "1.bias"]
+    assert affine_names(network, layers="batchnorm2d") == ["0.weight"]
+    network[0].requires_grad_(False)
+    assert affine_names(network, layers="batchnorm2d", required=False) == []
+    with pytest.raises(ValueError, match="no BatchNorm2d layer of Sequential has weights that may be trained"):
+        affine_names(network, layers="batchnorm2d")
+    with pytest.raises(ValueError, match="1 keeps no running statistics"):
+        batchnorm_layers(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2, track_running_stats=False)))
 
 
 # From here on: what holds for every method that normalises by batch statistics.
