@@ -18,7 +18,7 @@ from fedtta.tta import ADAPTERS
 from fedtta.tta.modules import zero_rates
 from fedtta.tta.registry import PATHS, create, info, parse_options
 from fedtta.tta.trial import check_options
-from tests.tta.networks import CLASSES, images
+from tests.tta.networks import CLASSES, images, two_head_network
 from tests.tta.test_adapter_contract import known, network, store
 
 ROOT = Path(__file__).parents[2]
@@ -174,6 +174,21 @@ def test_a_trial_makes_every_adapter_and_names_what_is_out_of_range(name: str) -
                 check_options(name, model, 3, **{option: value})
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert model.training == network().training
+
+
+def test_a_trial_leaves_the_network_in_its_mode_and_without_a_rotation_head() -> None:
+    model: Any = two_head_network().train()
+    for name in ("ttt", "none"):
+        check_options(name, model, 3)
+        assert model.rotation_head is None
+        assert model.training
+
+
+def test_a_trial_knows_how_many_clients_take_part() -> None:
+    options = {"reading": "published"}
+    check_options("btfl", network(), 2, **options)
+    with pytest.raises(ValueError, match="leave_one_out=1: give the number of clients, at least 2"):
+        check_options("btfl", network(), 1, **options)
 
 
 def test_a_trial_names_what_does_not_fit_candidates_or_the_network() -> None:
