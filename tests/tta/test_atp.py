@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from fedtta import models
 from fedtta.tta import ATP, atp
+from fedtta.tta.modules import batch_statistics, call_with, gradients_of
 from tests.tta.atp_networks import (
     KINDS,
     batch,
@@ -96,6 +98,45 @@ def test_a_network_may_be_one_layer() -> None:
     h = atp.directions(layer, x)
     assert h["running_mean"].tolist() == [2.0, 5.0]
     assert h["running_var"].tolist() == [1.0, 17.0]  # 2 - 1, 18 - 1
+
+
+class Tied(nn.Module):
+    """One tensor under two names of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.second = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.first + self.second
+
+
+def test_every_name_of_a_tensor_in_a_layer_is_exchanged() -> None:
+    model, x = Tied(), torch.tensor([[3.0, 4.0]])
+    assert call_with(model, {"first": torch.tensor([5.0, 6.0])}, x).tolist() == [[20.0, 30.0]]
+    assert model(x).tolist() == [[4.0, 10.0]]
+
+
+def test_gradients_are_zero_where_a_loss_depends_on_nothing() -> None:
+    one, other = (torch.tensor([2.0, 3.0], requires_grad=True) for _ in range(2))
+    assert [gradient.tolist() for gradient in gradients_of((one**2).sum(), [one, other])] == [[4, 6], [0, 0]]
+    assert [gradient.tolist() for gradient in gradients_of(torch.tensor(5.0), [one, other])] == [[0, 0], [0, 0]]
+
+
+def test_the_personal_head_has_no_modules() -> None:
+    model: Any = nn.Module()
+    model.head, model.personal_head = nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    assert atp.modules(model) == [f"head.{part}" for part in ("weight", "bias", "running_mean", "running_var")]
+
+
+def test_statistics_of_half_precision_are_measured_in_the_layers_own() -> None:
+    layer = nn.BatchNorm1d(2).eval()
+    x = (1000 + torch.randn(50, 2, generator=Generator().manual_seed(0))).bfloat16()
+    with batch_statistics(layer) as found:
+        layer(x)
+    exact = x.double().numpy()
+    np.testing.assert_allclose(found["running_mean"].numpy(), exact.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(found["running_var"].numpy(), exact.var(0, ddof=1), rtol=1e-4)
 
 
 def test_frozen_parameters_are_no_modules() -> None:
