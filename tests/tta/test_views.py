@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from fedtta.tta.views import COLOURS, DRAWS, Views, blur
+from fedtta.tta.views import COLOURS, DRAWS, Views, augmented, blur
 
 
 def images(n: int = 6, channels: int = 3, size: tuple[int, int] = (16, 16), seed: int = 0) -> Tensor:
@@ -87,7 +87,17 @@ def test_views_are_torchvisions(views: Views, channels: int) -> None:
 def test_images_need_not_be_square() -> None:
     x = images(10, 3, (16, 24))
     torch.testing.assert_close(Views()(x, Generator().manual_seed(1)), by_torchvision(x, Views(), 1), atol=1e-6, rtol=0)
-    assert Views()(x[:, :, :1, :1], Generator()).shape == (10, 3, 1, 1)
+    point = x[:, :, 1:2, :1]  # one pixel looks as a square of its colour does
+    one, square = (Views(noise=0.0)(image, Generator()) for image in (point, point.expand(-1, -1, 4, 4)))
+    torch.testing.assert_close(one.expand_as(square), square)
+
+
+def test_what_is_out_of_range_is_clipped_first() -> None:
+    x = 3 * images() - 1
+    before = x.clone()
+    want = by_torchvision(x.clamp(0, 1), Views(), 4)
+    torch.testing.assert_close(Views()(x, Generator().manual_seed(4)), want, atol=1e-6, rtol=0)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("name", list(COLOURS))
@@ -141,9 +151,20 @@ def test_half_of_the_views_are_mirrored() -> None:
     assert float(right_is_bright[1]) == 1
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_views_of_another_size_are_refused(parts: int) -> None:
+    with pytest.raises(ValueError, match=r"augment made \(\d, 3, 16, 8\) of a batch of shape \(\d, 3, 16, 16\)"):
+        augmented(lambda x, _: x[..., :8], images(4), *(Generator() for _ in range(parts)))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"noise": -1.0}, "noise=-1"), ({"noise": math.nan}, "noise=nan"), ({"padding": "zeros"}, "border, reflection")],
+    [
+        ({"noise": -1.0}, "noise=-1"),
+        ({"noise": math.nan}, "noise=nan"),
+        ({"noise": math.inf}, "noise=inf"),
+        ({"padding": "zeros"}, "border, reflection"),
+    ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
