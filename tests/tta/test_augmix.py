@@ -174,6 +174,7 @@ def test_draws_have_the_published_distributions() -> None:
         "operation": torch.bincount(plan.operation[plan.operation >= 0], minlength=len(OPERATIONS)),
         "row": torch.bincount(plan.corner[:, 0], minlength=9),
         "column": torch.bincount(plan.corner[:, 1], minlength=9),
+        "flip": torch.bincount(plan.flip.long(), minlength=2),
         "sign": torch.bincount((plan.sign.flatten() > 0).long(), minlength=2),
     }
     for name, count in counts.items():
