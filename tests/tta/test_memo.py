@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -152,6 +153,15 @@ def test_equal_samples_at_different_positions_have_different_views() -> None:
     assert not torch.allclose(first, second, atol=1e-9)
 
 
+def test_seed_position_and_step_each_give_other_views() -> None:
+    keys = list(itertools.product(range(3), repeat=3))
+    tunings = [Tuning(views=1, steps=3, lr=LR, seed=seed) for seed in range(3)]
+    drawn = [torch.rand(1, generator=tunings[seed].generator(position, step)).item() for seed, position, step in keys]
+    again = [torch.rand(1, generator=tunings[seed].generator(position, step)).item() for seed, position, step in keys]
+    assert drawn == again
+    assert len(set(drawn)) == len(keys)
+
+
 def test_views_of_all_steps_at_once_equal_views_step_by_step() -> None:
     x = samples("groupnorm", 2)
     tuning = Tuning(views=4, steps=3, lr=LR, seed=5)
@@ -177,6 +187,13 @@ def test_divergence_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"lr=1e\+38.*\[0, 1\]"):
         memo.predict(samples("groupnorm", 2, torch.float32))
     assert int(memo.state_dict()["position"]) == 0
+
+
+def test_one_class_that_is_not_finite_is_an_error() -> None:
+    plain = nn.Linear(6, 4).double()
+    nn.init.constant_(plain.bias[:1], math.inf)
+    with pytest.raises(ValueError, match=r"for samples \[0, 1\] of the batch"):
+        MEMO(plain, augment=noise, steps=0).predict(samples("identity", 2))
 
 
 def test_a_plain_network_has_a_global_head_only() -> None:
