@@ -132,6 +132,16 @@ def test_without_steps_it_is_fedthe() -> None:
     torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
+def test_a_tuning_that_fails_leaves_history_and_report_as_they_were() -> None:
+    adapter = make_adapter(tune_lr=1e308)
+    before = adapter.state_dict()
+    with pytest.raises(ValueError, match="left the finite numbers"):
+        adapter.predict(samples())
+    after = adapter.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert adapter.report() == {}
+
+
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(ValueError, match="descriptor_global"):
         FedTHEPlus(make_network(), Statistics(descriptor_local=torch.zeros(6)))
