@@ -65,8 +65,16 @@ def test_there_is_a_score_for_each_block_that_may_be_adapted() -> None:
         ("descriptor", [-np.inf, 0.0], False),
         ("descriptor", [-2.5, 1.0], True),  # a network without a ReLU before the heads
         ("entropy_local", [np.nan], False),
+        ("entropy_local", [0.0, 4.6], True),  # up to ln K
+        ("entropy_global", [0.0, 4.6], True),
+        ("entropy_local", [-0.1], False),
+        ("entropy_global", [-0.1], False),
         ("confusion", [[0.5, 0.6]], True),
+        ("confusion", [[-0.1, 1.0]], False),
+        ("label_prior", [-0.1, 1.1], False),
+        ("block_scores", [0.0, 1.0], True),
         ("block_scores", [2.0], False),
+        ("block_scores", [-0.1], False),
     ],
 )
 def test_values_out_of_range_are_named(name: str, value: list[float], fine: bool) -> None:
