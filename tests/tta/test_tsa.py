@@ -74,6 +74,16 @@ def test_it_equals_the_definition(stream: Stream, scope: str, size: int, kind: s
     assert float((shares - 0.5).abs().max()) > 0.01  # it did something
 
 
+@pytest.mark.parametrize(("scope", "steps"), [("stream", 5), ("sample", 10)])
+def test_rates_and_steps_are_the_published_ones(stream: Stream, scope: str, steps: int) -> None:
+    want, shares = reference(stream.model, stream.x[:6], 3, scope, 0.1, steps, "cosine")
+    adapter = TSA(stream.model, scope=scope, augment=noise, seed=3)  # type: ignore[arg-type]
+    got = torch.cat([adapter.predict(part) for part in stream.x[:6].split(3)])
+    torch.testing.assert_close(got, want, atol=1e-9, rtol=0)
+    torch.testing.assert_close(adapter.report()["weight"], shares, atol=1e-9, rtol=0)
+    assert adapter.least == 0.05
+
+
 def test_samples_do_not_depend_on_the_batch_size(stream: Stream) -> None:
     results = []
     for size in (1, 7, 60):
@@ -137,3 +147,16 @@ def test_it_finds_the_stable_head_and_stops_at_the_least_weight() -> None:
     assert float(weight[-1]) > 0.8
     stopped = int((weight > 0.8).nonzero()[0])
     assert bool((weight[stopped:] == weight[stopped]).all())  # for good
+
+
+def test_it_also_stops_when_the_global_head_has_the_least_weight() -> None:
+    x = torch.tensor([[0.05, 1.0], [-0.05, -1.0]] * 3, dtype=torch.float64)
+    model = unstable()
+    model.head, model.personal_head = model.personal_head, model.head
+    adapter = TSA(model, augment=noise, lr=0.5, least=0.4)
+    for _ in range(8):
+        adapter.predict(x)
+    weight = adapter.report()["weight"]
+    stopped = int((weight < 0.4).nonzero()[0])
+    assert stopped < len(x) * 4
+    assert bool((weight[stopped:] == weight[stopped]).all())
