@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
+from scipy.optimize import brentq
 from scipy.stats import chi2
 from torch import Tensor, nn
 
@@ -92,14 +93,23 @@ def variance_of_mean(values: list[float], low: float, high: float) -> float:
     return sum((one - mean) ** 2 for one in more) / len(more) ** 2
 
 
-def by_hand(model: TwoHead, stream: Tensor, probe: int, every: int, caution: float) -> tuple[list[int], Tensor]:
-    """The rule as it is stated, sample by sample, with adapters of its own: choices and predictions."""
+def by_hand(
+    model: TwoHead, stream: Tensor, probe: int, every: int, caution: float, drift: int = 0
+) -> tuple[list[int], Tensor]:
+    """The rule as it is stated, sample by sample, with adapters of its own: choices and predictions.
+
+    There may be drift, found after so many samples.
+    """
     candidates = made(model)
     own = {name: tta.create(ADAPTERS[name], model) for name in ALL}
     seen, choice, choices, rows = 0, "none", [], []
     past: dict[str, list[np.ndarray]] = {name: [] for name in ALL}
-    for x in stream.split(1):
-        if every and seen >= every:
+    for position, x in enumerate(stream.split(1)):
+        if drift and position == drift:
+            past, seen = {name: [] for name in ALL}, 0
+            for name in {*ALL} - {choice}:
+                own[name].reset()
+        elif every and seen >= every:
             if choice != "pausing":
                 own["pausing"].reset()
             seen = 0
@@ -134,7 +144,9 @@ def best_by_hand(candidates: Candidates, past: dict[str, list[np.ndarray]], runn
     return best
 
 
-@pytest.mark.parametrize(("probe", "every", "caution"), [(30, 0, 0.5), (30, 45, 0.0), (30, 31, 2.0), (60, 70, 0.2)])
+@pytest.mark.parametrize(
+    ("probe", "every", "caution"), [(30, 0, 0.5), (30, 45, 0.0), (30, 31, 2.0), (60, 70, 0.2), (30, 30, 0.2)]
+)
 def test_choices_and_predictions_are_those_of_the_rule(probe: int, every: int, caution: float) -> None:
     model, stream = network(), 2 * samples(90)
     choices, expected = by_hand(model, stream, probe, every, caution)
@@ -144,6 +156,44 @@ def test_choices_and_predictions_are_those_of_the_rule(probe: int, every: int, c
         rows = torch.cat([adapter.predict(part) for part in stream.split(size)])
         assert adapter.report()["choice"].tolist() == choices, size
         torch.testing.assert_close(rows, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("drift", [15, 32])
+def test_choices_after_drift_are_those_of_the_rule(drift: int) -> None:
+    """Drift in the first probe, and after it."""
+    model, stream = network(), 2 * samples(48)
+    choices, expected = by_hand(model, stream, 20, 0, 0.2, drift)
+    assert len(set(choices)) > 1
+    adapter = tta.create("auto", model, candidates=made(model), probe=20, every=0, caution=0.2)
+    adapter.drift = Alarm(drift)  # type: ignore[attr-defined]
+    rows = torch.cat([adapter.predict(part) for part in stream.split(7)])
+    assert adapter.report()["choice"].tolist() == choices
+    torch.testing.assert_close(rows, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("choice", ["t3a", "pausing"])
+def test_drift_makes_all_candidates_new_but_the_choice(choice: str) -> None:
+    model, x = network(), samples(15)
+    adapter: Any = tta.create("auto", model, candidates=made(model), probe=20)
+    adapter._gains = {name: Calibration(9.0 if name == choice else -9.0, 0.0) for name in ALL}
+    adapter.drift = Alarm(12)
+    adapter.predict(x)
+    for name in ALL:
+        alone = tta.create(ADAPTERS[name], model)
+        alone.predict(x if name == choice else x[12:])
+        state = adapter.candidates[name].state_dict()
+        for key, value in alone.state_dict().items():
+            torch.testing.assert_close(state[key], value)
+
+
+def test_a_gain_must_exceed_the_margin() -> None:
+    """A twin of "none", calibrated to gain 0.3, without caution."""
+    makers = dict.fromkeys(("none", "twin"), lambda model: tta.create("none", model))
+    twin = Candidates(makers, Gains({"none": Calibration(0.0, 0.0), "twin": Calibration(0.3, 0.0)}))
+    for margin, chosen in ((0.25, 1), (0.3, 0), (0.35, 0)):
+        adapter = tta.create("auto", network(), candidates=twin, caution=0.0, margin=margin)
+        adapter.predict(samples(5))
+        assert adapter.report()["choice"].tolist() == [chosen] * 5
 
 
 @pytest.mark.parametrize("chance", [0.25, 0.1])
@@ -194,6 +244,21 @@ def test_own_shares_are_dropped_for_other_classes_alone(seed: int) -> None:
     np.testing.assert_array_equal(likely_shares(p[:1], own), own)  # one sample is no evidence
 
 
+def test_own_shares_are_dropped_where_the_likelihood_ratio_exceeds_the_quantile() -> None:
+    """Shares on the way from the likeliest to others, 3 % below and above scipy's quantile of K - 1 degrees."""
+    p = drawn([0.4, 0.3, 0.2, 0.1], 5, 200)
+    likeliest, far = class_shares(p), np.array([0.1, 0.1, 0.2, 0.6])
+
+    def excess(way: float, share: float) -> float:
+        ratio = 2 * (log_likelihood(p, likeliest) - log_likelihood(p, (1 - way) * likeliest + way * far))
+        return ratio - share * float(chi2.ppf(1 - LEVEL, K - 1))
+
+    for share in (0.97, 1.03):
+        way = brentq(excess, 0, 1, args=(share,))
+        own = (1 - way) * likeliest + way * far
+        assert (likely_shares(p, own) is own) == (share < 1)
+
+
 def test_own_shares_are_dropped_by_mistake_as_rarely_as_stated() -> None:
     own = np.array([0.4, 0.3, 0.2, 0.1])
     wrong = sum(likely_shares(drawn(own, seed, 200), own) is not own for seed in range(400))
@@ -220,6 +285,13 @@ def test_weights_make_the_shares_of_samples_the_likeliest(seed: int, favour: lis
     assert w[3] == 1 or slopes[3] > 0.98
     assert np.prod(w[labels] ** (1 / 80)) == pytest.approx(1)
     assert likely_shares(given(p, w), own) is own
+
+
+def test_weights_are_finite_where_a_network_rules_a_class_out() -> None:
+    p, labels = np.array([[1.0, 0, 0], [0, 1, 0], [1, 0, 0]]), np.array([0, 1, 2])
+    weights = class_weights(p, np.full(3, 1 / 3), np.bincount(labels))
+    assert np.isfinite(weights).all()
+    assert (weights > 0).all()
 
 
 def test_one_pass_of_the_network_serves_all_that_need_its_outputs_alone() -> None:
@@ -370,14 +442,14 @@ def test_a_real_change_begins_a_probe_also_after_a_restart() -> None:
 
 
 @settings(max_examples=30)
-@hypothesis.given(st.integers(0, 50), st.integers(1, 24))
-def test_no_gain_no_choice(seed: int, size: int) -> None:
+@hypothesis.given(st.integers(0, 50), st.integers(1, 24), st.sampled_from([0.0, 0.5]))
+def test_no_gain_no_choice(seed: int, size: int, caution: float) -> None:
     """Of candidates that predict what "none" predicts, and of those without evidence, none is chosen."""
     model = network(seed)
     nothing = Calibration(0.0, 0.0)
     make = dict.fromkeys(("none", "twin"), lambda n: tta.create("none", n))
     twin = Candidates(make, Gains({"none": nothing, "twin": nothing}))
-    adapter, x = tta.create("auto", model, candidates=twin, caution=0.5), samples(24, seed)
+    adapter, x = tta.create("auto", model, candidates=twin, caution=caution), samples(24, seed)
     for part in x.split(size):
         assert torch.equal(adapter.predict(part), model(part).softmax(1))
     assert not adapter.report()["choice"].any()
@@ -429,6 +501,29 @@ def test_states_with_a_choice_or_windows_that_do_not_fit_are_refused() -> None:
             adapter.load_state_dict({**state, name: value})
     again = adapter.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in state.items())
+
+
+def test_a_state_that_one_candidate_refuses_leaves_the_others_as_they_were() -> None:
+    model = network()
+    one, other = (tta.create("auto", model, candidates=made(model), probe=20) for _ in range(2))
+    one.predict(samples(9))
+    other.predict(samples(30, seed=4))
+    before, state = one.state_dict(), other.state_dict()
+    with pytest.raises(ValueError, match="state"):
+        one.load_state_dict({**state, "pausing.counts": torch.zeros(K, dtype=torch.int64)})  # the last candidate
+    after = one.state_dict()
+    assert not torch.equal(state["t3a.counts"], before["t3a.counts"])
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_reset_forgets_the_drift_test_too() -> None:
+    model = network()
+    adapter = tta.create("auto", model, candidates=made(model), probe=20)
+    before = adapter.state_dict()
+    adapter.predict(samples(60))
+    adapter.reset()
+    after = adapter.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_a_candidate_that_fails_leaves_the_others_as_they_were() -> None:
