@@ -167,7 +167,7 @@ class Guard:
                 body += part
                 if len(body) > LONGEST:
                     return PlainTextResponse("Too long.\n", 413)
-        except ClientDisconnect:  # nobody reads this
+        except ClientDisconnect:  # no one is left to read it
             return PlainTextResponse("Half a form.\n", 400)
         fields = parse_qs(body.decode("latin-1"))
         there = fields.get("next", ["/"])[0]
