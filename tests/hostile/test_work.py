@@ -239,9 +239,9 @@ def test_the_audit_log_has_what_left_and_no_values(agents: Any, capsys: pytest.C
     )  # fmt: skip
     assert audit.main(["--state-dir", f"{folder}/nowhere"]) == 2
     device = Path(folder, "device.toml")
-    device.write_text('state-dir = "~nobody-of-this-name/state"\n')
+    device.write_text('state-dir = "~no-user-of-this-name/state"\n')
     assert audit.main(["--config", str(device)]) == 2
-    assert "state-dir = '~nobody-of-this-name/state'" in capsys.readouterr().err
+    assert "state-dir = '~no-user-of-this-name/state'" in capsys.readouterr().err
 
 
 def test_damaged_lines_of_the_audit_log_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
