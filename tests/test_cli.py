@@ -294,7 +294,7 @@ def test_the_help_of_run_as_a_process() -> None:
     assert done.stderr == ""
 
 
-def test_an_error_that_nobody_expected_shows_no_values() -> None:
+def test_an_unexpected_error_shows_no_values() -> None:
     """They may be a private key, a token or an image."""
     program = """
 from fedtta.cli import app
