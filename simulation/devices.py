@@ -5,7 +5,7 @@ All of this asks Flower's Control API; its list has the names that `flwr superno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -89,16 +89,23 @@ def enrol(superlink: str, ca: Path | None, key: Path, name: str) -> str:
     """
     check_name(name)
     content = public_key(key)
-    for device in listed(superlink, ca):
+    found = listed(superlink, ca)
+    for device in found:
         if device.key == content:
             if device.status == REMOVED:
                 raise SettingsError(f"{key} was removed, as {device.name}: such a key stays out, make a new one")
             if device.name != name:
                 raise SettingsError(f"{key} is enrolled already, as {device.name}")
-        elif device.name == name and device.status != REMOVED:
-            raise SettingsError(f"another key is enrolled as {name} (node {device.node_id}): remove it first")
+    check_free(found, content, name)
     node = register(superlink, ca, key, name)
     return f"{key} is enrolled already, as {name}" if node is None else f"{name} is enrolled as node {node}"
+
+
+def check_free(enrolled: Iterable[Device], key: bytes, name: str) -> None:
+    """Raise SettingsError if another public key (PEM) is enrolled under a name."""
+    for device in enrolled:
+        if device.name == name and device.key != key and device.status != REMOVED:
+            raise SettingsError(f"another key is enrolled as {name} (node {device.node_id}): remove it first")
 
 
 def remove(superlink: str, ca: Path | None, device: str) -> str:

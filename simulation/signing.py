@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import hashlib
 import json
+import sqlite3
 import sys
 import time
 import zipfile
@@ -105,7 +107,7 @@ def link_state(database: Path) -> LinkState:
     Raises
     ------
     KeysError
-        There is none.
+        There is none, or the file is the database of another program, in which Flower would make its tables.
     """
     from flwr.server.superlink.linkstate import LinkStateFactory
     from flwr.supercore.object_store import ObjectStoreFactory
@@ -113,6 +115,10 @@ def link_state(database: Path) -> LinkState:
 
     if not database.is_file():
         raise KeysError(f"{database}: no such file; allowed is the --database of the SuperLink, on its machine")
+    with contextlib.closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=rw", uri=True)) as file:
+        tables = {name for (name,) in file.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and not {"run", "node", "fab"} <= tables:
+        raise KeysError(f"{database} is another program's database; allowed is the --database of the SuperLink")
     return LinkStateFactory(str(database), NoOpFederationManager(), ObjectStoreFactory(str(database))).state()
 
 
@@ -158,7 +164,7 @@ def start(superlink: str, ca: Path | None, database: Path, path: Path, config: M
     bundle, signature = read(path)
     try:
         app = store(bundle, signature, link_state(database))
-    except SQLAlchemyError as error:  # such as another file, or that of another user
+    except (SQLAlchemyError, sqlite3.Error) as error:  # such as another file, or that of another user
         why = str(error).splitlines()[0]
         raise KeysError(f"{database}: {why}; allowed is the --database of the SuperLink, as its user") from error
     except (zipfile.BadZipFile, KeyError, ValueError) as error:  # such as half a copy

@@ -18,7 +18,8 @@ from pathlib import Path
 from fedtta.client.names import check_name
 from fedtta.server.report.journal import COPY
 from fedtta.settings import Settings, SettingsError, from_config
-from fedtta.simulation import signing, superlink
+from fedtta.simulation import devices, signing, superlink
+from fedtta.simulation.control import public_key
 from fedtta.simulation.standing import KEY as STANDING
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar, run_config
 
@@ -89,6 +90,19 @@ def _folder_of(resume: Scalar) -> Path:
     return path.parent.parent if path.parent.name == Path(COPY).parent.name else path
 
 
+def _named(words: Sequence[str], address: str, ca: Path) -> tuple[list[Path], list[str]]:
+    """Return the files and names of `[NAME=]PUBLIC_KEY`; SettingsError: a name is given twice, or is another key's."""
+    parts = [word.rpartition("=") for word in words]
+    keys, names = [Path(key) for *_, key in parts], [check_name(name) if name else "" for name, *_ in parts]
+    if any(names):
+        enrolled = devices.listed(address, ca)
+        for i, (key, name) in enumerate(zip(keys, names, strict=True)):
+            if name and name in names[:i]:
+                raise SettingsError(f"{name}={key}: the name is given twice; allowed is one device of a name")
+            devices.check_free(enrolled, public_key(key), name)
+    return keys, names
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Register nodes or run the app; return status 0 on success, 1 on failure, 2 for bad arguments, 130 on Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m fedtta.simulation.submit", description=__doc__, allow_abbrev=False)
@@ -121,11 +135,9 @@ def main(words: Sequence[str] | None = None) -> int:
             if arguments.command == "run":
                 _run(home, config, arguments)
             else:
-                named = [one.rpartition("=") for one in arguments.keys]
-                new = superlink.register(
-                    home, [Path(key) for *_, key in named], [check_name(name) if name else "" for name, *_ in named]
-                )
-                print(f"registered: {new} new, {len(arguments.keys) - new} already known")
+                keys, names = _named(arguments.keys, arguments.superlink, arguments.root_certificates)
+                new = superlink.register(home, keys, names)
+                print(f"registered: {new} new, {len(keys) - new} already known")
     except (SettingsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -298,7 +298,10 @@ def router(
         found += [one.of([((), server)], ()) for one in SERVER]
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collected(found))
-        encode, kind = choose_encoder(accept)
+        try:
+            encode, kind = choose_encoder(accept)
+        except (TypeError, ValueError):  # a version of the format that is no number
+            encode, kind = choose_encoder("")
         return encode(registry), kind
 
     async def metrics(request: Request) -> Response:

@@ -24,7 +24,7 @@ from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from fedtta.client.agent import __main__ as agent
 from fedtta.client.config import AgentConfig
 from fedtta.settings import SettingsError
-from fedtta.simulation import deployment, submit, superlink
+from fedtta.simulation import deployment, devices, submit, superlink
 from fedtta.simulation.keys import Keys, make_keys
 from fedtta.simulation.superlink import PROJECT
 
@@ -220,6 +220,8 @@ def test_the_operators_commands_parse(
         return len(keys)
 
     monkeypatch.setattr(superlink, "register", register)
+    monkeypatch.setattr(devices, "listed", lambda *_: [])
+    monkeypatch.setattr(submit, "public_key", lambda _: b"")
     monkeypatch.setattr(superlink, "start", lambda home, config: done.append(config))
     monkeypatch.setattr(superlink, "finish", lambda *_, **__: None)
     words = SERVICES[service]["command"]

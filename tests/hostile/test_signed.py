@@ -6,9 +6,11 @@ Flower's own code verifies here, with records that have been through a SuperLink
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
 import json
+import sqlite3
 import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -202,6 +204,17 @@ def test_a_file_that_is_no_database_is_named(keys: Keys, bundle: bytes, tmp_path
     with pytest.raises(KeysError, match=r"results\.db: .*file is not a database; allowed is the --database"):
         signing.start("127.0.0.1:1", None, database, path, {})
     assert database.read_bytes() == b"no database" * 1000
+
+
+def test_another_programs_database_gets_no_tables(keys: Keys, bundle: bytes, tmp_path: Path) -> None:
+    path, database = tmp_path / "app.fab", tmp_path / "mlflow.db"
+    signed(path, bundle, keys.app)
+    with contextlib.closing(sqlite3.connect(database)) as file:
+        file.execute("CREATE TABLE runs (id INTEGER)")
+    before = database.read_bytes()
+    with pytest.raises(KeysError, match=r"mlflow\.db is another program's database; allowed is the --database"):
+        signing.start("127.0.0.1:1", None, database, path, {})
+    assert database.read_bytes() == before
 
 
 def test_a_bundle_is_not_submitted_with_a_signature_that_is_not_its_own(

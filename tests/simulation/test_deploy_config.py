@@ -18,7 +18,8 @@ import grpc
 import numpy as np
 import pytest
 from flwr.common.config import parse_config_args
-from flwr.proto.control_pb2 import RegisterNodeRequest, RegisterNodeResponse
+from flwr.proto.control_pb2 import ListNodesRequest, ListNodesResponse, RegisterNodeRequest, RegisterNodeResponse
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.superlink.cli.flower_superlink import _parse_args_run_superlink
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -30,7 +31,7 @@ from fedtta.messages.flower import allow_messages
 from fedtta.server.app import serve
 from fedtta.server.report import METRICS_FILE, read_results, render_tables
 from fedtta.settings import SettingsError
-from fedtta.simulation import control, deploy_local, deployment, flower_cli, submit, superlink
+from fedtta.simulation import control, deploy_local, deployment, devices, flower_cli, submit, superlink
 from fedtta.simulation.certificates import KeysError
 from fedtta.simulation.keys import Keys, make_keys
 from fedtta.simulation.superlink import PROJECT, FlowerError
@@ -184,12 +185,17 @@ class Control:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: str = "Public key already in use.") -> None:
         self.error, self.asked, self.known = error, list[tuple[str, bytes]](), list[bytes]()
-        monkeypatch.setattr(control, "client", self.client)
+        for module in (control, devices):
+            monkeypatch.setattr(module, "client", self.client)
 
     @contextlib.contextmanager
     def client(self, superlink: str, ca: Path | None) -> Iterator[Control]:
-        assert (superlink, ca) == ("h:1", None)
+        assert superlink == "h:1"
         yield self
+
+    def ListNodes(self, _: ListNodesRequest) -> ListNodesResponse:
+        nodes = [NodeInfo(name=name, node_id=1, status="online", public_key=key) for name, key in self.asked]
+        return ListNodesResponse(nodes_info=nodes)
 
     def RegisterNode(self, request: RegisterNodeRequest) -> RegisterNodeResponse:
         self.asked.append((request.name, request.public_key))
@@ -216,12 +222,28 @@ def test_keys_are_registered_under_the_names_of_devices(tmp_path: Path, monkeypa
     keys = make_keys(tmp_path / "keys", 2)[0]
     public = [str(keys.node(i)[1]) for i in range(2)]
     made = Control(monkeypatch)
-    monkeypatch.setattr(superlink, "connection", lambda _: ("h:1", None))
     words = ["--superlink", "h:1", "--root-certificates", str(keys.ca), "register"]
     assert submit.main([*words, f"site-a={public[0]}", public[1]]) == 0
     assert [name for name, _ in made.asked] == ["site-a", "node-1"]
     assert submit.main([*words, f"a/b={public[0]}"]) == 2
     assert len(made.asked) == 2
+
+
+def test_a_name_is_registered_for_one_device_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a run and its alerts say of a device, they say by its name."""
+    keys = make_keys(tmp_path / "keys", 3)[0]
+    public = [str(keys.node(i)[1]) for i in range(3)]
+    made = Control(monkeypatch)
+    words = ["--superlink", "h:1", "--root-certificates", str(keys.ca), "register"]
+    assert submit.main([*words, f"site-a={public[0]}", f"site-a={public[1]}"]) == 2
+    assert f"error: site-a={public[1]}: the name is given twice" in capsys.readouterr().err
+    assert submit.main([*words, f"site-a={public[0]}", public[2]]) == 0
+    assert submit.main([*words, f"site-a={public[1]}"]) == 2
+    assert "error: another key is enrolled as site-a (node 1): remove it first" in capsys.readouterr().err
+    assert submit.main([*words, f"site-a={public[0]}"]) == 0  # as when containers start again
+    assert [name for name, _ in made.asked] == ["site-a", "node-2", "site-a"]
 
 
 def test_other_refusals_of_a_node_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,8 @@ def test_prometheus_comes_with_the_token(tmp_path: Path) -> None:
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         asked = {"authorization": f"Bearer {token}", "accept": "application/openmetrics-text; version=1.0.0"}
         assert client.get("/metrics", headers=asked).text.endswith("# EOF\n")
+        odd = client.get("/metrics", headers=asked | {"accept": "application/openmetrics-text; version=x"})
+        assert (odd.status_code, odd.text) == (200, answer.text)  # another one is not a reason to say nothing
 
 
 def test_a_superlink_that_is_gone_leaves_the_metrics(tmp_path: Path) -> None:
