@@ -46,6 +46,8 @@ class NpzSource:
         splits = stored["split"] if "split" in stored else [""] * len(self)
         self._splits = [stated_split(as_name(one), f"{file}: image {i}") for i, one in enumerate(splits)]
         self.classes = tuple(sorted({one for one in self._labels if one is not None}))
+        unused = sorted(set(stored) - {"x", "y", "classes", "group", "split"})
+        self.notes = (f"arrays not used: {', '.join(unused)}",) if unused else ()
 
     def __len__(self) -> int:
         return len(self._pixels)
