@@ -7,19 +7,21 @@ import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .base import SPLITS, stated_split
+from .base import SPLITS
 from .files import OUTSIDE, open_beneath
 
 #: Names that data sets give to the three splits.
-SPLIT_NAMES = {"valid": "validation", "val": "validation", "dev": "validation", **{name: name for name in SPLITS}}
+SPLIT_NAMES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "testing": "test"}
+SPLIT_NAMES |= {name: name for name in SPLITS}
+GROUP = "group"  # the column
 
 
 class HuggingFaceSource:
     """The samples of a data set that was saved with `save_to_disk`, or that `load_dataset` finds by path or name.
 
-    The images are the column of type `Image`; the labels are the column of type `ClassLabel`, else a column "label" or
-    "labels" of text or numbers. A column "group" holds the groups. In a data set with a test split, its splits are the
-    stated ones; otherwise the hash decides.
+    The images are the column of type `Image`. A column "group" holds the groups. The labels are another column of type
+    `ClassLabel`, else a column "label" or "labels" of text or numbers. A missing value, NaN and a `ClassLabel`'s -1 are
+    no group and no label. In a data set with a test split, its splits are the stated ones; otherwise the hash decides.
 
     Parameters
     ----------
@@ -30,27 +32,35 @@ class HuggingFaceSource:
     Raises
     ------
     ValueError
-        The data set cannot be loaded, or it has not exactly one column of images.
+        The data set cannot be loaded, it has not exactly one column of images, or a label has no class.
     """
 
     def __init__(self, text: str) -> None:
         folder = Path(text).expanduser()
         self._folder = os.path.realpath(folder) if folder.exists() else ""
         parts = _load(text)
-        stated = "test" in {SPLIT_NAMES.get(name, "") for name in parts}
+        named = {name: SPLIT_NAMES.get(name.lower(), "") for name in parts}
+        stated = "test" in named.values()
         self._rows: list[tuple[str, Any, int]] = []
         self._labels: list[str | None] = []
         self._splits: dict[str, str] = {}
         self._images: dict[str, str] = {}  # split → column
-        for name, part in parts.items():  # which may have other columns each
+        self._groups: list[str] = []
+        unused: set[str] = set()
+        for name, saved in parts.items():  # which may have other columns each
+            part = saved.with_format(None)  # a format such as "torch" is saved with the data
             image, label = _columns(part.features, text)
+            group = GROUP if GROUP in part.features else ""
             self._images[name] = image
-            self._labels += _label_names(part, label)
-            self._splits[name] = stated_split(SPLIT_NAMES.get(name, ""), text) if stated else ""
-            encoded = part.cast_column(image, type(part.features[image])(decode=False))
+            self._labels += _texts(part, label, text)
+            self._groups += [one or "" for one in _texts(part, group, text)]
+            self._splits[name] = named[name] if stated else ""
+            # alone: a row is read with all its columns, and those of images or sound are decoded
+            encoded = part.select_columns(image).cast_column(image, type(part.features[image])(decode=False))
             self._rows += [(name, encoded, i) for i in range(len(encoded))]
-        self._groups = [group for part in parts.values() for group in _groups(part)]
+            unused |= set(part.features) - {image, label, group}
         self.classes = tuple(sorted({one for one in self._labels if one is not None}))
+        self.notes = (f"columns not used: {', '.join(sorted(unused))}",) if unused else ()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -71,7 +81,7 @@ class HuggingFaceSource:
         """Open the encoded image, from the table or from the file that it names."""
         name, part, row = self._rows[i]
         stored = part[row][self._images[name]]
-        if stored is None:
+        if stored is None or (stored.get("bytes") is None and not stored.get("path")):
             raise ValueError("no image")
         if stored.get("bytes") is not None:
             return io.BytesIO(stored["bytes"])
@@ -109,7 +119,8 @@ def _load(text: str) -> dict[str, Any]:
         load = datasets.load_from_disk if saved else datasets.load_dataset
         loaded = load(str(path) if path.exists() else text)
     except Exception as error:  # the library has no common class of errors
-        raise ValueError(f"data = 'hf:{text}' cannot be loaded: {error}") from error
+        why = ": ".join(dict.fromkeys(str(one) for one in (error, error.__cause__) if one))
+        raise ValueError(f"data = 'hf:{text}' cannot be loaded: {why}") from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
 
 
@@ -120,7 +131,7 @@ def _columns(features: Any, text: str) -> tuple[str, str]:
     images = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
     if len(images) != 1:
         raise ValueError(f"data = 'hf:{text}': one column of type Image is needed; the columns are {dict(features)}")
-    labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel) and name != GROUP]
     if len(labels) > 1 and "label" in labels:
         labels = ["label"]
     if len(labels) > 1:
@@ -131,19 +142,16 @@ def _columns(features: Any, text: str) -> tuple[str, str]:
     return images[0], next(iter([*labels, *named]), "")
 
 
-def _label_names(part: Any, column: str) -> list[str | None]:
-    """Return the class names of a part's rows."""
+def _texts(part: Any, column: str, text: str) -> list[str | None]:
+    """Return a column as text, of a `ClassLabel` the names of its numbers; None where there is nothing."""
     if not column:
         return [None] * len(part)
     names = getattr(part.features[column], "names", None)
     values = part[column][:]
     if names is None:
-        return [None if value is None else str(value) or None for value in values]
+        return [None if value is None or value != value else str(value) or None for value in values]  # NaN != NaN
+    if wrong := [value for value in values if value is not None and value >= len(names)]:
+        raise ValueError(
+            f"data = 'hf:{text}': column {column!r} has the number {wrong[0]}, but there are {len(names)} names"
+        )
     return [None if value is None or value < 0 else names[value] for value in values]
-
-
-def _groups(part: Any) -> list[str]:
-    """Return the groups of a part's rows."""
-    if "group" not in part.features:
-        return [""] * len(part)
-    return ["" if value is None else str(value) for value in part["group"][:]]

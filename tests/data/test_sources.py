@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import random
+import shutil
 import socket
 import unicodedata
 from collections.abc import Iterator
@@ -17,8 +20,9 @@ import pytest
 from PIL import Image
 
 from fedtta.data.sources import UnusableData, files, open_source
-from fedtta.data.sources.base import escaped
+from fedtta.data.sources.base import escaped, notes_of
 from fedtta.data.sources.folder import read_table
+from fedtta.data.sources.huggingface import HuggingFaceSource
 from fedtta.data.sources.index import Index
 from fedtta.data.sources.scan import Reader, scan
 from fedtta.models.preprocessing import Preprocessing
@@ -463,6 +467,12 @@ def test_images_of_an_npz_whose_group_is_nan_have_none(tmp_path: Path) -> None:
     assert [made.group(i) for i in range(3)] == ["", "17.0", ""]
 
 
+def test_arrays_of_an_npz_that_are_not_used_are_noted(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", x=np.zeros((1, 4, 4), np.uint8), groups=np.array(["p"]), split=np.array([""]))
+    source = open_source(f"npz:{tmp_path / 'data.npz'}")
+    assert notes_of(source) == ("arrays not used: groups",)
+
+
 def test_texts_of_an_npz_may_be_bytes(tmp_path: Path) -> None:
     text = {"y": [b"cat", b"dog"], "group": [b"p1", b""], "split": [b"train", b"test"]}
     np.savez(
@@ -571,6 +581,90 @@ def test_a_hugging_face_data_set_may_not_lead_out_of_its_folder(tmp_path: Path) 
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "files" / "a.parquet")
     with pytest.raises(ValueError, match="leads out of the folder"):
         Reader(open_source(f"hf:{tmp_path / 'files'}"), PREPARED, 100).read(0)
+
+
+def table(folder: Path, features: dict[str, Any], form: str | None = None, **columns: list[Any]) -> HuggingFaceSource:
+    """Save images and other columns in a format; return them as a source."""
+    datasets = pytest.importorskip("datasets")
+    rows = {"image": [encoded(value) for value in range(len(next(iter(columns.values()))))], **columns}
+    made = datasets.Dataset.from_dict(rows, features=datasets.Features({"image": datasets.Image(), **features}))
+    made.with_format(form).save_to_disk(folder)
+    return HuggingFaceSource(str(folder))
+
+
+def test_hugging_face_groups_are_no_labels(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    patients, text = datasets.ClassLabel(names=["p", "q"]), datasets.Value("string")
+    made = table(tmp_path, {"label": text, "group": patients}, label=["a", "b", "a"], group=[1, 0, -1])
+    assert [(made.label(i), made.group(i)) for i in range(3)] == [("a", "q"), ("b", "p"), ("a", "")]
+
+
+def test_hugging_face_nan_is_no_label_and_no_group(tmp_path: Path) -> None:
+    number = pytest.importorskip("datasets").Value("float64")
+    made = table(tmp_path, {"label": number, "group": number}, label=[1, math.nan], group=[math.nan, 7])
+    assert [(made.label(i), made.group(i)) for i in range(2)] == [("1.0", ""), (None, "7.0")]
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow"])
+def test_hugging_face_in_the_format_of_another_program(form: str, tmp_path: Path) -> None:
+    number = pytest.importorskip("datasets").Value("int64")
+    made = table(tmp_path, {"label": number}, form, label=[3, 4])
+    assert [made.label(i) for i in range(2)] == ["3", "4"]
+    assert (Reader(made, PREPARED, 100).read(1)[1] == 1).all()
+
+
+def test_hugging_face_columns_not_used_are_noted_and_not_decoded(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    damaged = {"scan": {"bytes": b"no image", "path": None}}
+    features = {"patient": datasets.Value("string"), "more": {"scan": datasets.Image()}}
+    made = table(tmp_path, features, patient=["p", "q"], more=[damaged, damaged])
+    assert made.notes == ("columns not used: more, patient",)
+    assert (Reader(made, PREPARED, 100).read(1)[1] == 1).all()
+
+
+@pytest.mark.usefixtures("cache")
+def test_hugging_face_a_row_without_bytes_and_path_has_no_image(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from pyarrow import parquet
+
+    made = datasets.Dataset.from_list([{"image": {"bytes": None, "path": None}}, {"image": encoded(1)}]).data.table
+    features = datasets.Features({"image": datasets.Image()})
+    (tmp_path / "site").mkdir()
+    parquet.write_table(made.cast(features.arrow_schema), tmp_path / "site" / "train.parquet")
+    reader = Reader(open_source(f"hf:{tmp_path / 'site'}"), PREPARED, 100)
+    with pytest.raises(ValueError, match="no image"):
+        reader.read(0)
+    assert (reader.read(1)[1] == 1).all()
+
+
+def test_hugging_face_a_number_without_a_class_is_named(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    table(tmp_path, {"label": datasets.Value("int64")}, label=[0, 7])
+    info = tmp_path / "dataset_info.json"
+    stored = json.loads(info.read_text())
+    stored["features"]["label"] = {"names": ["cat", "dog"], "_type": "ClassLabel"}
+    info.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="column 'label' has the number 7, but there are 2 names"):
+        HuggingFaceSource(str(tmp_path))
+
+
+def test_hugging_face_names_of_splits_may_have_capitals(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    parts = {"Training": hugging_face([1]), "Val": hugging_face([2]), "Testing": hugging_face([3])}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "one")
+    made = open_source(f"hf:{tmp_path / 'one'}")
+    assert [(made.name(i), made.split(i)) for i in range(3)] == [
+        ("Training/0", "train"), ("Val/0", "validation"), ("Testing/0", "test")
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("cache")
+def test_hugging_face_that_cannot_be_loaded_tells_the_cause(tmp_path: Path) -> None:
+    png(tmp_path / "src" / "cat" / "0.png")
+    png(tmp_path / "src" / "dog" / "0.png")
+    shutil.make_archive(str(tmp_path / "site" / "train"), "zip", tmp_path / "src")
+    with pytest.raises(ValueError, match=r"cannot be loaded: An error occurred .*: Invalid string class label"):
+        open_source(f"hf:{tmp_path / 'site'}")
 
 
 def test_hugging_face_without_an_image_column(tmp_path: Path) -> None:
