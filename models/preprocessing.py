@@ -17,10 +17,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -258,10 +259,16 @@ class Preprocessing:
     def _decode_dicom(self, content: bytes, max_pixels: int) -> NDArray[Any]:
         """Return a DICOM image: colours of 8 bits as uint8 [H, W, 3]; else in [0, 1], or raw if there is a window."""
         pydicom = _pydicom()
+        check_inflated(BytesIO(content), max_pixels)
         file = pydicom.dcmread(BytesIO(content))
         _check_size(int(file.Columns), int(file.Rows), max_pixels)
         if int(file.get("NumberOfFrames", 1) or 1) != 1:
             raise _Refused(f"a DICOM file of {file.NumberOfFrames} frames; it must hold one image")
+        syntax = file.file_meta.get("TransferSyntaxUID")
+        decoder = pydicom.pixels.get_decoder(syntax) if syntax is not None and syntax.is_compressed else None
+        if decoder is not None and not decoder.is_available:
+            needed = " or ".join(decoder.missing_dependencies)
+            raise _Refused(f"DICOM compression without its decoder: {syntax.name}; install one: {needed}")
         stored = file.pixel_array  # colours are RGB
         if file.PhotometricInterpretation == "PALETTE COLOR":  # numbers of colours
             bits = int(file.RedPaletteColorLookupTableDescriptor[2])
@@ -301,6 +308,27 @@ def has_deep_colours(opened: ImageFile.ImageFile) -> bool:
 def _check_size(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise _Refused(f"{width} x {height} pixels; allowed are {max_pixels:,}")
+
+
+def check_inflated(file: BinaryIO, max_pixels: int) -> None:
+    """Check what a DICOM file that is deflated as a whole inflates to; pydicom does that at once, without a bound.
+
+    Raises
+    ------
+    DecompressionBombError
+        It is more than 8 bytes a pixel, and 1 MiB of other elements.
+    """
+    from pydicom.filereader import read_dataset
+
+    file.seek(132)
+    meta = read_dataset(file, False, True, stop_when=lambda tag, *_: tag >> 16 != 2)
+    if meta.get("TransferSyntaxUID") == "1.2.840.10008.1.2.1.99":
+        most, inflated, inflater = 8 * max_pixels + (1 << 20), 0, zlib.decompressobj(-zlib.MAX_WBITS)
+        while chunk := inflater.unconsumed_tail or file.read(1 << 16):
+            inflated += len(inflater.decompress(chunk, 1 << 20))
+            if inflated > most:
+                raise Image.DecompressionBombError(f"a deflated DICOM file of more than {most / 1e6:.0f} MB")
+    file.seek(0)
 
 
 def _above(values: NDArray[Any], low: float) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
-from fedtta.models.preprocessing import FORMATS, has_deep_colours
+from fedtta.models.preprocessing import FORMATS, check_inflated, has_deep_colours
 
 #: A larger file is not read; 100 megapixels of 16-bit RGB are 600 MB.
 MAX_BYTES = 1 << 30
@@ -113,7 +113,7 @@ def read_encoded(file: BinaryIO, max_pixels: int) -> bytes:
             raise ValueError("empty file")
         if size > MAX_BYTES:
             raise ValueError(f"too large: {size / 1e6:.0f} MB; allowed are {MAX_BYTES / 1e6:.0f}")
-        width, height = _header_size(file)
+        width, height = _header_size(file, max_pixels)
         check_pixels(width, height, max_pixels)
         file.seek(0)
         return file.read(MAX_BYTES)
@@ -143,16 +143,16 @@ def _is_dicom(file: BinaryIO) -> bool:
     return dicom
 
 
-def _header_size(file: BinaryIO) -> tuple[int, int]:
+def _header_size(file: BinaryIO, max_pixels: int) -> tuple[int, int]:
     """Return (width, height) from the header; no pixel is decoded."""
     dicom = _is_dicom(file)
     try:
         if dicom:
-            return _dicom_size(file)
+            return _dicom_size(file, max_pixels)
         with Image.open(file, formats=FORMATS) as image:
             return image.size
     except Image.DecompressionBombError as error:
-        raise ValueError(f"too large: {error}") from error  # Pillow's own bound, 179 megapixels
+        raise ValueError(f"too large: {error}") from error  # of Pillow (179 megapixels) or `check_inflated`
     except UnidentifiedImageError as error:
         raise ValueError(DAMAGED) from error
     except ImportError as error:
@@ -161,10 +161,11 @@ def _header_size(file: BinaryIO) -> tuple[int, int]:
         raise ValueError(f"{DAMAGED}: {error or type(error).__name__}") from error
 
 
-def _dicom_size(file: BinaryIO) -> tuple[int, int]:
+def _dicom_size(file: BinaryIO, max_pixels: int) -> tuple[int, int]:
     try:
         import pydicom
     except ImportError as error:
         raise ImportError("DICOM files need pydicom: pip install 'fedtta[dicom]'") from error
+    check_inflated(file, max_pixels)
     header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["Rows", "Columns", "NumberOfFrames"])
     return int(header.Columns), int(header.Rows) * int(header.get("NumberOfFrames", 1) or 1)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
+from fedtta.data.sources.files import read_encoded
 from fedtta.models import Preprocessing
 from fedtta.models.preprocessing import INTERPOLATIONS, RESIZES
 
@@ -154,6 +155,7 @@ def test_large_images_are_refused_before_they_are_decoded() -> None:
 HUGE = """
 from io import BytesIO
 from PIL import Image
+from fedtta.data.sources.files import read_encoded
 from fedtta.data.sources.files import read_encoded
 from fedtta.models import Preprocessing
 
@@ -455,6 +457,46 @@ def test_palette_dicom_has_the_colours_that_its_numbers_stand_for(
     numbers = np.array([[0, 1], [2, 3]], np.uint8)
     pixels = prepare(Preprocessing(2, window=window), dicom(numbers, bits=8, **palette(entries, bits)))
     assert pixels.reshape(3, 4).tolist() == [[255, 0, 102, 51], [0] * 4, [255, 0, 102, 51]]
+
+
+def deflated(content: bytes, more: int) -> bytes:
+    """Return a DICOM file deflated as a whole, with an element of `more` zeros."""
+    import pydicom
+
+    file = pydicom.dcmread(BytesIO(content))
+    file.file_meta.TransferSyntaxUID = pydicom.uid.DeflatedExplicitVRLittleEndian
+    file.add_new((0x11, 0x10), "LO", "zeros")
+    file.add_new((0x11, 0x1001), "OB", bytes(more))
+    buffer = BytesIO()
+    file.save_as(buffer, enforce_file_format=True)
+    return buffer.getvalue()
+
+
+def test_a_deflated_dicom_file_may_not_grow_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    pydicom = pytest.importorskip("pydicom")
+    plain = dicom(RAMP)
+    intact, large = deflated(plain, 1 << 19), deflated(plain, 1 << 23)
+    np.testing.assert_array_equal(prepare(Preprocessing(2, 1), intact), prepare(Preprocessing(2, 1), plain))
+    assert len(large) < 20_000
+    monkeypatch.setattr(pydicom, "dcmread", lambda *_, **__: pytest.fail("it is inflated"))
+    with pytest.raises(ValueError, match="a deflated DICOM file of more than 1 MB"):
+        Preprocessing().decode(large, max_pixels=100)
+    with pytest.raises(ValueError, match="too large: a deflated DICOM file of more than 1 MB"):
+        read_encoded(BytesIO(large), 100)
+
+
+def test_a_dicom_file_whose_decoder_is_not_installed_is_not_called_damaged() -> None:
+    pydicom = pytest.importorskip("pydicom")
+    syntax = pydicom.uid.JPEGLSLossless
+    if pydicom.pixels.get_decoder(syntax).is_available:
+        pytest.skip("the decoder is installed")
+    file = pydicom.dcmread(BytesIO(dicom(RAMP)))
+    file.file_meta.TransferSyntaxUID = syntax
+    file.PixelData = pydicom.encaps.encapsulate([bytes(8)])
+    buffer = BytesIO()
+    file.save_as(buffer)
+    with pytest.raises(ValueError, match=r"^DICOM compression without its decoder: JPEG-LS .* and pyjpegls"):
+        Preprocessing().decode(buffer.getvalue())
 
 
 def test_dicom_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
