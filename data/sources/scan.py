@@ -16,7 +16,7 @@ from PIL import Image
 from fedtta.models.deadline import check_deadline
 from fedtta.models.preprocessing import Preprocessing, RawImage
 
-from .base import EncodedSource, Source, as_text, asked, escaped, indices, skipped_of, stated_split
+from .base import EncodedSource, Source, as_text, asked, composed, escaped, indices, skipped_of, stated_split
 from .files import check_pixels, read_encoded, stands_a_window
 from .index import Index
 
@@ -163,7 +163,8 @@ def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, st
     with asked("the source of the data"):
         order = list(indices(source))
         labels = [as_text(source.label(i), f"label({i})") or None for i in range(len(source))]
-        groups = [as_text(source.group(i), f"group({i})") for i in range(len(source))]
+        # one way of writing an accented letter, and no spaces around: a patient's images would be of two groups
+        groups = [composed(as_text(source.group(i), f"group({i})")).strip() for i in range(len(source))]
         splits = [stated_split(as_text(source.split(i), f"split({i})"), source.name(i)) for i in range(len(source))]
         stamps = [json.loads(json.dumps(stamp_of(i))) for i in range(len(source))]  # as the index file returns them
     labelled = any(label is not None for label in labels)

@@ -154,6 +154,14 @@ def test_the_stated_split_of_a_group_is_that_of_all_its_samples() -> None:
         data_of([*MANY, *stated, Item("y", 1001, "a", "p", "train")])
 
 
+def test_a_group_may_be_written_in_several_ways() -> None:
+    written = [[f"Müller {i}", unicodedata.normalize("NFD", f"Müller {i}"), f" Müller {i} "] for i in range(20)]
+    items = [Item(f"{i}-{k}", 3 * i + k, group=group) for i, ways in enumerate(written) for k, group in enumerate(ways)]
+    found = splits(data_of(items))
+    for i in range(20):
+        assert len({found[f"{i}-{k}"] for k in range(3)}) == 1
+
+
 def test_content_of_two_splits_is_tested() -> None:
     items = [Item("a", 1, split="train"), Item("b", 1, split="validation"), Item("c", 1, split="test")]
     data = data_of([*items, Item("d", 2, split="train"), Item("e", 2, split="validation"), Item("f", 3, split="train")])
