@@ -12,7 +12,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -98,16 +100,14 @@ class Demo:
                     self.nodes[site.name] = deployment.Supervised(partial(start, number))
             deployment.wait_for_agents(agents)
             say("three sites are up; training begins")
-            with ThreadPoolExecutor(1) as executor:
-                run = executor.submit(deployment.run, self.home, self.settings.flat(), PATIENCE, show=True)
-                while not run.done():
-                    for number, site in enumerate(SITES):
-                        if site.name not in self.nodes and self.rounds() >= self.settings.rounds // 4:
-                            say(f"{site.name} starts")
-                            self.nodes[site.name] = deployment.Supervised(partial(start, number))
-                    self.tend()
-                    time.sleep(POLL)
-                run.result()
+            ended = threading.Event()
+            with ThreadPoolExecutor(1) as executor:  # the run in this thread, which a signal interrupts
+                supervised = executor.submit(self.supervise, start, ended)
+                try:
+                    deployment.run(self.home, self.settings.flat(), PATIENCE, show=True)
+                finally:
+                    ended.set()
+            supervised.result()
             self.require_all()
             say("the shift: new images arrive at every site")
             found = {site.name: self.predict(site, changed[site.name]) for site in SITES}
@@ -133,6 +133,15 @@ class Demo:
         there |= {one["name"] for one in events if one["event"] == "joined"}
         if absent := [site.name for site in SITES if site.name not in there]:
             raise FlowerError(f"{', '.join(absent)} had not joined when training ended; take more --rounds")
+
+    def supervise(self, start: Callable[[int], subprocess.Popen[bytes]], ended: threading.Event) -> None:
+        """Until the run has ended, start the last site after a quarter of its rounds, and tend the SuperNodes."""
+        while not ended.wait(POLL):
+            for number, site in enumerate(SITES):
+                if site.name not in self.nodes and self.rounds() >= self.settings.rounds // 4:
+                    say(f"{site.name} starts")
+                    self.nodes[site.name] = deployment.Supervised(partial(start, number))
+            self.tend()
 
     def tend(self) -> None:
         """Start SuperNodes again that have ended, or that the run has reported as gone."""

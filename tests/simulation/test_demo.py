@@ -6,7 +6,10 @@ import json
 import signal
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +20,7 @@ from fedtta.data.sources import own_data
 from fedtta.models.preprocessing import Preprocessing
 from fedtta.server.report import METRICS_FILE
 from fedtta.settings import Settings
-from fedtta.simulation import deployment
+from fedtta.simulation import deployment, superlink
 from fedtta.simulation.demo import __main__ as demo_program
 from fedtta.simulation.demo.__main__ import LAPSE, Demo, encoded, main, settings_of
 from fedtta.simulation.demo.page import Outcome, write_page
@@ -94,6 +97,35 @@ def test_a_site_that_has_not_joined_in_time_is_named(tmp_path: Path) -> None:
         demo.require_all()
     (tmp_path / "run" / METRICS_FILE).write_text("".join(lines))
     demo.require_all()
+
+
+def test_a_signal_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run would be waited for, up to a quarter of an hour, with all further signals ignored."""
+    keys = SimpleNamespace(ca=tmp_path, node=lambda number: (tmp_path, tmp_path))
+    node = SimpleNamespace(poll=lambda: None)
+    monkeypatch.setattr(demo_program, "make_keys", lambda *_: (keys, None))
+    monkeypatch.setattr(superlink, "superlink", lambda *_, **__: nullcontext("fleet"))
+    monkeypatch.setattr(superlink, "register", lambda *_: None)
+    monkeypatch.setattr(deployment, "start_agent", lambda *_: None)
+    monkeypatch.setattr(deployment, "supernode", lambda *_: nullcontext(node))
+    monkeypatch.setattr(deployment, "wait_for_agents", lambda *_: None)
+    waited: list[bool] = []
+
+    def run(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(5)
+        waited.append(True)
+
+    monkeypatch.setattr(deployment, "run", run)
+    images = source_images(None)
+    arrivals = write_sites(tmp_path, images)
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with pytest.raises(SystemExit):
+            Demo(tmp_path, settings_of(images, tmp_path, 5), tmp_path, tmp_path).run({}, arrivals)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert not waited
 
 
 @pytest.mark.parametrize(
