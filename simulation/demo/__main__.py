@@ -262,7 +262,12 @@ def main(words: list[str] | None = None) -> int:
         print(f"error: {folder} exists; choose another --folder", file=sys.stderr)
         return 2
     unwind_on_signals()
-    images = source_images(Path(os.environ["FEDTTA_DATA"]).expanduser() if os.environ.get("FEDTTA_DATA") else None)
+    data_dir = Path(os.environ["FEDTTA_DATA"]).expanduser() if os.environ.get("FEDTTA_DATA") else None
+    try:
+        images = source_images(data_dir)
+    except (OSError, ValueError) as error:
+        print(f"error: FEDTTA_DATA = {data_dir}: {error}", file=sys.stderr)
+        return 2
     start = time.monotonic()
     try:
         arrivals = write_sites(folder, images)

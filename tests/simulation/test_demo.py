@@ -157,3 +157,15 @@ def test_a_folder_that_cannot_be_made_is_named(
     (tmp_path / "file").touch()
     assert main(["--folder", str(tmp_path / "file" / "new")]) == 1
     assert capsys.readouterr().err.startswith(f"demo failed: [Errno 20] Not a directory: '{tmp_path / 'file' / 'new'}")
+
+
+def test_damaged_images_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo_program, "unwind_on_signals", lambda: None)
+    monkeypatch.setenv("FEDTTA_DATA", str(tmp_path))
+    (tmp_path / "pacs64").mkdir()
+    (tmp_path / "pacs64" / "photo.jpg").touch()
+    assert main(["--folder", str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: FEDTTA_DATA = {tmp_path}: ")
+    assert not (tmp_path / "new").exists()
