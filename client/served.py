@@ -261,6 +261,11 @@ class Rest:
             raise ValueError(f"{folder}: {NETWORK} and {REST} do not belong together")
 
 
+def version_of(origin: str, digest: str) -> str:
+    """Return a model's version: "<origin>/<the first 8 digits of its digest>"."""
+    return f"{origin}/{digest[:8]}"
+
+
 def _gains(about: Mapping[str, Any]) -> Gains | None:
     """Return what a model's file says of candidates; models of former versions do not tell class shares."""
     of = {name: Calibration(*values) for name, *values in about.get("gains", [])}

@@ -25,7 +25,7 @@ from fedtta.client.agent.manifest import Model, State
 from fedtta.client.agent.observation import Recent
 from fedtta.client.agent.store import UNREADABLE, Store
 from fedtta.client.config import AgentConfig
-from fedtta.client.served import ServedModel
+from fedtta.client.served import ServedModel, version_of
 from fedtta.messages.requests import AdapterRow
 
 ROLLED_BACK, REJECTED = "rolled back by the operator", "rejected by the operator"
@@ -170,7 +170,7 @@ class Lifecycle:
             "promoted <version>", "shadow <version>", "waiting for approval <version>" or "refused: <reason>".
         """
         digest = served.digest()
-        version = f"{served.origin}/{digest[:8]}"
+        version = version_of(served.origin, digest)
         known = next((model for model in self.store.models if model.digest == digest), None)
         if known is not None and known.state in OUTCOME and self._holds(known):
             return f"{OUTCOME[known.state]} {version}"
@@ -184,7 +184,7 @@ class Lifecycle:
 
     def _compared(self, served: ServedModel, digest: str, samples: Samples, file: str) -> str | None:
         """Check a model and decide on it; None if the model that it was compared with is not in service any more."""
-        version, live, model = f"{served.origin}/{digest[:8]}", self.live, self.store.served
+        version, live, model = version_of(served.origin, digest), self.live, self.store.served
         lost = model.check.get(LOST, 0.0) if model and not file else 0.0
         result = check(served, live.served if live else None, samples, self.config.acceptance, lost)
         with self.saving:

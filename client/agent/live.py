@@ -14,7 +14,7 @@ from fedtta.client.adapters import chooses
 from fedtta.client.agent.guard import Guard, LastGood, Verdict, flat_images
 from fedtta.client.agent.observation import Recent
 from fedtta.client.config import Limits
-from fedtta.client.served import ServedModel
+from fedtta.client.served import ServedModel, version_of
 from fedtta.messages.arrays import Arrays
 from fedtta.tta.arrays import softmax_of, to_host, untracked
 from fedtta.tta.auto import Auto
@@ -58,7 +58,7 @@ class Live:
             self.adapter = served.build()
             start = self.adapter.state_dict()
         self.digest = served.digest()
-        self.version = f"{served.origin}/{self.digest[:8]}"
+        self.version = version_of(served.origin, self.digest)
         self.samples = self.saved = self.tried = 0
         self.changed = True
         self.guard = None if limits is None else Guard(limits, served.baseline, self.adapter.per == "batch")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fedtta.client.served import REST
+from fedtta.client.served import REST, version_of
 from fedtta.models import load_arrays
 
 SCHEMA = 2
@@ -99,8 +99,8 @@ class Model:
 
     @property
     def version(self) -> str:
-        """Return "<origin>/<the digest's first 8 digits>"."""
-        return f"{self.origin}/{self.digest[:8]}"
+        """See `version_of`."""
+        return version_of(self.origin, self.digest)
 
 
 @dataclass(frozen=True)
