@@ -17,8 +17,6 @@ from fedtta.settings.files import write_atomically
 RESULTS = Path(__file__).parent / "results"
 #: What runs did before a setting existed, where its default is something else: the mean had no limits.
 BEFORE: dict[str, Any] = {"clip-factor": 0.0, "max-share": 0.0}
-#: In a note of kept rows whose images are computed otherwise now.
-EASIER = "an easier frost"
 
 
 def provenance() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedtta.benchmarks.papers import WITH
-from fedtta.benchmarks.provenance import BEFORE, EASIER, differing, provenance_of_run
+from fedtta.benchmarks.provenance import BEFORE, differing, provenance_of_run
 from fedtta.benchmarks.tables.protocol import Cell
 from fedtta.benchmarks.tables.protocol_file import TYPES, Types, check_types
 from fedtta.client.device import SLOW_BFLOAT16
@@ -122,11 +122,9 @@ def check_kept(path: Path, settings: Settings, start: Mapping[str, Any] | None =
 
 
 def check_alike(path: Path, content: Mapping[str, Any], settings: Settings) -> None:
-    """Raise SettingsError if a file's rows have the easier frost or another `PRECISION`: others would not compare."""
+    """Raise SettingsError if a file's rows have another `PRECISION`: others would not compare."""
     if content and content["settings"].get(PRECISION, Settings().autocast) != settings.autocast:
         raise SettingsError(f"{path} was made with another {PRECISION}; set it, or choose another --out")
-    if any(EASIER in note for note in content.get("notes", ())):
-        raise SettingsError(f"{path} has rows with {EASIER}; choose another --out, where all rows are run")
 
 
 def wanted_rows(settings: Settings) -> list[str]:
