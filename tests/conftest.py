@@ -21,6 +21,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from xdist.scheduler import LoadFileScheduling
 
 from fedtta.server.report import page
+from fedtta.simulation.program import ENDING
 
 #: Files that start Ray, each enough for two cores.
 RAY = (
@@ -72,7 +73,7 @@ def _flower_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
     """Restore the handlers of signals, which commands replace for good."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     yield
     for number, handler in handlers.items():
         if signal.getsignal(number) is not handler:

@@ -54,14 +54,11 @@ class Mark:
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mark]:
-    """Mark what the test starts, undo the signal handlers of `main`, and leave nothing even when the test fails."""
+    """Mark what the test starts, and leave nothing even when the test fails."""
     value = uuid.uuid4().hex
     monkeypatch.setenv("FEDTTA_TEST_MARK", value)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     made = Mark(value)
     yield made
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     for pid in made.living():
         os.kill(pid, signal.SIGKILL)
 

@@ -156,7 +156,6 @@ HUGE = """
 from io import BytesIO
 from PIL import Image
 from fedtta.data.sources.files import read_encoded
-from fedtta.data.sources.files import read_encoded
 from fedtta.models import Preprocessing
 
 Image.new("1", (9900, 9900)).save(file := BytesIO(), "PNG")

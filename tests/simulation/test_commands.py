@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,15 @@ def test_a_hang_up_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> 
         assert handled == after
 
 
+@pytest.fixture
+def hang_up() -> Iterator[None]:
+    """SIGHUP with its usual effect, also in tests that run under `nohup`, as they may in a CI service."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hang_up")
 def test_a_terminal_that_is_gone_is_no_reason_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error of writing to it would have been that of a connection, after which programs try again."""
 
@@ -126,6 +135,7 @@ def test_a_terminal_that_is_gone_is_no_reason_to_go_on(monkeypatch: pytest.Monke
         handlers[signal.SIGHUP](signal.SIGHUP, None)
 
 
+@pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_simulation_that_is_ended_by_a_signal_leaves_no_private_state(number: int, tmp_path: Path) -> None:
     """SIGTERM is what service managers send; the clients' state is in a temporary folder until the run ends."""
