@@ -7,15 +7,18 @@ cannot lead out of the folder either.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 
 from fedtta.models.preprocessing import FORMATS, check_inflated, has_deep_colours
+
+from .base import composed
 
 #: A larger file is not read; 100 megapixels of 16-bit RGB are 600 MB.
 MAX_BYTES = 1 << 30
@@ -135,6 +138,14 @@ def stands_a_window(file: BinaryIO) -> bool:
         return not has_deep_colours(image)
 
 
+def patient_of(file: BinaryIO, max_pixels: int) -> str:
+    """Return a hash of the PatientID of a DICOM file; "" for other files, and without a PatientID."""
+    if not _is_dicom(file):
+        return ""
+    patient = composed(str(_dicom_header(file, max_pixels, "PatientID").get("PatientID") or "")).strip(" \0")
+    return patient and f"patient {hashlib.sha256(patient.encode()).hexdigest()[:16]}"
+
+
 def _is_dicom(file: BinaryIO) -> bool:
     """Return whether a file, which is left at its beginning, is DICOM."""
     file.seek(128)
@@ -162,10 +173,15 @@ def _header_size(file: BinaryIO, max_pixels: int) -> tuple[int, int]:
 
 
 def _dicom_size(file: BinaryIO, max_pixels: int) -> tuple[int, int]:
+    header = _dicom_header(file, max_pixels, "Rows", "Columns", "NumberOfFrames")
+    return int(header.Columns), int(header.Rows) * int(header.get("NumberOfFrames", 1) or 1)
+
+
+def _dicom_header(file: BinaryIO, max_pixels: int, *tags: str) -> Any:
+    """Return a `pydicom.FileDataset` of some elements, which are not the pixels."""
     try:
         import pydicom
     except ImportError as error:
         raise ImportError("DICOM files need pydicom: pip install 'fedtta[dicom]'") from error
     check_inflated(file, max_pixels)
-    header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["Rows", "Columns", "NumberOfFrames"])
-    return int(header.Columns), int(header.Rows) * int(header.get("NumberOfFrames", 1) or 1)
+    return pydicom.dcmread(file, stop_before_pixels=True, specific_tags=list(tags))

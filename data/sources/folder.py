@@ -2,6 +2,7 @@
 
 - `labels.csv` in the folder: columns path (relative to the folder), and label, group and split where there are any.
   Only files in the table are samples; their names may have any ending.
+  Without the columns group and split, and without a table, the group of a DICOM file is its patient.
 - Otherwise class folders: a file belongs to the class of the first folder on its path, at any depth below it.
 - Otherwise files directly in the folder, without labels.
 
@@ -76,6 +77,7 @@ class FolderSource:
         self.root = os.path.realpath(folder)
         self.skipped: dict[str, str] = {}
         self.notes: tuple[str, ...] = ()
+        self.by_patient = True
         files = dict(self._walk())
         table = files.pop(TABLE, None)
         if table is None and TABLE in self.skipped:
@@ -204,8 +206,9 @@ class FolderSource:
                 content = file.read()
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        rows, unused = read_table(content, where)
-        if unused:
+        rows, columns = read_table(content, where)
+        self.by_patient = not {"group", "split"} & set(columns)
+        if unused := [column for column in columns if column not in COLUMNS]:
             self.notes += (f"{TABLE}: columns not used: {', '.join(unused)}",)
         walked, self.skipped = self.skipped, {}  # what is not in the table is no sample
         samples, alike = [], {composed(path): path for path in files}
@@ -234,7 +237,7 @@ def _reason_in(walked: dict[str, str], path: str) -> str:
     return next(filter(None, found), HIDDEN if hidden else "does not exist")
 
 
-def read_table(content: bytes, where: str) -> tuple[list[tuple[str, str, str, str]], tuple[str, ...]]:
+def read_table(content: bytes, where: str) -> tuple[list[tuple[str, str, str, str]], list[str]]:
     """Parse a table of samples.
 
     Parameters
@@ -248,8 +251,8 @@ def read_table(content: bytes, where: str) -> tuple[list[tuple[str, str, str, st
     -------
     list of (path, label, group, split)
         Paths are normalized; what is not given is "".
-    tuple of str
-        Columns that are not used.
+    list of str
+        The columns, in lower case.
 
     Raises
     ------
@@ -285,7 +288,7 @@ def read_table(content: bytes, where: str) -> tuple[list[tuple[str, str, str, st
         raise ValueError(f"{where}, line {reader.line_num}: {error}") from error
     if not header:
         raise ValueError(f"{where}, line 1: a header is required: {','.join(COLUMNS)}")
-    return list(rows.values()), tuple(column for column in header if column not in COLUMNS)
+    return list(rows.values()), header
 
 
 def _header(cells: list[str], at: str) -> list[str]:

@@ -180,8 +180,8 @@ def own_data(
     key = {"source": source_text, "preprocessing": preprocessing.to_dict(), "max_pixels": max_pixels}
     # Of the preprocessing, only the window decides whether a sample can be used; contents are hashed before it.
     known = {"source": source_text, "windowed": preprocessing.window is not None, "max_pixels": max_pixels}
-    index = Index.load(index_file, known)
     reader = Reader(open_source(source_text), preprocessing, max_pixels)
+    index = Index.load(index_file, known | ({"by_patient": True} if reader.by_patient else {}))
     scanned, entries = scan(reader, index)
     if scanned.total == 0:
         raise ValueError("; ".join((f"data = {source_text!r} hold no image", *notes_of(reader.source))))
@@ -198,7 +198,7 @@ def own_data(
     shape = (len(samples), preprocessing.channels, preprocessing.image_size, preprocessing.image_size)
     pixels = LazyPixels(VerifiedReader(reader, samples), shape, cache_mb * MIB)
     images = Images(source_text, pixels, labels[used], classes, labelled=scanned.labelled)
-    notes = [*notes_of(reader.source), index.note, *_counts(scanned, left_out)]
+    notes = [*notes_of(reader.source), index.note, *_patients(scanned), *_counts(scanned, left_out)]
     return _assembled(images, samples, [splits[i] for i in used], role, scanned, left_out, notes, key)
 
 
@@ -285,6 +285,13 @@ def _splits(source_text: str, scanned: Scanned, role: Role, index: Index) -> tup
             "samples, state the splits in labels.csv, or use smaller groups"
         )
     return splits, left_out
+
+
+def _patients(scanned: Scanned) -> Iterator[str]:
+    """Yield a note on the samples whose group is their patient."""
+    if scanned.by_patient and (groups := [one.group for one in scanned.samples if one.group]):
+        patients = f"{len(set(groups))} patient{'s' * (len(set(groups)) > 1)}"
+        yield f"{len(groups)} DICOM files of {patients} by their PatientID: each patient is in one split"
 
 
 def _counts(scanned: Scanned, left_out: Mapping[str, str]) -> Iterator[str]:

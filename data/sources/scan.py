@@ -17,8 +17,8 @@ from fedtta.models.deadline import check_deadline
 from fedtta.models.preprocessing import Preprocessing, RawImage
 
 from .base import EncodedSource, Source, as_text, asked, composed, escaped, indices, skipped_of, stated_split
-from .files import check_pixels, read_encoded, stands_a_window
-from .index import Index
+from .files import check_pixels, patient_of, read_encoded, stands_a_window
+from .index import Entry, Index
 
 #: Hexadecimal digits of an identity: 128 bits of SHA-256.
 DIGITS = 32
@@ -39,11 +39,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scanned:
-    """A source's usable samples in the order of their names, and name → reason of all others."""
+    """A source's usable samples in the order of their names, and name → reason of all others.
+
+    `by_patient`: the groups are patients of DICOM files.
+    """
 
     samples: list[Sample]
     skipped: dict[str, str]
     labelled: bool
+    by_patient: bool = False
 
     @property
     def total(self) -> int:
@@ -66,6 +70,11 @@ class Reader:
     source: Source
     preprocessing: Preprocessing
     max_pixels: int
+
+    @property
+    def by_patient(self) -> bool:
+        """Whether the groups are those of `patient`, and not the source's."""
+        return bool(getattr(self.source, "by_patient", False))
 
     def read(self, index: int) -> tuple[str, NDArray[np.uint8]]:
         """Return the identity and the pixels [C, S, S] of a sample.
@@ -90,6 +99,22 @@ class Reader:
             raise ValueError(escaped(str(error))) from error
         except Exception as error:  # of a decoder
             raise ValueError(escaped(f"{error or type(error).__name__}")) from error
+
+    def patient(self, index: int) -> str:
+        """Return the group of a DICOM file, see `patient_of`; "" where groups are the source's.
+
+        Raises
+        ------
+        ValueError
+            The header cannot be read.
+        """
+        if not (self.by_patient and isinstance(self.source, EncodedSource)):
+            return ""
+        try:
+            with self.source.open(index) as file:
+                return patient_of(file, self.max_pixels)
+        except Exception as error:  # of a decoder
+            raise ValueError(escaped(f"its PatientID is not readable: {error or type(error).__name__}")) from error
 
     def stands_a_window(self, index: int) -> bool:
         """Return whether a sample that can be used without a window can be used with one; pixels are not read."""
@@ -150,7 +175,7 @@ def array_identity(array: NDArray[Any]) -> str:
     return hashlib.sha256(head + np.ascontiguousarray(array).tobytes()).hexdigest()[:DIGITS]
 
 
-def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, str]]]:
+def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, Entry]]:
     """Read every sample that the index does not know; return what was found, and the index's new entries.
 
     Raises
@@ -168,24 +193,24 @@ def scan(reader: Reader, index: Index) -> tuple[Scanned, dict[str, tuple[Any, st
         splits = [stated_split(as_text(source.split(i), f"split({i})"), source.name(i)) for i in range(len(source))]
         stamps = [json.loads(json.dumps(stamp_of(i))) for i in range(len(source))]  # as the index file returns them
     labelled = any(label is not None for label in labels)
-    samples, skipped, entries = [], dict(skipped_of(source)), {}
+    samples, skipped, entries = [], dict(skipped_of(source)), dict[str, Entry]()
     for i in order:
         check_deadline()
         name, stamp = source.name(i), stamps[i]
         if labelled and labels[i] is None:
             skipped[name] = "no label"
             continue
-        identity = index.identity(name, stamp)
-        if identity is None or (index.windowless and not reader.stands_a_window(i)):
+        found = index.find(name, stamp)
+        if found is None or (index.windowless and not reader.stands_a_window(i)):
             try:
-                identity, _ = reader.read(i)
+                found = Entry(stamp, reader.read(i)[0], reader.patient(i))
             except ValueError as error:
                 skipped[name] = str(error)
                 continue
         if stamp is not None:
-            entries[name] = (stamp, identity)
-        samples.append(Sample(i, name, labels[i], groups[i], splits[i], identity))
-    return Scanned(samples, dict(sorted(skipped.items())), labelled), entries
+            entries[name] = found
+        samples.append(Sample(i, name, labels[i], groups[i] or found.patient, splits[i], found.identity))
+    return Scanned(samples, dict(sorted(skipped.items())), labelled, reader.by_patient), entries
 
 
 def reasons(skipped: Mapping[str, str]) -> str:

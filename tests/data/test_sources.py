@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedtta.data.sources import UnusableData, files, open_source
+from fedtta.data.sources import OwnData, UnusableData, files, open_source, own_data
 from fedtta.data.sources.base import escaped, notes_of
 from fedtta.data.sources.folder import read_table
 from fedtta.data.sources.huggingface import HuggingFaceSource
@@ -251,6 +251,44 @@ def test_dicom_files_use_their_window_or_that_of_the_run(tmp_path: Path) -> None
     np.testing.assert_array_equal(stated, np.rint(np.clip((raw - 1024 + 1000) / 2000, 0, 1) * 255))
     with pytest.raises(ValueError, match="too large: 8 x 8 pixels"):
         Reader(made, PREPARED, 63).read(0)
+
+
+def test_a_patient_of_dicom_files_is_in_one_split(tmp_path: Path) -> None:
+    folder, index = tmp_path / "site", tmp_path / "index.json"
+    for k in range(60):
+        patient = {"PatientID": f"Müller {k % 12} "} if k < 48 else {}
+        dicom(folder / f"{'ab'[k % 2]}/{k:02}.dcm", np.full((8, 8), k), SpecificCharacterSet="ISO_IR 192", **patient)
+
+    def opened() -> OwnData:
+        return own_data(f"folder:{folder}", classes=("a", "b"), preprocessing=PREPARED, index_file=index)
+
+    found = opened()
+    parts = {
+        name: part
+        for part in ("train", "validation", "test")
+        for name in np.array(found.names)[getattr(found.split, part)]
+    }
+    of_patients = [{parts[f"{'ab'[k % 2]}/{k:02}.dcm"] for k in range(patient, 48, 12)} for patient in range(12)]
+    assert [len(one) for one in of_patients] == [1] * 12
+    assert set.union(*of_patients) == {"train", "validation", "test"}
+    assert len(set(found.groups) - {""}) == 12
+    assert found.notes[0] == "48 DICOM files of 12 patients by their PatientID: each patient is in one split"
+    assert "ller" not in index.read_text()  # no name or number of a patient is written
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Reader, "patient", lambda *_: pytest.fail("known from the index"))
+        assert opened().fingerprint == found.fingerprint
+
+    rows = [f"{name},{name[0]}" for name in found.names]
+    for header, more, groups in (
+        ("path,label", "", 12),
+        ("path,label,group", ",", 0),
+        ("path,label,split", ",train", 0),
+    ):
+        (folder / "labels.csv").write_text("\n".join([header, *(row + more for row in rows)]))
+        assert len(set(opened().groups) - {""}) == groups
+    (folder / "labels.csv").unlink()
+    again, before = opened(), dict(zip(found.names, found.groups, strict=True))
+    assert again.groups == tuple(before[name] for name in again.names)  # the table's scan knew of no patients
 
 
 def test_dicom_files_without_pydicom_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
