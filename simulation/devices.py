@@ -91,21 +91,21 @@ def enrol(superlink: str, ca: Path | None, key: Path, name: str) -> str:
     content = public_key(key)
     found = listed(superlink, ca)
     for device in found:
-        if device.key == content:
-            if device.status == REMOVED:
-                raise SettingsError(f"{key} was removed, as {device.name}: such a key stays out, make a new one")
-            if device.name != name:
-                raise SettingsError(f"{key} is enrolled already, as {device.name}")
-    check_free(found, content, name)
+        if device.key == content and device.status == REMOVED:
+            raise SettingsError(f"{key} was removed, as {device.name}: such a key stays out, make a new one")
+    check_free(found, key, name)
     node = register(superlink, ca, key, name)
     return f"{key} is enrolled already, as {name}" if node is None else f"{name} is enrolled as node {node}"
 
 
-def check_free(enrolled: Iterable[Device], key: bytes, name: str) -> None:
-    """Raise SettingsError if another public key (PEM) is enrolled under a name."""
-    for device in enrolled:
-        if device.name == name and device.key != key and device.status != REMOVED:
+def check_free(enrolled: Iterable[Device], key: Path, name: str) -> None:
+    """Raise SettingsError if a public key is enrolled under another name, or another key under this one."""
+    content = public_key(key)
+    for device in (one for one in enrolled if one.status != REMOVED):
+        if device.name == name and device.key != content:
             raise SettingsError(f"another key is enrolled as {name} (node {device.node_id}): remove it first")
+        if device.key == content and device.name != name:
+            raise SettingsError(f"{key} is enrolled already, as {device.name}")
 
 
 def remove(superlink: str, ca: Path | None, device: str) -> str:

@@ -19,7 +19,6 @@ from fedtta.client.names import check_name
 from fedtta.server.report.journal import COPY
 from fedtta.settings import Settings, SettingsError, from_config
 from fedtta.simulation import devices, signing, superlink
-from fedtta.simulation.control import public_key
 from fedtta.simulation.standing import KEY as STANDING
 from fedtta.simulation.superlink import FlowerError, RunLostError, Scalar, run_config
 
@@ -91,7 +90,7 @@ def _folder_of(resume: Scalar) -> Path:
 
 
 def _named(words: Sequence[str], address: str, ca: Path) -> tuple[list[Path], list[str]]:
-    """Return the files and names of `[NAME=]PUBLIC_KEY`; SettingsError: a name is given twice, or is another key's."""
+    """Return files and names of `[NAME=]PUBLIC_KEY`; SettingsError: a name is given twice, or is enrolled otherwise."""
     parts = [word.rpartition("=") for word in words]
     keys, names = [Path(key) for *_, key in parts], [check_name(name) if name else "" for name, *_ in parts]
     if any(names):
@@ -99,7 +98,7 @@ def _named(words: Sequence[str], address: str, ca: Path) -> tuple[list[Path], li
         for i, (key, name) in enumerate(zip(keys, names, strict=True)):
             if name and name in names[:i]:
                 raise SettingsError(f"{name}={key}: the name is given twice; allowed is one device of a name")
-            devices.check_free(enrolled, public_key(key), name)
+            devices.check_free(enrolled, key, name)
     return keys, names
 
 

@@ -97,9 +97,9 @@ def _names(stored: dict[str, NDArray[Any]], file: Path) -> list[str | None]:
     y = stored["y"]
     if not np.issubdtype(y.dtype, np.number):
         return [as_name(one) or None for one in y]
-    whole = not np.iscomplexobj(y) and bool((np.isfinite(y) & (y == np.floor(y)) & (y >= 0)).all())
-    if not whole:
-        raise ValueError(f"{file}: y must hold class names, or whole numbers from 0")
+    wrong = y[~(np.isfinite(y) & (y == np.floor(y)) & (y >= 0))] if not np.iscomplexobj(y) else y
+    if len(wrong):
+        raise ValueError(f"{file}: y holds {wrong[0]}; allowed are class names, or whole numbers from 0")
     numbers = y.astype(np.int64)
     if "classes" not in stored:
         return [str(one) for one in numbers]

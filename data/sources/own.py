@@ -279,7 +279,7 @@ def _splits(source_text: str, scanned: Scanned, role: Role, index: Index) -> tup
         return ["test"] * len(scanned.samples), {}
     splits, left_out = assign(scanned.samples, role, index.tested)
     if role != "target" and "train" not in splits:
-        why = "; ".join(_left_out(left_out))
+        why = "; ".join((*_patients(scanned), *_left_out(left_out)))
         raise ValueError(
             f"data = {source_text!r}: none of {len(splits)} samples is in the training split{why and f' ({why})'}; add "
             "samples, state the splits in labels.csv, or use smaller groups"

@@ -291,6 +291,13 @@ def test_a_patient_of_dicom_files_is_in_one_split(tmp_path: Path) -> None:
     assert again.groups == tuple(before[name] for name in again.names)  # the table's scan knew of no patients
 
 
+def test_dicom_files_of_one_patient_for_all_say_why_nothing_is_trained_on(tmp_path: Path) -> None:
+    for k in range(9):
+        dicom(tmp_path / f"a/{k}.dcm", np.full((8, 8), k), PatientID="ANON")  # whose hash is in the test split
+    with pytest.raises(ValueError, match=r"the training split \(9 DICOM files of 1 patient by their PatientID"):
+        own_data(f"folder:{tmp_path}", classes=("a",), preprocessing=PREPARED)
+
+
 def test_dicom_files_without_pydicom_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dicom(tmp_path / "a.dcm", np.zeros((8, 8)))
     monkeypatch.setitem(__import__("sys").modules, "pydicom", None)
@@ -531,7 +538,7 @@ def test_npz_without_labels_and_bad_ones(tmp_path: Path) -> None:
     assert [open_source(f"npz:{path}").label(i) for i in range(2)] == ["b", None]
     for arrays, message in (
         ({"y": np.zeros(3)}, "2 images but y of shape"),
-        ({"y": np.array([0.5, 1])}, "whole numbers"),
+        ({"y": np.array([1, 0.5])}, r"y holds 0\.5; allowed are class names, or whole numbers"),
         ({"y": np.array([0j, 1])}, "whole numbers"),
         ({"y": np.array([0, np.inf])}, "whole numbers"),
         ({"y": np.zeros(2), "classes": np.array("a")}, r"data\.npz: classes must be a list"),

@@ -242,6 +242,8 @@ def test_a_name_is_registered_for_one_device_only(
     assert submit.main([*words, f"site-a={public[0]}", public[2]]) == 0
     assert submit.main([*words, f"site-a={public[1]}"]) == 2
     assert "error: another key is enrolled as site-a (node 1): remove it first" in capsys.readouterr().err
+    assert submit.main([*words, f"site-b={public[0]}"]) == 2  # it would have stayed site-a
+    assert f"error: {public[0]} is enrolled already, as site-a" in capsys.readouterr().err
     assert submit.main([*words, f"site-a={public[0]}"]) == 0  # as when containers start again
     assert [name for name, _ in made.asked] == ["site-a", "node-2", "site-a"]
 
