@@ -60,7 +60,9 @@ class HuggingFaceSource:
             self._rows += [(name, encoded, i) for i in range(len(encoded))]
             unused |= set(part.features) - {image, label, group}
         self.classes = tuple(sorted({one for one in self._labels if one is not None}))
-        self.notes = (f"columns not used: {', '.join(sorted(unused))}",) if unused else ()
+        divided = [name for name, split in named.items() if stated and not split]
+        told = (("columns not used", sorted(unused)), ("splits of other names, divided by hash", divided))
+        self.notes = tuple(f"{what}: {', '.join(names)}" for what, names in told if names)
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -695,12 +695,18 @@ def test_hugging_face_a_number_without_a_class_is_named(tmp_path: Path) -> None:
 
 def test_hugging_face_names_of_splits_may_have_capitals(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    parts = {"Training": hugging_face([1]), "Val": hugging_face([2]), "Testing": hugging_face([3])}
+    parts = {
+        "Training": hugging_face([1]),
+        "Val": hugging_face([2]),
+        "Testing": hugging_face([3]),
+        "extra": hugging_face([4]),
+    }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "one")
     made = open_source(f"hf:{tmp_path / 'one'}")
-    assert [(made.name(i), made.split(i)) for i in range(3)] == [
-        ("Training/0", "train"), ("Val/0", "validation"), ("Testing/0", "test")
+    assert [(made.name(i), made.split(i)) for i in range(4)] == [
+        ("Training/0", "train"), ("Val/0", "validation"), ("Testing/0", "test"), ("extra/0", "")
     ]  # fmt: skip
+    assert notes_of(made) == ("splits of other names, divided by hash: extra",)
 
 
 @pytest.mark.usefixtures("cache")
