@@ -221,7 +221,7 @@ def test_the_operators_commands_parse(
 
     monkeypatch.setattr(superlink, "register", register)
     monkeypatch.setattr(devices, "listed", lambda *_: [])
-    monkeypatch.setattr(submit, "public_key", lambda _: b"")
+    monkeypatch.setattr(devices, "public_key", lambda _: b"")
     monkeypatch.setattr(superlink, "start", lambda home, config: done.append(config))
     monkeypatch.setattr(superlink, "finish", lambda *_, **__: None)
     words = SERVICES[service]["command"]
