@@ -199,7 +199,10 @@ def add_run(
     content["rows"].update(rows)
     if start:
         content["start"] = dict(start)
-    content["trainings"].setdefault(training, {}).update(training_content(results))
+    kept, new = content["trainings"].setdefault(training, {}), training_content(results)
+    if "rates" in new:
+        new["rates"] = {**kept.get("rates", {}), **new["rates"]}  # other rows may have learned other variants
+    kept.update(new)
     again = any(run["training"] == training for run in content["runs"])
     content["runs"].append({"training": training, "methods": list(rows), **run_content(results, again)})
     content["notes"] = list(dict.fromkeys([*content["notes"], *lasting(results.notes)]))
@@ -336,7 +339,10 @@ def constant_row(counts: np.ndarray) -> Content:
 
 
 def training_content(results: Results) -> Content:
-    """Return a training's curves over its rounds as text (losses; validation accuracy in percent), and its rates."""
+    """Return a training's curves over its rounds as text (losses; validation accuracy in percent), and its rates.
+
+    Traffic is that of learning one variant of the rates.
+    """
     rounds = results.rounds
 
     def line(values: Sequence[float | None], scale: float) -> str:
@@ -348,7 +354,7 @@ def training_content(results: Results) -> Content:
         content["validation_percent"] = line([one.validation_accuracy for one in rounds], 100)
     if results.rates:
         content["rates"] = {one.variant: one.rates for one in results.rates}
-    if learning := results.rates_rounds:
+    if learning := [one for one in results.rates_rounds if one.variant == results.rates_rounds[0].variant]:
         content["traffic"] = {
             "modules": len(results.rates[0].rates) if results.rates else 0,
             "bytes_up_a_client_and_round": learning[-1].bytes_up / len(learning[-1].replied),

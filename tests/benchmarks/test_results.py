@@ -38,7 +38,7 @@ from fedtta.client.device import SLOW_BFLOAT16
 from fedtta.models import load_model
 from fedtta.server.events import RunError
 from fedtta.server.report import WEIGHT_BINS, Evaluation
-from fedtta.server.report.events import Adapted, AdaptRound, Incident
+from fedtta.server.report.events import Adapted, AdaptRound, Incident, Rates, RatesRound
 from fedtta.settings import Settings, SettingsError
 from tests.benchmarks.fabricated import results
 
@@ -336,6 +336,20 @@ def test_a_run_is_added_with_its_provenance() -> None:
     assert (first["methods"], second["methods"], first["commit"]) == (["fedavg", "btfl"], ["personal"], "abc")
     assert (first["test_samples_checked"], first["test_samples_trained_on"]) == (16, 0)
     assert (content["notes"], content["start"]) == (["made up"], {"kind": "federated"})
+
+
+def test_rates_of_rows_that_are_added_later_stand_beside_those_of_others() -> None:
+    settings = Settings(methods="fedavg", rounds=1)
+    cell, content = Cell("c", "C", settings), empty("p", Cell("c", "C", settings), settings)
+    for variants in (("all",), ("params", "stats")):
+        rounds = [RatesRound("t", one, 1, [0, 1], [0, 1], 1.0, 0.5, 0.1, 40, 16, 0) for one in variants]
+        rates = [Rates("t", one, {"a": len(one) / 8, "b": 0.0}, {"a": 3, "b": 1}) for one in variants]
+        found = replace(results(1, settings), rates=rates, rates_rounds=rounds)
+        add_run(content, found, cell, settings, "t", {})
+        assert content["trainings"]["t"]["traffic"]["bytes_down_all_rounds"] == 40  # of one variant
+    assert {name: one["a"] for name, one in content["trainings"]["t"]["rates"].items()} == {
+        "all": 0.375, "params": 0.75, "stats": 0.625
+    }  # fmt: skip
 
 
 def test_replies_that_had_less_effect_are_counted() -> None:
