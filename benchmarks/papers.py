@@ -24,6 +24,8 @@ AVERAGE = "average"
 KEYS = ("name", "table", "column", "why", "baseline-table")
 #: Methods that the papers propose; all others are baselines.
 PROPOSED = ("fedthe", "fedthe_plus", "btfl", "atp", "bbn", "fedicon", "fedicon_us")
+#: Settings in which the rows of one experiment of a paper differ.
+OF_ROWS = ("collaborations", "rates-learned-on")
 #: Separates a method from its collaboration in the label of a row.
 WITH = " @ "
 
@@ -44,6 +46,11 @@ class Printed:
     unit: str
     mean: float
     sd: float | None
+
+    def comparable(self, other: Printed) -> bool:
+        """Tell whether another number of the paper is of the same experiment: what both settings state is equal."""
+        both = (self.setting.keys() & other.setting.keys()) - set(OF_ROWS)
+        return all(self.setting[name] == other.setting[name] for name in both)
 
 
 @cache

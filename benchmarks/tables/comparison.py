@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fedtta.benchmarks.papers import AVERAGE, Printed
+from fedtta.benchmarks.papers import AVERAGE, Printed, Reference
 from fedtta.benchmarks.tables.protocol import Cell, Table
 from fedtta.benchmarks.tables.results import CONSTANT, Content
 
@@ -78,12 +78,11 @@ def compare(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> Comparis
                     values.setdefault(own, {}).setdefault(column, {})[seed] = value
                     if table.measure:
                         continue
-                    for found, number in (
-                        (paper, _paper(cell, label, column)),
-                        (base, _paper(cell, table.baseline, column, baseline=True)),
-                    ):
-                        if number is not None:
-                            found.setdefault(own, {})[column] = number
+                    if (printed := _paper(cell, label, column)) is not None:
+                        number, reference = printed
+                        paper.setdefault(own, {})[column] = number
+                        if table.baseline and (of_baseline := reference.baseline(table.baseline, column)) is not None:
+                            base.setdefault(own, {})[column] = of_baseline
     columns = list(dict.fromkeys(column for row in values.values() for column in row))
     for row in values.values():
         complete = [seed for seed in row.get(columns[0], {}) if all(seed in row.get(name, {}) for name in columns)]
@@ -91,8 +90,8 @@ def compare(table: Table, kept: Mapping[str, Mapping[int, Content]]) -> Comparis
             row[AVERAGE] = {seed: float(np.mean([row[name][seed] for name in columns])) for seed in complete}
     for label in values if not table.measure else ():
         for cell in table.cells:
-            if (number := _paper(cell, label, AVERAGE)) is not None:
-                paper.setdefault(label, {})[AVERAGE] = number
+            if (printed := _paper(cell, label, AVERAGE)) is not None:
+                paper.setdefault(label, {})[AVERAGE] = printed[0]
     seeds = sorted({seed for cell in table.cells for seed in kept.get(cell.name, {})})
     return Comparison(table.title, values, seeds, paper, base, table.baseline, partial_rows(table, kept))
 
@@ -118,12 +117,10 @@ def _row_values(cell: Cell, table: Table, row: Content) -> dict[str, float]:
     return {cell.column: next(iter(shifts.values()))} if cell.column and len(shifts) == 1 else shifts
 
 
-def _paper(cell: Cell, label: str, column: str, baseline: bool = False) -> Printed | None:
-    """Return the paper's number from the first of a cell's references that has it."""
-    if not label:
-        return None
-    found = (one.baseline(label, column) if baseline else one.number(label, column) for one in cell.references)
-    return next((one for one in found if one is not None), None)
+def _paper(cell: Cell, label: str, column: str) -> tuple[Printed, Reference] | None:
+    """Return the paper's number from the first of a cell's references that has it, and this reference."""
+    found = ((reference.number(label, column), reference) for reference in cell.references)
+    return next(((number, reference) for number, reference in found if number is not None), None)
 
 
 def recovered(table: Comparison, column: str = "out_of_client") -> dict[str, list[float]]:

@@ -175,13 +175,16 @@ class Order:
 def orders(found: Comparison, clients: ClientValues, columns: Sequence[str]) -> list[Order]:
     """Return the paper's order of each two rows, one of which is proposed by a paper, and whether it holds.
 
-    Rows without their clients' accuracies are left out.
+    Two rows are of one experiment of the paper, see `Printed.comparable`. Rows without their clients' accuracies are
+    left out.
     """
     result = []
     for column in columns:
-        printed = {label: row[column].mean for label, row in found.paper.items() if column in row and label in clients}
-        for one, other in combinations(sorted(printed, key=lambda label: -printed[label]), 2):
-            if printed[one] == printed[other] or not (is_proposed(one) or is_proposed(other)):
+        printed = {label: row[column] for label, row in found.paper.items() if column in row and label in clients}
+        for one, other in combinations(sorted(printed, key=lambda label: -printed[label].mean), 2):
+            if printed[one].mean == printed[other].mean or not (is_proposed(one) or is_proposed(other)):
+                continue
+            if not printed[one].comparable(printed[other]):
                 continue
             measured = difference(clients[one].get(column, {}), clients[other].get(column, {}))
             result.append(Order(column, one, other, measured.sign if measured else 0))

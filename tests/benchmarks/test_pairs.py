@@ -188,6 +188,19 @@ def test_pages_state_differences_and_orders() -> None:
     assert told == [("fedavg", "btfl", -1), ("fedavg", "fedthe", -1), ("btfl", "fedthe", 0)]
 
 
+def test_orders_are_of_one_experiment_of_the_paper() -> None:
+    table, kept = table_of(Cell("c", "C", Settings())), {"c": {1: {"rows": ROWS}}}
+    found = compare(table, kept)
+    settings = {"btfl": {"model": "a"}, "fedthe": {"model": "b"}, "fedavg": {"model": "a", "collaborations": "none"}}
+    paper = {
+        name: {"average": Printed("1", {"collaborations": "pfedbbn"} | setting, "A", name, "average", "%", mean, None)}
+        for mean, (name, setting) in enumerate(settings.items())
+    }
+    found = Comparison(found.title, found.values, found.seeds, paper)
+    told = [(one.better, one.worse) for one in orders(found, client_values(table, kept), ["average"])]
+    assert told == [("fedavg", "btfl")]
+
+
 def test_differences_beside_means_over_samples_are_said_to_be_over_clients() -> None:
     kept = {"c": {1: {"rows": ROWS}}}
     tables = [table_of(Cell("c", "C", Settings(), weighting=weighting)) for weighting in ("clients", "samples")]
