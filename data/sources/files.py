@@ -143,7 +143,7 @@ def patient_of(file: BinaryIO, max_pixels: int) -> str:
     if not _is_dicom(file):
         return ""
     patient = composed(str(_dicom_header(file, max_pixels, "PatientID").get("PatientID") or "")).strip(" \0")
-    return patient and f"patient {hashlib.sha256(patient.encode()).hexdigest()[:16]}"
+    return patient and f"patient {hashlib.sha256(patient.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 def _is_dicom(file: BinaryIO) -> bool:
