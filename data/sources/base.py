@@ -31,7 +31,7 @@ class Source(Protocol):
       its first colon is what the run's report counts; it leaves the device.
     - ``notes``: tuple of str, what a reader of the run's report has to know; it leaves the device.
     - ``open(i)``: the encoded image file, see `EncodedSource`; `image` is not called then.
-    - ``by_patient``: bool, whether the group of a DICOM file, see `open`, is its patient; default: False.
+    - ``by_patient``: bool, whether `group` says none, and a DICOM file's (`open`) is its patient; default: False.
     - ``stamp(i)``: a JSON value that changes when the sample changes, such as size and modification time. With it, the
       result of a scan is kept in the device's index file, and unchanged samples are not read again.
     """
